@@ -1,0 +1,40 @@
+# Every target does its own set-up; all are safe to run twice. `make help` lists them.
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart base-model test test-slow lint format doctor clean
+SHELL := /bin/bash
+export PYTHON
+# What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
+export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## make .venv and install what is missing; nothing to do when it is there
+	@tools/setup.sh
+
+quickstart: setup  ## train a tiny model from the committed base to high accuracy, on CPU, in minutes
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" examples/quickstart/run.sh
+
+base-model: setup  ## make the quickstart's base model anew (up to an hour on 2 cores)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" examples/quickstart/make_base.sh
+
+test: setup  ## the tests that take seconds each
+	@$(PYTEST) -q -m "not slow and not gpu"
+
+test-slow: setup  ## the tests that take minutes
+	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800
+
+lint: setup  ## ruff, import rules, mypy; changes nothing
+	@.venv/bin/pre-commit run --all-files --color never
+
+format: setup  ## let ruff format and mend what it can
+	@.venv/bin/ruff check --fix-only --quiet .
+	@.venv/bin/ruff format .
+
+doctor: setup  ## what this machine has and lacks, and what follows
+	@.venv/bin/or1 doctor
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

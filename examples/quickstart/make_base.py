@@ -1,0 +1,131 @@
+"""Makes the quickstart's base model: a Qwen2 from scratch, warmed up on demonstrations of mixed habits.
+
+The supervised steps go through the very policy that reinforcement learning trains: Megatron under torchrun, with
+cross-entropy in the place of the clipped loss.
+
+    torchrun --standalone --nproc-per-node 2 examples/quickstart/make_base.py --out examples/quickstart/base_model
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf
+from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.loss import CrossEntropy
+from or1_megatron.types import Sample
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the folder of an example is not a package
+from demonstrations import demonstrations
+from tokenizer import MODEL_MAX_LENGTH, build_tokenizer
+
+SEED = 0
+STEPS = 3000
+BATCH_DEMONSTRATIONS = 128
+CAREFUL_FIRST_STEPS = 600
+MAX_RESPONSE_TOKENS = 97
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 100
+ROW_TOKENS = 4096
+REPORT_EVERY_STEPS = 50
+
+
+def create_model(folder: Path, seed: int) -> None:
+    """A randomly initialised Qwen2 of 0.8M parameters with the tokenizer, as an HF folder."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MODEL_MAX_LENGTH,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def samples(folder: Path, seed: int) -> Iterator[Sample]:
+    """Demonstrations as the policy trains on them: the loss counts the response and its end token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for demonstration in demonstrations(seed, careful_first=CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS):
+        prompt = tokenizer.apply_chat_template(
+            demonstration.prompt_messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id][:MAX_RESPONSE_TOKENS]
+        yield Sample(
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            response_ids=np.array(response, dtype=np.int32),
+            old_log_probs=np.zeros(len(response), dtype=np.float32),
+            advantage=0.0,
+            loss_mask=np.ones(len(response), dtype=np.bool_),
+        )
+
+
+def warm_up(policy: MegatronPolicy, folder: Path, seed: int, steps: int) -> float:
+    """Supervised steps over all ranks; returns the last reported loss per token."""
+    mesh = policy.mesh
+    layout = BatchLayout(data_ranks=mesh.data, budget_tokens=ROW_TOKENS, alignment=2)
+    supply = samples(folder, seed)
+    started_s, loss = time.monotonic(), float("nan")
+    for step in range(1, steps + 1):
+        batch = pack(list(itertools.islice(supply, BATCH_DEMONSTRATIONS)), layout)
+        report = policy.update(batch.ranks[mesh.data_rank], CrossEntropy(), batch.token_count)
+        loss = report.sums["loss"] / batch.token_count
+        if mesh.rank == 0 and step % REPORT_EVERY_STEPS == 0:
+            elapsed_s = time.monotonic() - started_s
+            print(f"step {step}/{steps}  loss {loss:.4f}  grad norm {report.grad_norm:.2f}  {elapsed_s:.0f} s")
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the HF folder to make")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(1)
+    start_process_group(timeout_s=600)
+    parallel = ParallelConfig(ranks=ranks)
+    mesh = build_mesh(parallel, arguments.seed)
+    scratch = Path(tempfile.gettempdir()) / f"or1_base_{os.environ.get('TORCHELASTIC_RUN_ID', 'single')}"
+    if mesh.rank == 0:
+        create_model(scratch, arguments.seed)
+    torch.distributed.barrier()
+    optimizer = OptimizerConfig(lr=LEARNING_RATE, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
+    policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
+    loss = warm_up(policy, scratch, arguments.seed, arguments.steps)
+    export_hf(policy, arguments.out)
+    if mesh.rank == 0:
+        command = "make base-model"
+        record = {"command": command, "seed": arguments.seed, "steps": arguments.steps, "loss_per_token": loss}
+        (arguments.out / "how_made.json").write_text(json.dumps(record, indent=2) + "\n")
+        shutil.rmtree(scratch)
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""What a configuration comes to, before anything starts: batches, ranks, tokens, memory; and why it cannot work.
+
+Pure arithmetic on a Config and an HF config.json. Every conflict is found, not only the first, and each is reported
+with the numbers that conflict and a way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from or1_megatron.config import Config, StageConfig
+
+Device = Literal["cpu", "cuda"]
+
+CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+class PlanError(ValueError):
+    """A configuration that cannot work: one line per conflict, with its numbers and a way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a decoder that decide what fits where, from HF's config.json."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf: Mapping[str, Any]) -> Shape:
+        """Raises KeyError for what ``weights.families.read_hf_config`` has not checked."""
+        heads = hf["num_attention_heads"]
+        return cls(
+            layers=hf["num_hidden_layers"],
+            hidden=hf["hidden_size"],
+            intermediate=hf["intermediate_size"],
+            heads=heads,
+            kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            vocab=hf["vocab_size"],
+            positions=hf["max_position_embeddings"],
+            tied=bool(hf.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of embedding, output, attention, gated MLP and norms; biases are left out (below 0.1%)."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of one token in all layers, unsharded."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage in numbers. ``max_`` are bounds: every response as long as T allows, none rejected."""
+
+    name: str
+    steps: int
+    max_response_tokens: int  # T
+    prompts_per_step: int  # D_R
+    prompts_per_update: int  # D_T
+    group_size: int  # M
+    responses_per_step: int
+    sgd_steps: int  # N_SGD per rollout step
+    samples_per_update: int
+    samples_per_rank: int  # per update and data-parallel rank, rounded up
+    max_tokens_per_step: int
+    max_micro_batches: int  # per update and data-parallel rank
+    waves: float  # responses per step over what all engines decode at once
+    prompts_total: int
+    epochs: float | None  # prompts_total over the problems there are; None when those were not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole run in numbers."""
+
+    stages: tuple[StagePlan, ...]
+    shape: Shape
+    device: Device
+    ranks: int
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+    sequence: bool
+    micro_batch_tokens: int
+    longest_sequence: int  # longest prompt + longest T, padded to the row multiple
+    engines: int
+    engine_tensor: int
+    placement: str
+    devices: int  # accelerators (on CPU: processes) that trainer and engines need together
+    concurrent: int  # responses decoded at once by all engines
+    kv_tokens: int | None  # tokens that one engine's cache holds; None when vLLM sizes it
+    state_bytes_per_rank: int  # weights, gradients and optimizer state of one trainer rank, activations left out
+    prompt_count: int | None
+    rollout_steps: int
+    optimizer_steps: int
+    responses_total: int
+    warnings: tuple[str, ...]
+
+
+def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None, device: Device = "cpu") -> Plan:
+    """Work out ``config`` for a model with HF config ``hf`` and ``prompt_count`` training problems (None: unknown).
+
+    Raises:
+        PlanError: it cannot work; a line per conflict.
+    """
+    shape = Shape.of(hf)
+    conflicts = [
+        *_layout_conflicts(config, shape),
+        *_length_conflicts(config, shape),
+        *_engine_conflicts(config, shape, device),
+        *_batch_conflicts(config, prompt_count),
+    ]
+    if conflicts:
+        raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in conflicts))
+    parallel, rollout = config.parallel, config.rollout
+    stages = tuple(_stage(config, stage, prompt_count) for stage in config.stages)
+    engine_devices = rollout.engines * rollout.tensor_parallel
+    together = max if rollout.placement == "colocated" else sum
+    return Plan(
+        stages=stages,
+        shape=shape,
+        device=device,
+        ranks=parallel.ranks,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        data=parallel.data,
+        sequence=parallel.sequence,
+        micro_batch_tokens=parallel.micro_batch_tokens,
+        longest_sequence=max(_longest(config, stage) for stage in config.stages),
+        engines=rollout.engines,
+        engine_tensor=rollout.tensor_parallel,
+        placement=rollout.placement,
+        devices=together((parallel.ranks, engine_devices)),
+        concurrent=rollout.engines * rollout.max_concurrent,
+        kv_tokens=_kv_tokens(config, shape),
+        state_bytes_per_rank=_state_bytes(config, shape),
+        prompt_count=prompt_count,
+        rollout_steps=sum(stage.steps for stage in stages),
+        optimizer_steps=sum(stage.steps * stage.sgd_steps for stage in stages),
+        responses_total=sum(stage.steps * stage.responses_per_step for stage in stages),
+        warnings=tuple(_warnings(config, stages)),
+    )
+
+
+def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> StagePlan:
+    responses = stage.prompts_per_step * stage.group_size
+    samples = stage.prompts_per_update * stage.group_size
+    per_rank = _ceil(samples, config.parallel.data)
+    longest = _longest(config, stage)
+    # A row is closed only when the next sequence does not fit, so it holds at least this many.
+    per_row = config.parallel.micro_batch_tokens // longest
+    return StagePlan(
+        name=stage.name,
+        steps=stage.steps,
+        max_response_tokens=stage.max_response_tokens,
+        prompts_per_step=stage.prompts_per_step,
+        prompts_per_update=stage.prompts_per_update,
+        group_size=stage.group_size,
+        responses_per_step=responses,
+        sgd_steps=stage.sgd_steps,
+        samples_per_update=samples,
+        samples_per_rank=per_rank,
+        max_tokens_per_step=responses * (config.data.max_prompt_tokens + stage.max_response_tokens),
+        max_micro_batches=_ceil(per_rank, per_row),
+        waves=responses / (config.rollout.engines * config.rollout.max_concurrent),
+        prompts_total=stage.steps * stage.prompts_per_step,
+        epochs=stage.steps * stage.prompts_per_step / prompt_count if prompt_count else None,
+    )
+
+
+def _longest(config: Config, stage: StageConfig) -> int:
+    """Longest prompt + T, rounded up to the 2 * CP * TP tokens that a packed row is a multiple of."""
+    multiple = 2 * config.parallel.context * config.parallel.tensor
+    return _ceil(config.data.max_prompt_tokens + stage.max_response_tokens, multiple) * multiple
+
+
+def _layout_conflicts(config: Config, shape: Shape) -> Iterator[str]:
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    for name, count in (
+        ("num_attention_heads", shape.heads),
+        ("num_key_value_heads", shape.kv_heads),
+        ("intermediate_size", shape.intermediate),
+    ):
+        if count % tensor:
+            yield (
+                f"parallel.tensor = {tensor} does not divide the model's {name} = {count}; "
+                f"tensor sizes that do: {_divisors(count)}"
+            )
+    if shape.layers % pipeline:
+        yield (
+            f"parallel.pipeline = {pipeline} does not divide the model's num_hidden_layers = {shape.layers}; "
+            f"pipeline sizes that do: {_divisors(shape.layers)}"
+        )
+    if config.parallel.context > 1:
+        yield f"parallel.context = {config.parallel.context}: context parallelism is not supported yet; set it to 1"
+
+
+def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
+    prompt, budget = config.data.max_prompt_tokens, config.parallel.micro_batch_tokens
+    for stage in config.stages:
+        total = prompt + stage.max_response_tokens
+        if total > shape.positions:
+            yield (
+                f"stage '{stage.name}': data.max_prompt_tokens {prompt} + max_response_tokens "
+                f"{stage.max_response_tokens} = {total} exceeds the model's max_position_embeddings = "
+                f"{shape.positions}; lower one of the two by {total - shape.positions}"
+            )
+        if _longest(config, stage) > budget:
+            yield (
+                f"stage '{stage.name}': parallel.micro_batch_tokens = {budget} is less than one sequence can need: "
+                f"data.max_prompt_tokens {prompt} + max_response_tokens {stage.max_response_tokens}, padded = "
+                f"{_longest(config, stage)}; raise micro_batch_tokens to that or more"
+            )
+    evaluated = config.evaluate.max_response_tokens
+    if evaluated and config.evaluate.data and prompt + evaluated > shape.positions:
+        yield (
+            f"evaluate.max_response_tokens {evaluated} + data.max_prompt_tokens {prompt} = {prompt + evaluated} "
+            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it"
+        )
+
+
+def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[str]:
+    rollout = config.rollout
+    tensor = rollout.tensor_parallel
+    if shape.heads % tensor:
+        yield (
+            f"rollout.tensor_parallel = {tensor} does not divide the model's num_attention_heads = {shape.heads}; "
+            f"sizes that do: {_divisors(shape.heads)}"
+        )
+    # vLLM cuts the key/value heads over the ranks, or copies each to the same number of ranks.
+    elif shape.kv_heads % tensor and tensor % shape.kv_heads:
+        yield (
+            f"rollout.tensor_parallel = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} "
+            f"nor is a multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
+        )
+    if device == "cpu":
+        if rollout.kv_cache_bytes is None:
+            yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"
+        if shape.head_dim not in CPU_HEAD_DIMS:
+            yield (
+                f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"
+            )
+    elif rollout.placement == "colocated" and rollout.engines * tensor > config.parallel.ranks:
+        yield (
+            f"rollout.engines {rollout.engines} * rollout.tensor_parallel {tensor} = {rollout.engines * tensor} GPUs, "
+            f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
+            "set rollout.placement=separate"
+        )
+    longest = max(stage.max_response_tokens for stage in config.stages) + config.data.max_prompt_tokens
+    kv_tokens = _kv_tokens(config, shape)
+    if kv_tokens is not None and kv_tokens < longest:
+        needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
+        yield (
+            f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {kv_tokens} tokens, fewer than one sequence of "
+            f"{longest}; set it to {needed} or, for speed, to a multiple of that"
+        )
+
+
+def _batch_conflicts(config: Config, prompt_count: int | None) -> Iterator[str]:
+    data = config.parallel.data
+    for stage in config.stages:
+        samples = stage.prompts_per_update * stage.group_size
+        if samples < data:
+            yield (
+                f"stage '{stage.name}': prompts_per_update {stage.prompts_per_update} * group_size {stage.group_size} "
+                f"= {samples} samples cannot feed {data} data-parallel ranks; raise prompts_per_update or lower "
+                "parallel.ranks"
+            )
+        if prompt_count is not None and stage.prompts_per_step > prompt_count:
+            yield (
+                f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
+                "problems; lower prompts_per_step or add problems"
+            )
+    if config.evaluate.every_steps and not config.evaluate.data:
+        yield (
+            f"evaluate.every_steps = {config.evaluate.every_steps}, but evaluate.data is empty; "
+            "name a problem file there, or set every_steps to 0"
+        )
+
+
+def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
+    if not config.evaluate.data:
+        yield "evaluate.data is empty: no accuracy before and after, and no best checkpoint"
+    elif config.evaluate.temperature == 0 and config.evaluate.samples > 1:
+        yield f"evaluate.temperature is 0: its {config.evaluate.samples} samples per problem will be the same"
+    if config.model.dtype == "bfloat16" and config.handoff.probe_every_steps and config.handoff.probe_bound < 0.05:
+        yield (
+            f"handoff.probe_bound = {config.handoff.probe_bound:g} is tight for bfloat16, where engine and policy "
+            "differ by 0.02 to 0.2 per token: the run may stop; about 0.3 is usual"
+        )
+    for stage in stages:
+        if stage.sgd_steps >= 4 and config.algorithm.entropy.mode == "adaptive":
+            yield (
+                f"stage '{stage.name}': N_SGD = {stage.sgd_steps} with adaptive entropy control: entropy was seen to "
+                "become unstable from 4 on; 1 or 2 is stable"
+            )
+        if stage.max_micro_batches < config.parallel.pipeline:
+            yield (
+                f"stage '{stage.name}': at most {stage.max_micro_batches} micro-batches for {config.parallel.pipeline} "
+                "pipeline stages: some stages idle; lower micro_batch_tokens"
+            )
+
+
+def _kv_tokens(config: Config, shape: Shape) -> int | None:
+    if config.rollout.kv_cache_bytes is None:
+        return None
+    cut = min(config.rollout.tensor_parallel, shape.kv_heads)
+    return config.rollout.kv_cache_bytes * cut // shape.kv_bytes_per_token(config.model.dtype)
+
+
+def _state_bytes(config: Config, shape: Shape) -> int:
+    """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP."""
+    parallel = config.parallel
+    weights = _ceil(shape.parameters, parallel.tensor * parallel.pipeline)
+    own = _BYTES[config.model.dtype] + 4
+    optimizer = 8 + (4 if config.model.dtype == "bfloat16" else 0)
+    cut = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    return weights * own + _ceil(weights * optimizer, cut)
+
+
+def _ceil(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0 and n <= 64)

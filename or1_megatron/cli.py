@@ -1,0 +1,126 @@
+"""The ``or1`` command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.arithmetic import Device
+
+app = typer.Typer(
+    name="or1",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train long chain-of-thought models with the MAGIC recipe.",
+)
+
+USER_ERROR = 2
+"""Exit code for what the user can mend: a config, a file, a folder that is in use."""
+
+
+@contextmanager
+def explained(*also: type[Exception]) -> Iterator[None]:
+    """An error of this package's own types, or ``also``, becomes one message on stderr; others keep their traceback."""
+    try:
+        yield
+    except Exception as error:
+        if not (type(error).__module__.startswith("or1_megatron.") or isinstance(error, also)):
+            raise
+        print(f"or1: error: {error}", file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"or1-megatron {importlib.metadata.version('or1-megatron')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set stages.0.steps=3. Repeatable."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the config comes to and stop.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
+    ] = None,
+) -> None:
+    """Train as CONFIG says. A run folder that holds checkpoints is gone on with.
+
+    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once.
+    """
+    with explained():
+        from or1_megatron.config_file import load_config
+        from or1_megatron.dry_run import plan_run, print_plan
+
+        loaded = load_config(config, overrides or ())
+        planned = plan_run(loaded, _device(device))
+        if dry_run:
+            print_plan(planned, Console())
+            return
+        from or1_megatron.launch import launch_training
+
+        for warning in planned.warnings:
+            print(f"or1: warning: {warning}", file=sys.stderr)
+        code = launch_training(config, overrides or (), loaded.parallel, loaded.checkpoint)
+    raise typer.Exit(code)
+
+
+def _device(named: str | None) -> Device:
+    if named is None:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if named == "cpu":
+        return "cpu"
+    if named == "cuda":
+        return "cuda"
+    raise typer.BadParameter(f"'{named}' is neither cpu nor cuda", param_hint="--device")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and lacks, and what follows from it."""
+    from or1_megatron.doctor import CHECKS, print_findings, stops_training
+
+    findings = print_findings(CHECKS, Console())
+    raise typer.Exit(1 if stops_training(findings) else 0)
+
+
+@app.command()
+def rollouts(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    step: Annotated[int | None, typer.Option(help="Which step's; the newest if not given.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many responses to show.")] = 8,
+    status: Annotated[str | None, typer.Option(help="Only those with this verdict, e.g. wrong or truncated.")] = None,
+) -> None:
+    """Show sampled responses with their verdicts and advantages."""
+    with explained(FileNotFoundError, ValueError):
+        from or1_megatron.report.rollouts import show_rollouts
+
+        show_rollouts(run, step=step, limit=limit, status=status, console=Console())
+
+
+if __name__ == "__main__":
+    app()

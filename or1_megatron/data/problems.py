@@ -1,0 +1,183 @@
+"""Problem files into ``Problem`` records, strictly: a row that cannot be used is refused by file, line and field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from or1_megatron.data.rows import DataError, PlainRow, parse_row, shown
+from or1_megatron.interfaces import Verifier
+from or1_megatron.types import Message, Problem
+
+DIFFICULTY_TRIES = 16
+"""``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
+
+_ID_HEX_DIGITS = 16
+
+
+def load_problems(path: Path, verifiers: Mapping[str, Verifier] | None = None) -> list[Problem]:
+    """All problems of a ``.jsonl`` or ``.parquet`` file, in the file's order.
+
+    With ``verifiers`` (by ability) each ground truth is checked as well; without, only that it is JSON: load, see
+    which abilities occur, build their verifiers, then ``check_ground_truths``. Raises DataError naming file:line
+    (parquet: file:row, from 1), the field, what was found and what was expected; also for a missing or empty file
+    and for a problem that occurs twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of problems")
+    problems: list[Problem] = []
+    origin_of: dict[str, str] = {}
+    for origin, raw in _raw_rows(path):
+        problem = _problem(raw, origin, default_source=path.stem)
+        if problem.id in origin_of:
+            raise DataError(
+                f"{origin}: the same problem as {origin_of[problem.id]} (source '{problem.source}' and messages are "
+                "equal); expected each problem once: delete one, or raise the source's repeat"
+            )
+        origin_of[problem.id] = origin
+        problems.append(problem)
+    if not problems:
+        raise DataError(f"{path}: holds no problems; expected at least one row")
+    if verifiers is not None:
+        check_ground_truths(problems, verifiers)
+    return problems
+
+
+def check_ground_truths(problems: Iterable[Problem], verifiers: Mapping[str, Verifier]) -> None:
+    """Raise DataError for the first problem whose ability has no verifier or whose ground truth it cannot use."""
+    for problem in problems:
+        verifier = verifiers.get(problem.ability)
+        if verifier is None:
+            known = ", ".join(sorted(verifiers)) or "none"
+            raise DataError(f"{problem.origin}: field 'ability': found '{problem.ability}', expected one of: {known}")
+        try:
+            verifier.check_ground_truth(problem)
+        except ValueError as error:
+            raise DataError(f"{problem.origin}: field 'ground_truth': {error}") from None
+
+
+def filter_by_difficulty(problems: Sequence[Problem], model: str) -> list[Problem]:
+    """The problems that ``model`` neither always solved nor never (failures other than 0 and 16).
+
+    Raises DataError for a problem at which that model was not measured, naming the models that were, and when
+    nothing is left.
+    """
+    kept = []
+    for problem in problems:
+        if model not in problem.difficulty:
+            measured = ", ".join(sorted(problem.difficulty)) or "none"
+            raise DataError(
+                f"{problem.origin}: field 'extra_info.model_difficulty': no entry for '{model}' (measured: "
+                f"{measured}); expected its failures in {DIFFICULTY_TRIES} tries; drop "
+                "data.difficulty_model or name a measured model"
+            )
+        if problem.difficulty[model] not in (0, DIFFICULTY_TRIES):
+            kept.append(problem)
+    if not kept:
+        raise DataError(
+            f"difficulty filter for '{model}' leaves none of {len(problems)} problems: at each it failed 0 or "
+            f"{DIFFICULTY_TRIES} of {DIFFICULTY_TRIES} tries"
+        )
+    return kept
+
+
+def problem_id(source: str, messages: Sequence[Message]) -> str:
+    """A stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
+
+
+def _problem(raw: Any, origin: str, default_source: str) -> Problem:
+    row = parse_row(raw, origin)
+    if isinstance(row, PlainRow):
+        source, rows, field = row.source or default_source, row.messages(), "answer"
+        try:
+            ground_truth = row.ground_truth()
+        except ValueError as error:
+            raise DataError(f"{origin}: field 'answer': {error}") from None
+        difficulty: Mapping[str, int | None] = {}
+    else:
+        source, rows, field = row.data_source, row.prompt, "reward_model.ground_truth"
+        ground_truth = row.reward_model.ground_truth
+        difficulty = row.extra_info.model_difficulty or {}
+    _check_is_json(ground_truth, field, origin)
+    messages = tuple(Message(message.role, message.content) for message in rows)
+    return Problem(
+        id=problem_id(source, messages),
+        source=source,
+        ability=row.ability,
+        messages=messages,
+        ground_truth=ground_truth,
+        difficulty={
+            model: _checked_failures(model, count, origin) for model, count in difficulty.items() if count is not None
+        },
+        origin=origin,
+    )
+
+
+def _checked_failures(model: str, failures: int, origin: str) -> int:
+    if not 0 <= failures <= DIFFICULTY_TRIES:
+        raise DataError(
+            f"{origin}: field 'extra_info.model_difficulty.{model}': found {failures}, expected the number of "
+            f"failures in {DIFFICULTY_TRIES} tries, 0..{DIFFICULTY_TRIES}"
+        )
+    return failures
+
+
+def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
+    try:
+        decoded = from_json(ground_truth, allow_inf_nan=False)
+    except ValueError as error:
+        raise DataError(
+            f"{origin}: field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
+            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests'
+        ) from None
+    if not isinstance(decoded, list | dict):
+        raise DataError(
+            f"{origin}: field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
+            'expected that of a list of answers, such as ["15625"], or of an object of tests'
+        )
+
+
+def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(origin, decoded row) of every row."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    else:
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            origin = f"{path}:{number}"
+            try:
+                yield origin, from_json(line, allow_inf_nan=False)
+            except ValueError as error:
+                found = shown(line.decode("utf-8", "replace").strip())
+                raise DataError(f"{origin}: not a JSON object ({error}), found {found}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa  # only here: most files are JSONL, and pyarrow takes a while to import
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for raw in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", raw
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file (after row {number}): {error}") from None

@@ -1,0 +1,170 @@
+"""The endless, shuffled, resumable supply of training prompts (``interfaces.ProblemStream``)."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from or1_megatron.data.rows import DataError
+from or1_megatron.types import BoolArray, Int64Array, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Prompts of one source; each occurs ``repeat`` times per epoch."""
+
+    prompts: Sequence[Prompt]
+    repeat: int = 1
+
+
+class MixtureStream:
+    """Sources mixed by whole repeats, in an order that is a pure function of (seed, epoch).
+
+    An epoch is a permutation of the *pool*: every prompt as often as its source repeats it. The cursor is (epoch,
+    position), so the state is small whatever the size of the data: two integers, a bitmap of what is excluded, and
+    the few entries that wait because their problem was already in the batch.
+
+    Raises DataError when there are no prompts, a repeat is below 1, or a problem is in two sources.
+    """
+
+    def __init__(self, sources: Sequence[Source], seed: int) -> None:
+        self._prompts: list[Prompt] = [prompt for source in sources for prompt in source.prompts]
+        if not self._prompts:
+            raise DataError(f"no prompts in any of {len(sources)} sources; expected at least one")
+        if any(source.repeat < 1 for source in sources):
+            raise DataError(f"repeats are {[source.repeat for source in sources]}; expected whole numbers from 1")
+        repeats = [source.repeat for source in sources for _ in source.prompts]
+        self._repeats: Int64Array = np.array(repeats, dtype=np.int64)
+        self._index: dict[str, int] = {}
+        for index, prompt in enumerate(self._prompts):
+            other = self._index.setdefault(prompt.problem.id, index)
+            if other != index:
+                first = self._prompts[other].problem.origin
+                raise DataError(f"{prompt.problem.origin}: the same problem as {first}; expected it in one source only")
+        self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
+        self._seed = seed
+        self._fingerprint = self._data_fingerprint()
+        self._excluded: BoolArray = np.zeros(len(self._prompts), dtype=np.bool_)
+        self._waiting: list[int] = []
+        self._epoch = 0
+        self._position = 0
+        self._order = self._permutation(0)
+
+    def __len__(self) -> int:
+        """How many different problems are left in the pool."""
+        return len(self._prompts) - int(self._excluded.sum())
+
+    @property
+    def epoch(self) -> float:
+        """Epochs passed, as a fraction: for reports."""
+        return self._epoch + self._position / len(self._pool)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts, all of different problems; crosses the ends of epochs.
+
+        An entry whose problem is already in this batch (a repeat, or the next epoch's) waits for the next one; no
+        more than ``repeat`` entries of a problem ever wait. Raises ValueError when fewer than ``count`` problems
+        are left.
+        """
+        if count > len(self):
+            raise ValueError(
+                f"asked for {count} different problems, but only {len(self)} are left of {len(self._prompts)} "
+                f"({int(self._excluded.sum())} are excluded); lower prompts_per_step or give more data"
+            )
+        chosen: dict[int, None] = {}
+        still_waiting: list[int] = []
+        for index in self._waiting:
+            if self._excluded[index]:
+                continue
+            if len(chosen) < count and index not in chosen:
+                chosen[index] = None
+            else:
+                still_waiting.append(index)
+        waiting_count = Counter(still_waiting)
+        while len(chosen) < count:
+            index = self._next_entry()
+            if self._excluded[index]:
+                continue
+            if index not in chosen:
+                chosen[index] = None
+            elif waiting_count[index] < self._repeats[index]:
+                waiting_count[index] += 1
+                still_waiting.append(index)
+        self._waiting = still_waiting
+        return [self._prompts[index] for index in chosen]
+
+    def exclude(self, problem_ids: frozenset[str]) -> int:
+        """Leave these problems out from now on; returns how many are left.
+
+        Raises ValueError, changing nothing, when an id is unknown or none would be left.
+        """
+        unknown = sorted(problem_ids - self._index.keys())
+        if unknown:
+            raise ValueError(f"cannot exclude {len(unknown)} problems that are not in the data, such as '{unknown[0]}'")
+        excluded = self._excluded.copy()
+        excluded[[self._index[problem_id] for problem_id in problem_ids]] = True
+        if excluded.all():
+            raise ValueError(
+                f"excluding {len(problem_ids)} more problems would leave none of {len(self._prompts)}; expected at "
+                "least one that is not yet always solved: switch filter_solved off or give harder data"
+            )
+        self._excluded = excluded
+        return len(self)
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON-able: seed, cursor, exclusions (zlib + base64 of a bitmap over the data), fingerprint of the data."""
+        bitmap = zlib.compress(np.packbits(self._excluded).tobytes(), level=9)
+        return {
+            "fingerprint": self._fingerprint,
+            "problems": len(self._prompts),
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "waiting": list(self._waiting),
+            "excluded": base64.b64encode(bitmap).decode("ascii"),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where ``state`` was taken. Raises DataError when data or seed are not those of the state."""
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                f"the training data changed since the checkpoint: it had {state['problems']} problems with "
+                f"fingerprint {state['fingerprint']}, now there are {len(self._prompts)} with {self._fingerprint}. "
+                "Problems, their order, ground truths, repeats, tokenizer and length limit must be the same; restore "
+                "them or start a new run"
+            )
+        if state["seed"] != self._seed:
+            raise DataError(f"the checkpoint's data order has seed {state['seed']}, this run's is {self._seed}")
+        packed = np.frombuffer(zlib.decompress(base64.b64decode(state["excluded"])), dtype=np.uint8)
+        self._excluded = np.unpackbits(packed, count=len(self._prompts)).astype(np.bool_)
+        self._waiting = [int(index) for index in state["waiting"]]
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._permutation(self._epoch)
+
+    def _next_entry(self) -> int:
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._permutation(self._epoch)
+        index = int(self._order[self._position])
+        self._position += 1
+        return index
+
+    def _permutation(self, epoch: int) -> Int64Array:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
+        return self._pool[generator.permutation(len(self._pool))]
+
+    def _data_fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for prompt, repeat in zip(self._prompts, self._repeats, strict=True):
+            problem = prompt.problem
+            truth = hashlib.sha256(problem.ground_truth.encode("utf-8", "surrogatepass")).hexdigest()
+            digest.update(f"{problem.id} {problem.ability} {truth} {repeat} {len(prompt.token_ids)}\n".encode())
+            digest.update(np.ascontiguousarray(prompt.token_ids).tobytes())
+        return digest.hexdigest()[:32]

@@ -1,0 +1,112 @@
+"""`or1 train --dry-run`: read what the arithmetic needs, and show the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from or1_megatron.arithmetic import Device, Plan, plan
+from or1_megatron.config import Config, SourceConfig
+from or1_megatron.config_file import ConfigError
+from or1_megatron.weights.families import family_of, read_hf_config
+
+
+def plan_run(config: Config, device: Device) -> Plan:
+    """The plan of ``config`` with the model and the problem files that it names.
+
+    Raises ConfigError for a problem file that cannot be counted, ModelError for the model, PlanError for the plan.
+    """
+    hf = read_hf_config(config.model.hf)
+    family_of(hf)
+    for source in config.evaluate.data:
+        _count_rows(source, "evaluate.data")
+    return plan(config, hf, sum(_count_rows(source, "data.train") for source in config.data.train), device)
+
+
+def _count_rows(source: SourceConfig, key: str) -> int:
+    """Problems per epoch of one source, before anything is filtered out of it. Lines that are not blank, or rows."""
+    path: Path = source.path
+    if not path.is_file():
+        raise ConfigError(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
+    if path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows) * source.repeat
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if not line.isspace()) * source.repeat
+
+
+def render(found: Plan) -> RenderableType:
+    """The plan as tables, for any rich console."""
+    layout = Table(title="Layout", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in _layout_rows(found):
+        layout.add_row(name, value)
+    stages = Table(title="Stages", title_justify="left", box=None, padding=(0, 2))
+    stages.add_column("")
+    for stage in found.stages:
+        stages.add_column(stage.name, justify="right")
+    for name, values in _stage_rows(found):
+        stages.add_row(name, *values)
+    warnings = [Text(f"warning: {warning}", style="yellow") for warning in found.warnings]
+    return Group(layout, Padding(stages, (1, 0)), *warnings)
+
+
+def print_plan(found: Plan, console: Console) -> None:
+    console.print(render(found))
+
+
+def _layout_rows(found: Plan) -> list[tuple[str, str]]:
+    shape = found.shape
+    devices = f"{found.devices} {'GPUs' if found.device == 'cuda' else 'processes at work at once'}"
+    kv = "sized by vLLM" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens per engine"
+    sequence = ", sequence parallel" if found.sequence else ""
+    problems = "not counted" if found.prompt_count is None else f"{found.prompt_count:,} per epoch"
+    return [
+        ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}"),
+        (
+            "trainer",
+            f"{found.ranks} ranks = TP {found.tensor} x PP {found.pipeline} x CP {found.context} x DP {found.data}"
+            + sequence,
+        ),
+        ("state per rank", f"{_bytes(found.state_bytes_per_rank)} of weights, gradients and optimizer state"),
+        ("micro-batch", f"{found.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"),
+        ("engines", f"{found.engines} x TP {found.engine_tensor}, {found.placement}; {devices}"),
+        ("decoding at once", f"{found.concurrent:,} responses; KV cache {kv}"),
+        ("problems", problems),
+        (
+            "in all",
+            f"{found.rollout_steps:,} rollout steps, {found.responses_total:,} responses, "
+            f"{found.optimizer_steps:,} SGD steps",
+        ),
+    ]
+
+
+def _stage_rows(found: Plan) -> list[tuple[str, list[str]]]:
+    stages = found.stages
+    return [
+        ("rollout steps", [f"{s.steps:,}" for s in stages]),
+        ("T, response tokens", [f"{s.max_response_tokens:,}" for s in stages]),
+        ("D_R, prompts per step", [f"{s.prompts_per_step:,}" for s in stages]),
+        ("D_T, prompts per SGD step", [f"{s.prompts_per_update:,}" for s in stages]),
+        ("group size", [f"{s.group_size:,}" for s in stages]),
+        ("responses per step", [f"{s.responses_per_step:,}" for s in stages]),
+        ("N_SGD, SGD steps per step", [f"{s.sgd_steps:,}" for s in stages]),
+        ("samples per SGD step", [f"{s.samples_per_update:,}" for s in stages]),
+        ("  per data-parallel rank", [f"{s.samples_per_rank:,}" for s in stages]),
+        ("micro-batches per rank, at most", [f"{s.max_micro_batches:,}" for s in stages]),
+        ("tokens per step, at most", [f"{s.max_tokens_per_step:,}" for s in stages]),
+        ("engine waves per step", [f"{s.waves:.2f}" for s in stages]),
+        ("prompts drawn", [f"{s.prompts_total:,}" for s in stages]),
+        ("  in epochs", ["?" if s.epochs is None else f"{s.epochs:.2f}" for s in stages]),
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

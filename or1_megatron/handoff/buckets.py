@@ -1,0 +1,64 @@
+"""How tensors travel: packed into buckets of bounded size, by a plan that both ends compute from the metadata alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and full shape of one tensor on the wire."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor's place in its bucket."""
+
+    spec: TensorSpec
+    offset_bytes: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor inside ``buffer`` [bucket bytes] uint8; no copy."""
+        flat = buffer[self.offset_bytes : self.offset_bytes + self.spec.size_bytes]
+        return flat.view(self.spec.dtype).view(self.spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    slots: tuple[Slot, ...]
+    size_bytes: int
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Cut the sequence of tensors, in order, into buckets of at most ``bucket_bytes``.
+
+    A tensor larger than that gets a bucket of its own: the receiver needs it whole to load it, so cutting it would save
+    nothing there.
+    """
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    filled = 0
+    for spec in specs:
+        offset = -(-filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if slots and offset + spec.size_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), filled))
+            slots, offset = [], 0
+        slots.append(Slot(spec, offset))
+        filled = offset + spec.size_bytes
+    if slots:
+        buckets.append(Bucket(tuple(slots), filled))
+    return buckets

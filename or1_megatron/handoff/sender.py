@@ -1,0 +1,113 @@
+"""The trainer's end of a handoff, on every trainer rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from or1_megatron.config import HandoffConfig
+from or1_megatron.interfaces import WeightShards
+from or1_megatron.types import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from or1_megatron.handoff.gloo_trainer import GlooTrainerEngine
+
+
+class EngineControl(Protocol):
+    """All engines at once, as rank 0 drives them: vLLM's ``VLLMWeightSyncClient`` and what a handoff needs besides.
+
+    Every call goes to all engines concurrently and returns when the last has answered.
+    """
+
+    engines: int
+    workers_per_engine: int
+    address: str
+    """This host, as the engines' nodes reach it."""
+    next_version: int
+    """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]: ...
+
+
+class EngineWeightSender:
+    """``interfaces.WeightSender`` over vLLM's weight-transfer protocol.
+
+    Rank 0 holds the engines and sends. The other ranks only iterate the shards, so that the collectives behind the
+    iteration meet; they neither import vllm nor know the engines.
+    """
+
+    def __init__(
+        self, shards: WeightShards, rank: int, config: HandoffConfig, engines: EngineControl | None = None
+    ) -> None:
+        """
+        Args:
+            shards: the policy's weights in HF names.
+            rank: of this trainer process; 0 sends.
+            engines: required on rank 0, ignored elsewhere.
+        """
+        if rank == 0 and engines is None:
+            raise ValueError("EngineWeightSender on trainer rank 0 needs the engines that it shall send to")
+        self._shards = shards
+        self._config = config
+        self._engines = engines if rank == 0 else None
+        self._transfer: GlooTrainerEngine | None = None
+
+    def connect(self) -> None:
+        """Meet the engines; ``send`` does it when it has not been done. Nothing to do on ranks other than 0.
+
+        Raises:
+            HandoffError: not all engines came within ``timeout_s``, or one failed.
+        """
+        if self._engines is None or self._transfer is not None:
+            return
+        from or1_megatron.handoff import gloo_trainer
+
+        gloo_trainer.register()
+        info = gloo_trainer.GlooTrainerInitInfo(
+            rank=0,
+            address=self._engines.address,
+            engines=self._engines.engines,
+            workers_per_engine=self._engines.workers_per_engine,
+            bucket_bytes=self._config.bucket_bytes,
+            timeout_s=self._config.timeout_s,
+        )
+        transfer = gloo_trainer.WeightTransferTrainerFactory.trainer_init(
+            info, client=self._engines, source=gloo_trainer.ShardsSource(self._shards)
+        )
+        assert isinstance(transfer, gloo_trainer.GlooTrainerEngine)
+        self._transfer = transfer
+
+    def send(self, version: int) -> int:
+        """Bring every engine to ``version``, prefix caches emptied; returns the bytes that this rank sent.
+
+        Collective over the trainer's ranks.
+
+        Raises:
+            HandoffError: an engine failed, or did not keep up within ``timeout_s``.
+        """
+        if self._engines is None:
+            for _ in self._shards:
+                pass
+            return 0
+        self.connect()
+        assert self._transfer is not None
+        self._engines.next_version = version
+        self._transfer.send_weights()
+        return self._transfer.bytes_sent
+
+    def probe(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
+        """Each engine's log-probs, at temperature 1, of tokens 1.. of each sequence; on ranks other than 0 empty."""
+        return [] if self._engines is None else self._engines.score_prompts(token_ids)
+
+    def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.shutdown()
+            self._transfer = None

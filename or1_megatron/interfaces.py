@@ -1,0 +1,239 @@
+"""The ports: what the loop needs of a policy, of the engines and of the verifiers, and what those need of each other.
+
+Implementations live in ``parallel`` (Policy), ``rollout`` (Engine, Rollouts), ``verify`` (Verifier) and ``handoff``
+(WeightSender); ``train.py`` joins them. Nothing here knows megatron, vllm or ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from or1_megatron.types import (
+    AdvantagedGroup,
+    Batch,
+    Completion,
+    EvaluationResult,
+    Float32Array,
+    Group,
+    HandoffReport,
+    Int32Array,
+    Problem,
+    Prompt,
+    Request,
+    RolloutReport,
+    Sampling,
+    TokenScores,
+    UpdateReport,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Objective(Protocol):
+    """A loss that is pointwise in a token's log-prob and entropy. It is picklable: ranks receive it with the batch."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    def __call__(
+        self,
+        log_probs: torch.Tensor,
+        entropies: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """All arguments [N] fp32 over counted tokens. Returns (loss summed over them, named detached sums).
+
+        Sums, never means: the policy divides once, by the batch's ``token_count``. Over micro-batches and ranks the
+        named values are summed, save those whose name begins with ``max_``: of these the largest is taken. N may be 0.
+        """
+        ...
+
+
+class Policy(Protocol):
+    """The trained model, spread over all trainer ranks. Each method runs on every rank in lockstep."""
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        """Log-prob and entropy of the counted tokens; no gradient."""
+        ...
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        """One optimizer step on the batch's global token mean of the objective."""
+        ...
+
+    def hand_off(self, version: int) -> HandoffReport:
+        """Give the current weights to every engine, as ``version``, and prove it."""
+        ...
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Write parameters, optimizer, RNG and ``state`` (JSON-able, of the loop) aside, then rename to ``folder``."""
+        ...
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        """The inverse of save; returns the loop's state."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the current weights as an HF folder that transformers loads."""
+        ...
+
+
+class Engine(Protocol):
+    """One inference engine. Not thread-safe: one owner submits and steps it."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests for decoding."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """One decoding iteration; the completions that it finished. Empty queue: returns at once."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not finished."""
+        ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """Judges responses of one ability ("math", "code")."""
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        """Raise ValueError, saying what was expected, when the problem's ground truth cannot be used."""
+        ...
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Never raises for anything that the response holds."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Samples and verifies: the loop's view of the RolloutManager, which is a process of its own."""
+
+    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+        """Start sampling ``group_size`` responses to each prompt; returns at once. Each is verified as it ends."""
+        ...
+
+    def wait_decoded(self) -> None:
+        """Block until the last response of the current roll-out has been sampled."""
+        ...
+
+    def collect(self) -> tuple[list[Group], RolloutReport]:
+        """Block until every response has its verdict; groups come in the order of the prompts."""
+        ...
+
+    def progress(self) -> tuple[int, int]:
+        """(responses finished, responses asked for) of the current roll-out; never blocks."""
+        ...
+
+
+class ProblemStream(Protocol):
+    """Endless, resumable, shuffled supply of prompts."""
+
+    def take(self, count: int) -> list[Prompt]: ...
+
+    def exclude(self, problem_ids: frozenset[str]) -> int:
+        """Leave these problems out from now on; returns how many are left. ValueError when none would be."""
+        ...
+
+    def state(self) -> Mapping[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class WeightShards(Protocol):
+    """A policy's weights in HF names, whole tensor by whole tensor.
+
+    Iteration is collective over the ranks that share a tensor; every rank iterates in the same order.
+    """
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(HF name, dtype, full shape) of the whole model, on every rank, in the order of iteration."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a handoff; constructed and called on every trainer rank."""
+
+    def send(self, version: int) -> int:
+        """Bring every engine to ``version``; returns the bytes that this rank sent."""
+        ...
+
+    def probe(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
+        """Per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, at temperature 1.
+
+        On ranks other than 0 empty.
+        """
+        ...
+
+
+class Stopped(Exception):
+    """The run has been asked to stop: the loop saves the last complete step and ends.
+
+    Raised by the loop between verbs; a port that blocks for long (Rollouts, Evaluator) may raise it from within, once
+    the stop flag is up.
+    """
+
+
+class Evaluator(Protocol):
+    """Measures the engines' current weights on held-out problems; leaves no trace in the training stream."""
+
+    def evaluate(self, samples: int) -> EvaluationResult:
+        """avg@``samples``. The same weights give the same result at every call."""
+        ...
+
+
+class Observer(Protocol):
+    """Watches the loop: console, rollout store. Nothing that it does may change the run."""
+
+    def verb_started(self, step: int, verb: str) -> None:
+        """``step`` is the number of rollout steps done so far."""
+        ...
+
+    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+        """All groups of a finished step (the first is step 1); ``kept`` are those that were not rejected."""
+        ...
+
+    def evaluated(self, step: int, result: EvaluationResult) -> None: ...
+
+    def resumed(self, step: int) -> None:
+        """A checkpoint of ``step`` has been loaded: what was recorded of later steps is void."""
+        ...
+
+
+class CheckpointKeeper(Protocol):
+    """Where checkpoints lie, and which of them stay."""
+
+    def folder_for(self, step: int) -> Path: ...
+
+    def saved(self, step: int, best: bool) -> None:
+        """The checkpoint of ``step`` is complete; ``best``: it has the best evaluation so far. Drop the dispensable."""
+        ...
+
+    def newest(self) -> Path | None: ...
+
+
+class VerbTimer(Protocol):
+    """Splits a step's wall time over its verbs."""
+
+    def __call__(self, verb: str) -> AbstractContextManager[None]: ...
+
+    def lap(self) -> tuple[float, Mapping[str, float]]:
+        """(wall seconds, seconds per verb) since the last lap; the next begins now."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go: JSONL, TensorBoard, Weights & Biases."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

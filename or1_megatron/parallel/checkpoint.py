@@ -1,0 +1,165 @@
+"""Checkpoints: Megatron's sharded format, written aside, checked by a manifest, and renamed into place.
+
+A folder holds Megatron's files (parameters and optimizer, loadable at any TP/PP/DP), ``loop.json`` (the loop's state),
+``random.pt`` (each rank's generators) and, written last, ``manifest.json`` with every file's size and digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from or1_megatron.parallel.policy import MegatronPolicy
+
+MANIFEST = "manifest.json"
+_LOOP = "loop.json"
+_RANDOM = "random.pt"
+_FORMAT = 1
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: names the file, what was found and what was expected."""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(folder: Path) -> None:
+    entries = {}
+    for path in _files(folder):
+        _fsync(path)
+        entries[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": _FORMAT, "files": entries}, indent=1))
+    _fsync(manifest)
+    _fsync(folder)
+
+
+def check_manifest(folder: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        CheckpointError: the manifest is missing or unreadable, or a file is missing, cut or altered.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the checkpoint was not finished, or is not one of ours")
+    try:
+        entries = json.loads(path.read_text())["files"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error!r})") from error
+    for name, entry in entries.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; the manifest lists it with {entry['bytes']} bytes")
+        if file.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes; the manifest says {entry['bytes']}")
+        if _digest(file) != entry["sha256"]:
+            raise CheckpointError(f"{file} is corrupt: its sha256 is not the one in the manifest")
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sharded_state(policy: MegatronPolicy, is_loading: bool) -> dict[str, Any]:
+    model = policy.network.sharded_state_dict(metadata=_METADATA)
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "sgd_steps": policy.sgd_steps,
+    }
+
+
+def save(policy: MegatronPolicy, folder: Path, loop_state: Mapping[str, Any]) -> None:
+    """Write parameters, optimizer, generators and ``loop_state``; collective, returns when all is on disk.
+
+    ``folder`` appears whole or not at all; a folder of that name is replaced.
+    """
+    aside = folder.with_name(folder.name + ".partial")
+    if policy.mesh.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier(policy.mesh.control)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist_checkpointing.save(
+            _sharded_state(policy, is_loading=False), str(aside), validate_access_integrity=False
+        )
+    states: list[Any] = [None] * policy.mesh.world
+    dist.all_gather_object(states, _random_state(), group=policy.mesh.control)
+    if policy.mesh.rank == 0:
+        torch.save(states, aside / _RANDOM)
+        (aside / _LOOP).write_text(json.dumps(loop_state))
+        _write_manifest(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _fsync(folder.parent)
+    dist.barrier(policy.mesh.control)
+
+
+def load(policy: MegatronPolicy, folder: Path) -> Mapping[str, Any]:
+    """Restore what save wrote, at this run's layout, and return the loop's state; collective.
+
+    The generators are restored where the number of ranks is the same; otherwise they keep their seeds.
+
+    Raises:
+        CheckpointError: something is missing, cut or altered (found before anything is loaded).
+    """
+    problem: list[str | None] = [None]
+    if policy.mesh.rank == 0:
+        try:
+            check_manifest(folder)
+        except CheckpointError as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0, group=policy.mesh.control)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
+    policy.network.load_state_dict(state["model"])
+    policy.optimizer.load_state_dict(state["optimizer"])
+    policy.sgd_steps = int(state["sgd_steps"])
+    states = torch.load(folder / _RANDOM, weights_only=False)
+    if len(states) == policy.mesh.world:
+        _restore_random_state(states[policy.mesh.rank])
+    return dict(json.loads((folder / _LOOP).read_text()))

@@ -1,0 +1,142 @@
+"""Lets Megatron-Core run where there is no CUDA: what it asks of ``torch.cuda`` is answered by the CPU.
+
+Megatron writes ``device="cuda"`` and ``torch.cuda.current_device()`` throughout. On a machine with CUDA this module
+does nothing. Elsewhere it maps the CUDA device to the CPU, streams and synchronisation to nothing, and the CUDA random
+generator to the CPU's. Only trainer processes import it; engines never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Answers every torch call that names the CUDA device as if it had named the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+class _NoStream:
+    """A stream on which everything has already happened; also the context of one, or of a device."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _no_stream(*args: Any, **kwargs: Any) -> _NoStream:
+    return _NoStream()
+
+
+_CUDA_NAME = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
+_true_type = torch.Tensor.type
+
+
+def _type_as_if_on_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's optimizer compares ``tensor.type()`` with names of CUDA tensor types."""
+    if dtype is not None:
+        return _true_type(tensor, dtype, *args, **kwargs)
+    name = _true_type(tensor)
+    return _CUDA_NAME.get(name, name)
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _get_cpu_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _patch_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"):
+        setattr(cuda, name, _nothing)
+    cuda.Stream = cuda.stream = cuda.device = _NoStream
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, _no_stream)
+    cuda.current_device = lambda: CPU
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(cuda, name, lambda *args, **kwargs: 0)
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = _get_cpu_rng_state
+    cuda.set_rng_state = cuda.random.set_rng_state = _set_cpu_rng_state
+
+
+def _patch_tensor() -> None:
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.type = _type_as_if_on_cuda
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, *args, **kwargs: self
+
+
+def _skip_compilation() -> None:
+    """Megatron compiles small functions at import; on CPU that costs seconds and a C++ compiler, and gains nothing."""
+    from megatron.core.jit import disable_jit_fuser
+
+    disable_jit_fuser()
+
+
+def install_without_cuda() -> bool:
+    """Install the layer in this process if it has no CUDA device; returns whether it is active. Idempotent."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _skip_compilation()
+        _patch_torch_cuda()
+        _patch_tensor()
+        _CudaMeansCpu().__enter__()
+        import megatron.core.tensor_parallel.random as megatron_random
+
+        megatron_random._set_cuda_rng_state = _set_cpu_rng_state
+        megatron_random._get_cuda_rng_state = _get_cpu_rng_state
+        _installed = True
+    return True
+
+
+def device() -> torch.device:
+    """The device that this process trains on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -1,0 +1,81 @@
+"""Writing an HF folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_WEIGHT_INDEX = "model.safetensors.index.json"
+
+
+class HFWriter:
+    """Collects tensors into safetensors shards beside the target and renames the folder into place when finished.
+
+    Args:
+        source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
+        target: the folder to make; an older one of that name is replaced.
+        shard_bytes: a new file is begun beyond this many bytes.
+    """
+
+    def __init__(self, source: Path, target: Path, shard_bytes: int = 4 << 30) -> None:
+        self._source, self._target, self._shard_bytes = source, target, shard_bytes
+        self._aside = target.with_name(target.name + ".partial")
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, by its HF name; it is copied to host memory."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+        self._dtype = tensor.dtype
+
+    def _flush(self) -> None:
+        path = self._aside / f"shard-{len(self._shards)}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Write what is left, name the files as HF does, carry the rest along, and rename into place."""
+        self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self._aside / f"shard-{i}.safetensors").rename(self._aside / file)
+            weight_map.update(dict.fromkeys(names, file))
+        for pattern in _COPIED:
+            for path in self._source.glob(pattern):
+                if path.name != _WEIGHT_INDEX:
+                    shutil.copy2(path, self._aside / path.name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._aside / _WEIGHT_INDEX).write_text(json.dumps(index, indent=2))
+        self._record_dtype()
+        shutil.rmtree(self._target, ignore_errors=True)
+        self._aside.rename(self._target)
+
+    def _record_dtype(self) -> None:
+        path = self._aside / "config.json"
+        config = json.loads(path.read_text())
+        name = str(self._dtype).removeprefix("torch.")
+        for key in ("torch_dtype", "dtype"):
+            if key in config:
+                config[key] = name
+        path.write_text(json.dumps(config, indent=2) + "\n")

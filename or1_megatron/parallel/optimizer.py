@@ -1,0 +1,114 @@
+"""AdamW under Megatron's optimizers, with or without Transformer Engine."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from torch import Tensor
+
+from or1_megatron.config import OptimizerConfig
+
+
+class FusedStepAdamW(torch.optim.Optimizer):
+    """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` in the parameter group, as Transformer Engine's does.
+
+    Megatron's distributed optimizer loads state across layouts by that convention; torch's own AdamW, which keeps a
+    step per parameter, trips over it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        adam_w_mode: bool = True,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("only decoupled weight decay (AdamW) is implemented; got adam_w_mode=False")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step", 0)) + 1
+            if params:
+                self._step_group(group, params)
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        grads = [p.grad for p in params]
+        first = [self.state[p]["exp_avg"] for p in params]
+        second = [self.state[p]["exp_avg_sq"] for p in params]
+        beta1, beta2 = group["betas"]
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        correction1 = 1 - beta1 ** group["step"]
+        correction2 = 1 - beta2 ** group["step"]
+        denominator = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominator, correction2**0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(params, first, denominator, -group["lr"] / correction1)
+
+
+def _use_own_adam() -> None:
+    """Where neither Transformer Engine nor apex is installed, Megatron builds our AdamW in their place."""
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    module: Any = megatron_optimizer
+    module.Adam = FusedStepAdamW
+    module.USING_PYTORCH_OPTIMIZER = False
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed.Adam = FusedStepAdamW
+    distributed.HAVE_APEX_OR_TE = True
+    distributed.USING_TE_OPTIMIZER = True
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, distributed: bool, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Megatron's optimizer over the model chunks of this rank; weight decay applies to every parameter, as in the
+    released recipe's torch AdamW."""
+    _use_own_adam()
+    return megatron_optimizer.get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        ),
+        chunks,
+        config_overrides={},
+    )
+
+
+def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
+    """lr of SGD step ``sgd_step`` (0-based): linear over ``warmup_steps``, then constant or linear to ``decay_steps``."""
+    if sgd_step < config.warmup_steps:
+        return config.lr * (sgd_step + 1) / config.warmup_steps
+    if config.decay_steps == 0:
+        return config.lr
+    left = config.decay_steps - sgd_step
+    return config.lr * max(0.0, left / (config.decay_steps - config.warmup_steps))

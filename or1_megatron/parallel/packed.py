@@ -1,0 +1,145 @@
+"""Packed rows inside the model: where each sequence lies, its positions, its attention.
+
+A micro-batch is one row of T tokens in which S sequences lie end to end. Megatron passes one ``packed_seq_params``
+object unchanged to every layer; ours carries the position of each token and a padded view of the row, computed once
+per micro-batch, with which attention runs as a few dense causal calls.
+
+Shapes: T row tokens, S sequences, B sequences in one bucket, L its longest sequence, N query heads, G key/value heads
+of this TP rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of like length, addressed as a padded [B, L] block of row positions."""
+
+    gather: Tensor  # [B, L] int64; padding points at the sequence's last token
+    rows: Tensor  # [sum of lengths] int64: the row position of every real token, in bucket order
+    cells: Tensor  # [sum of lengths] int64: its cell in the flattened [B * L] block
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """One packed row. ``qkv_format`` is not ``thd``: Megatron then keeps [T, 1, heads, D] and applies RoPE with the
+    per-token angles of ``PackedRotary`` instead of looping over sequences."""
+
+    position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T]
+    buckets: tuple[Bucket, ...] = ()
+    unsort: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[T]: where each row position stands in the buckets' outputs laid end to end."""
+
+
+def _bucket_sequences(lengths: list[int], slack: float) -> list[list[int]]:
+    """Sequence indices by descending length, cut where the padding of a bucket would exceed ``slack`` of its cells."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets: list[list[int]] = []
+    used = 0
+    for i in order:
+        if buckets:
+            longest = lengths[buckets[-1][0]]
+            cells = longest * (len(buckets[-1]) + 1)
+            if cells - used - lengths[i] <= slack * cells:
+                buckets[-1].append(i)
+                used += lengths[i]
+                continue
+        buckets.append([i])
+        used = lengths[i]
+    return buckets
+
+
+def pack_row(cu_seqlens: Tensor, position_ids: Tensor, slack: float = 0.2) -> PackedRow:
+    """The row described by ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T]; both on the model's device."""
+    bounds = cu_seqlens.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    buckets = []
+    for members in _bucket_sequences(lengths, slack):
+        longest = lengths[members[0]]
+        starts = torch.tensor([bounds[i] for i in members])[:, None]
+        sizes = torch.tensor([lengths[i] for i in members])[:, None]
+        columns = torch.arange(longest)[None, :]
+        gather = starts + torch.minimum(columns, sizes - 1)
+        real = (columns < sizes).flatten()
+        cells = real.nonzero(as_tuple=True)[0]
+        rows = gather.flatten()[cells]
+        where = position_ids.device
+        buckets.append(Bucket(gather.to(where), rows.to(where), cells.to(where)))
+    order = torch.cat([bucket.rows for bucket in buckets])  # a permutation of 0..T-1
+    return PackedRow(
+        qkv_format="packed",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        position_ids=position_ids,
+        buckets=tuple(buckets),
+        unsort=torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)),
+    )
+
+
+class PackedRotary(torch.nn.Module):
+    """Rotary angles of each packed token (RoFormer, arXiv 2104.09864), in the half-rotation form that HF models use.
+
+    Stands in for Megatron's RotaryEmbedding, whose two calls it answers with the row's own positions.
+    """
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        self.register_buffer("inverse_frequency", 1.0 / (base**exponent), persistent=False)  # [D/2]
+        self.inverse_frequency: Tensor
+
+    def get_rotary_seq_len(
+        self, inference: Any, decoder: Any, decoder_input: Any, config: Any, packed_seq_params: PackedRow
+    ) -> Tensor:
+        """What Megatron hands on as the "sequence length": here, the positions themselves."""
+        return packed_seq_params.position_ids
+
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """[T] positions to [T, 1, 1, D] angles, fp32."""
+        angles = positions[:, None].float() * self.inverse_frequency[None, :].to(positions.device)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class PackedCausalAttention(torch.nn.Module):
+    """Causal self-attention inside each sequence of a packed row; torch's fused SDPA does the work.
+
+    Megatron builds it as a layer's ``core_attention``. Padding cells repeat a sequence's last token *behind* it, where
+    causality hides them from every real token.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("packed attention without Transformer Engine does not yet support context parallelism")
+
+    def forward(
+        self,
+        query: Tensor,  # [T, 1, N, D]
+        key: Tensor,  # [T, 1, G, D]
+        value: Tensor,  # [T, 1, G, D]
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:  # [T, 1, N * D]
+        if packed_seq_params is None:
+            raise ValueError("PackedCausalAttention needs packed_seq_params (a PackedRow); got None")
+        tokens, _, heads, head_dim = query.shape
+        grouped = key.shape[2] != heads
+        outputs = []
+        for bucket in packed_seq_params.buckets:
+            q, k, v = (x[:, 0].index_select(0, bucket.gather.flatten()) for x in (query, key, value))
+            q, k, v = (x.unflatten(0, bucket.gather.shape).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
+        return torch.cat(outputs).index_select(0, packed_seq_params.unsort).reshape(tokens, 1, heads * head_dim)

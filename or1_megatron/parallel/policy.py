@@ -1,0 +1,182 @@
+"""The Megatron policy: scores, updates, saves and exports; every method runs on all trainer ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.interfaces import Objective
+from or1_megatron.parallel.cpu_device import device
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel, transformer_config
+from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
+from or1_megatron.parallel.schedule import DeviceRow, forward, forward_backward, to_device
+from or1_megatron.parallel.weights import HFTensors, ShardedWeights
+from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.weights.families import family_of, read_hf_config
+
+
+class MegatronPolicy:
+    """One rank's part of the policy.
+
+    Args:
+        model: the HF folder to start from, and the dtype.
+        parallel: the layout; ``mesh`` is this rank's place in it.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.hf_folder = model.hf
+        self.hf = read_hf_config(model.hf)
+        self.family = family_of(self.hf)
+        self.dtype = TORCH_DTYPE[model.dtype]
+        config = transformer_config(self.hf, self.family, parallel, model.dtype)
+        config.finalize_model_grads_func = finalize_model_grads
+        network = PolicyModel(self.hf, self.family, config, mesh).to(device())
+        self.weights = ShardedWeights(network, self.family, self.hf, mesh)
+        self.weights.mark_cut_parameters()
+        self.weights.load_hf(HFTensors(model.hf))
+        self.network = network
+        self.chunks = [
+            DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=parallel.distributed_optimizer,
+                    overlap_grad_reduce=False,
+                ),
+                module=network,
+            )
+        ]
+        self._optimizer_config = optimizer
+        self.optimizer = build_optimizer(self.chunks, optimizer, parallel.distributed_optimizer, self.dtype)
+        self.sgd_steps = 0
+
+    # -- the work ------------------------------------------------------------------------------------------------
+
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
+        """Log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
+
+        Returns them on the first tensor-parallel rank of the last stage, None on other ranks.
+        """
+        self.network.eval()
+        scored = forward(self.chunks, [to_device(row, device()) for row in rows], temperature)
+        if not (self.mesh.last_stage and self.mesh.tensor_rank == 0):
+            return None
+        return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]
+
+    def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
+        """One optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
+        started_s = time.perf_counter()
+        self.network.train()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self._total(forward_backward(self.chunks, self._rows_on_device(rows), objective))
+        differentiated_s = time.perf_counter()
+        rate = learning_rate(self._optimizer_config, self.sgd_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        grad_norm, skipped = self._step()
+        finished_s = time.perf_counter()
+        return UpdateReport(
+            sums=sums,
+            token_count=token_count,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            skipped=skipped,
+            forward_backward_s=differentiated_s - started_s,
+            optimizer_s=finished_s - differentiated_s,
+        )
+
+    def _rows_on_device(self, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
+        return [to_device(row, device()) for row in rows]
+
+    def _step(self) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the step was skipped for want of finite gradients)."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return grad_norm, True
+        for optimizer in self.optimizer.chained_optimizers:
+            clip = optimizer.config.clip_grad
+            if clip > 0 and grad_norm > clip:
+                for parameter in optimizer.get_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(clip / (grad_norm + 1e-6))
+        self.optimizer.step_with_ready_grads()
+        self.sgd_steps += 1
+        return grad_norm, False
+
+    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """The objective's sums over all micro-batches of all data-parallel ranks, on every rank.
+
+        Names that start with ``max_`` are maxima, the rest sums.
+        """
+        speaks = self.mesh.last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
+        local: dict[str, float] = {}
+        if speaks:
+            for sums in per_micro_batch:
+                for name, value in sums.items():
+                    fold = max if name.startswith("max_") else float.__add__
+                    local[name] = fold(local[name], float(value)) if name in local else float(value)
+        if self.mesh.world == 1:
+            return local
+        everyone: list[dict[str, float]] = [{} for _ in range(self.mesh.world)]
+        dist.all_gather_object(everyone, local, group=self.mesh.control)
+        total: dict[str, float] = {}
+        for part in everyone:
+            for name, value in part.items():
+                fold = max if name.startswith("max_") else float.__add__
+                total[name] = fold(total[name], value) if name in total else value
+        return total
+
+
+def unpack_scores(
+    ranks: Sequence[Sequence[MicroBatch]],
+    scored: Sequence[Sequence[tuple[Float32Array, Float32Array]]],
+    sample_count: int,
+) -> TokenScores:
+    """Scores of packed micro-batches back to one array per sample, in the samples' order.
+
+    Args:
+        ranks: [DP][micro-batches], as batched.
+        scored: for each of them (log-probs [C], entropies [C]) of its counted tokens, in row order.
+    """
+    empty = np.empty(0, dtype=np.float32)
+    log_probs, entropies = [empty] * sample_count, [empty] * sample_count
+    for rows, results in zip(ranks, scored, strict=True):
+        for row, (row_log_probs, row_entropies) in zip(rows, results, strict=True):
+            before = np.concatenate(([0], np.cumsum(row.counted)))  # [T+1] counted tokens left of each position
+            for k, sample in enumerate(row.sample_index):
+                part = slice(before[row.cu_seqlens[k]], before[row.cu_seqlens[k + 1]])
+                log_probs[sample], entropies[sample] = row_log_probs[part], row_entropies[part]
+    return TokenScores(tuple(log_probs), tuple(entropies))
+
+
+def export_hf(policy: MegatronPolicy, folder: Path) -> None:
+    """Write the policy's weights as an HF folder (aside, then renamed), everything else copied from the source model.
+
+    Collective over all ranks; rank 0 writes.
+    """
+    from or1_megatron.parallel.export import HFWriter
+
+    writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
+    for name, tensor in policy.weights:
+        if writer is not None:
+            assert tensor is not None
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
+
+
+__all__: list[Any] = ["MegatronPolicy", "export_hf", "unpack_scores"]

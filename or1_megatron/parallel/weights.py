@@ -1,0 +1,168 @@
+"""The policy's weights between this rank's Megatron shards and whole HF tensors: the collectives.
+
+What a weight is called, how it is laid out and how it is cut is the business of ``or1_megatron.weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.model import PolicyModel
+from or1_megatron.weights.families import ModelError
+from or1_megatron.weights.slicing import Cut, cut, join
+from or1_megatron.weights.table import ModelFamily, Row
+
+
+class HFTensors:
+    """Read access by name to the safetensors of an HF folder, sharded or not."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(f"{folder} holds no *.safetensors file; expected the model's weights in that format")
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read as safetensors ({error}); the download may be cut") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def get(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+class ShardedWeights:
+    """This rank's part of the policy, addressed by the family's rows. Implements ``interfaces.WeightShards``."""
+
+    def __init__(self, model: PolicyModel, family: ModelFamily, hf: Mapping[str, Any], mesh: Mesh) -> None:
+        self._family, self._hf, self._mesh = family, hf, mesh
+        self._layers_per_stage = hf["num_hidden_layers"] // mesh.pipeline
+        self._parameters = dict(model.named_parameters())
+        self._dtype = model.config.params_dtype
+        self._rows = list(family.rows(hf))
+        self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
+
+    def _stage_and_name(self, row: Row) -> tuple[int, str]:
+        """The pipeline stage that holds a row, and the parameter's name there (layers are numbered per stage)."""
+        parts = row.megatron.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            stage, layer = divmod(int(parts[2]), self._layers_per_stage)
+            return stage, ".".join([*parts[:2], str(layer), *parts[3:]])
+        return (0 if parts[0] == "embedding" else self._mesh.pipeline - 1), row.megatron
+
+    def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
+        """The rows that this rank's stage holds, with its shard of each."""
+        for row in self._rows:
+            stage, name = self._stage_and_name(row)
+            if stage == self._mesh.pipeline_rank:
+                yield row, self._parameters[name]
+
+    def mark_cut_parameters(self) -> None:
+        """Tell Megatron which parameters TP cuts: it counts the others on one TP rank only in the gradient norm."""
+        for row, parameter in self.local_rows():
+            if row.cut is not Cut.WHOLE:
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim = 1 if row.cut is Cut.ROW else 0  # type: ignore[attr-defined]
+                parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def load_hf(self, tensors: HFTensors) -> None:
+        """Fill the shards from HF tensors.
+
+        Raises:
+            ModelError: a tensor is missing, has no row, or has another shape than the config says.
+        """
+        wanted = {name for row in self._rows for name in row.hf}
+        known_extra = {"lm_head.weight"} if self._hf.get("tie_word_embeddings") else set()
+        if missing := sorted(wanted - tensors.names()):
+            raise ModelError(f"the model's safetensors lack {missing[0]} ({len(missing)} tensors missing in all)")
+        if extra := sorted(n for n in tensors.names() - wanted - known_extra if not n.endswith("inv_freq")):
+            raise ModelError(f"the model's safetensors hold {extra[0]}, for which {self._family.architecture} has no row")
+        for row, parameter in self.local_rows():
+            whole = row.layout.fuse([tensors.get(name) for name in row.hf], self._hf)
+            shard = cut(whole, row.cut, self._mesh.tensor_rank, self._mesh.tensor)
+            if shard.shape != parameter.shape:
+                raise ModelError(
+                    f"{' + '.join(row.hf)}: shape {tuple(shard.shape)} on this rank, but config.json implies "
+                    f"{tuple(parameter.shape)}"
+                )
+            parameter.copy_(shard)
+        self.tie_output_layer()
+
+    @torch.no_grad()
+    def tie_output_layer(self) -> None:
+        """With tied embeddings and several stages, the last stage's copy follows the first stage's embedding."""
+        if not self._hf.get("tie_word_embeddings") or self._mesh.pipeline == 1:
+            return
+        if self._mesh.first_stage or self._mesh.last_stage:
+            name = "embedding.word_embeddings.weight" if self._mesh.first_stage else "output_layer.weight"
+            source = parallel_state.get_pipeline_model_parallel_first_rank()
+            dist.broadcast(self._parameters[name], src=source, group=parallel_state.get_embedding_group())
+
+    def _whole(self, parameter: Tensor, row: Row) -> Tensor:
+        if row.cut is Cut.WHOLE or self._mesh.tensor == 1:
+            return parameter.detach()
+        parts = [torch.empty_like(parameter) for _ in range(self._mesh.tensor)]
+        dist.all_gather(parts, parameter.detach(), group=parallel_state.get_tensor_model_parallel_group())
+        return join(parts, row.cut)
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(HF name, dtype, shape) of the whole model in iteration order; the shapes are exchanged once."""
+        if self._metadata is None:
+            local = {}
+            for row, parameter in self.local_rows():
+                for name, part in zip(row.hf, row.layout.split(self._whole(parameter, row), self._hf), strict=True):
+                    local[name] = tuple(part.shape)
+            everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self._mesh.world)]
+            dist.all_gather_object(everyone, local, group=self._mesh.control)
+            shapes = {name: shape for held in everyone for name, shape in held.items()}
+            self._metadata = [(name, self._dtype, shapes[name]) for row in self._rows for name in row.hf]
+        return self._metadata
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
+        shapes = {name: shape for name, _, shape in self.metadata()}
+        for row in self._rows:
+            stage, name = self._stage_and_name(row)
+            holds = stage == self._mesh.pipeline_rank and self._mesh.data_rank == 0 and self._mesh.context_rank == 0
+            whole = self._whole(self._parameters[name], row) if holds else None
+            parts: list[Tensor | None] = [None] * len(row.hf)
+            if whole is not None and (self._mesh.rank == 0 or (stage > 0 and self._mesh.tensor_rank == 0)):
+                parts = list(row.layout.split(whole, self._hf))
+            for hf_name, part in zip(row.hf, parts, strict=True):
+                yield hf_name, self._to_rank_0(part, stage, shapes[hf_name])
+
+    def _to_rank_0(self, part: Tensor | None, stage: int, shape: tuple[int, ...]) -> Tensor | None:
+        """A later stage's tensor travels to rank 0 from the first TP rank of the stage's first replica."""
+        if stage > 0:
+            source = self._stage_source(stage)
+            if self._mesh.rank == source:
+                assert part is not None
+                dist.send(part.contiguous(), dst=0)
+                return None
+            if self._mesh.rank == 0:
+                whole = torch.empty(shape, dtype=self._dtype, device=next(iter(self._parameters.values())).device)
+                dist.recv(whole, src=source)
+                return whole
+        return part if self._mesh.rank == 0 else None
+
+    def _stage_source(self, stage: int) -> int:
+        """Global rank of (stage, TP 0, CP 0, DP 0); Megatron orders ranks TP, CP, EP, DP, PP."""
+        return stage * (self._mesh.world // self._mesh.pipeline)

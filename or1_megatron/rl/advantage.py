@@ -1,0 +1,71 @@
+"""Group advantages, the truncation masks, and the rejection of groups that teach nothing (RECIPE sections 1 and 3).
+
+The order matters: advantages are computed on whole groups, before anything is rejected, cut, split or padded.
+
+Shapes: M responses of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from or1_megatron.config import AdvantageConfig
+from or1_megatron.types import AdvantagedGroup, Float32Array, Group
+
+
+def normalised(rewards: NDArray[np.float64], ddof: int, eps: float) -> NDArray[np.float64]:
+    """A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"). [n] -> [n].
+
+    Worked example, ddof 1: r = (1, 0, 0, 0): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2,
+    A = (3/2, -1/2, -1/2, -1/2).
+
+    Equal rewards give exact zeros, and so do fewer than two of them: neither has a spread to measure.
+    """
+    if rewards.size < 2 or rewards.min() == rewards.max():
+        return np.zeros_like(rewards)
+    advantages: NDArray[np.float64] = (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
+    return advantages
+
+
+def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:
+    """The group's advantages [M], one per response, under the configured truncation mask (RECIPE section 3).
+
+    ``none``: over all responses; ``before``: truncated ones stay out of mean and std and get 0; ``after``: they count
+    in mean and std, then get 0. Raises ValueError when a truncated response carries a reward: the verifier must give 0.
+    """
+    rewards, truncated = group.rewards.astype(np.float64), group.truncated
+    if rewards[truncated].any():
+        raise ValueError(
+            f"problem {group.prompt.problem.id} ({group.prompt.problem.origin}): a truncated response has reward "
+            f"{rewards[truncated].max():g}; truncated responses must have reward 0"
+        )
+    if config.truncation_mask == "before":
+        advantages = np.zeros_like(rewards)
+        advantages[~truncated] = normalised(rewards[~truncated], config.std_ddof, config.eps)
+    else:
+        advantages = normalised(rewards, config.std_ddof, config.eps)
+        if config.truncation_mask == "after":
+            advantages[truncated] = 0.0
+    return advantages.astype(np.float32)
+
+
+def assign_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[AdvantagedGroup]:
+    """Every group with its advantages, in the same order."""
+    return [AdvantagedGroup(group, group_advantages(group, config)) for group in groups]
+
+
+def reject(
+    groups: Sequence[AdvantagedGroup], config: AdvantageConfig
+) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
+    """(kept, rejected), each in the order given. Rejected: all advantages zero (RECIPE section 1).
+
+    With ``reject_uniform_groups`` off, all are kept.
+    """
+    if not config.reject_uniform_groups:
+        return list(groups), []
+    kept = [group for group in groups if group.advantages.any()]
+    rejected = [group for group in groups if not group.advantages.any()]
+    return kept, rejected

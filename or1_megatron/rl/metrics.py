@@ -1,0 +1,350 @@
+"""Every metric of a run: one table of names, units and meanings, and the pure functions that compute them.
+
+A metric that a step cannot give (no truncated-free response, no SGD step, no evaluation due) is left out of its row;
+it is never a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from or1_megatron.config import StageConfig
+from or1_megatron.rl.batch import real_tokens
+from or1_megatron.rl.entropy import EntropyReading
+from or1_megatron.types import (
+    AdvantagedGroup,
+    Batch,
+    EvaluationResult,
+    Float32Array,
+    Group,
+    HandoffReport,
+    RolloutReport,
+    Sample,
+    UpdateReport,
+    VerdictStatus,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One column of metrics.jsonl. ``unit`` is "" for what has none."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+VERBS: Mapping[str, str] = {
+    "filter_solved": "stage boundary: drop the problems that the last stage solved",
+    "take_problems": "draw the step's prompts",
+    "roll_out": "sample until the last response is decoded",
+    "verify": "wait for the verdicts that are still out",
+    "observe": "record pass rates and the rollout buffer's entropy",
+    "assign_advantages": "group advantages",
+    "reject": "drop groups without advantage",
+    "score": "freeze the sampling policy's log-probs (several SGD steps only)",
+    "batch": "pack the samples",
+    "update": "SGD steps",
+    "control_entropy": "move the entropy coefficient",
+    "hand_off": "weights to the engines, with probe",
+    "evaluate": "held-out accuracy",
+    "report": "compute and record metrics and rollouts",
+    "save": "checkpoint",
+    "export": "HF folder",
+}
+"""The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
+
+_STATUSES: Mapping[str, str] = {
+    "right": "right",
+    "wrong": "wrong",
+    "truncated": "cut off at T",
+    "no_answer": "without an answer",
+    "timeout": "on which the verifier ran out of time",
+    "error": "on which the verifier failed",
+}
+assert set(_STATUSES) == set(get_args(VerdictStatus))
+
+METRICS: tuple[Metric, ...] = (
+    Metric("stage/index", "", "stage of the step, from 0"),
+    Metric("stage/max_response_tokens", "tokens", "T of the stage"),
+    Metric("reward/mean", "reward", "mean reward over all responses of the step, rejected groups included"),
+    Metric("accuracy/all", "fraction", "responses that are right"),
+    Metric("accuracy/non_truncated", "fraction", "right ones among the responses that were not truncated"),
+    Metric("truncation/ratio", "fraction", "responses cut off at T"),
+    Metric("length/mean", "tokens", "mean response length"),
+    Metric("length/p50", "tokens", "median response length"),
+    Metric("length/p95", "tokens", "95th percentile of the response length (linear interpolation)"),
+    Metric("length/p99", "tokens", "99th percentile of the response length (linear interpolation)"),
+    Metric("length/max", "tokens", "longest response"),
+    Metric("entropy/sampled", "nats/token", "e_k: minus the mean log-prob of sampled tokens, engines', all responses"),
+    Metric("entropy/full", "nats/token", "full-vocabulary entropy, mean over the tokens of the update"),
+    Metric("entropy/coefficient", "", "alpha_k, the entropy coefficient that the step's updates used"),
+    Metric("entropy/controller", "", "c_k, the controller's value behind alpha_k"),
+    Metric("loss", "per token", "the objective, mean over counted tokens and the step's SGD steps"),
+    Metric("policy/loss", "per token", "the objective without its entropy bonus"),
+    Metric("policy/ratio", "", "mean importance ratio rho; 1 by construction when on-policy"),
+    Metric("policy/clip_fraction", "fraction", "tokens whose clipped term was the smaller"),
+    Metric("policy/approx_kl", "nats/token", "k3 estimate of KL(sampling policy || policy); 0 when on-policy"),
+    Metric("policy/grad_norm", "", "gradient norm before clipping, mean over the SGD steps that were not skipped"),
+    Metric("policy/learning_rate", "", "of the step's last SGD step"),
+    Metric("sgd/steps", "steps", "SGD steps tried in this rollout step; 0 when every group was rejected"),
+    Metric("sgd/skipped", "steps", "SGD steps left out because loss or gradient was not finite"),
+    Metric("sgd/response_tokens", "tokens", "T_k summed over the SGD steps"),
+    Metric("groups/kept", "groups", "groups that entered the batch"),
+    Metric("groups/rejected", "groups", "groups whose advantages were all zero"),
+    Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
+    Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
+    Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
+    Metric(
+        "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
+    ),
+    Metric("mismatch/max_abs", "nats", "largest |engine - policy| log-prob of a sampled token"),
+    Metric("mismatch/kl", "nats/token", "k3 estimate of KL(engine || policy)"),
+    Metric("handoff/probe_max_abs_diff", "nats", "largest |engine - policy| log-prob on the fixed probe"),
+    Metric("handoff/bytes", "bytes", "sent by rank 0"),
+    Metric("handoff/transfer_s", "s", "of the handoff, the transfer"),
+    Metric("handoff/probe_s", "s", "of the handoff, the probe"),
+    *(Metric(f"verify/{status}", "responses", f"responses {text}") for status, text in _STATUSES.items()),
+    Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
+    Metric("verify/retries", "verdicts", "verdicts that had to be tried again"),
+    Metric("rollout/response_tokens", "tokens", "sampled in this step"),
+    Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time in which an engine was decoding"),
+    Metric(
+        "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"
+    ),
+    Metric("engine/balance", "fraction", "an engine's decoding time over that of any engine, mean over engines"),
+    Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
+    Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
+    Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
+    Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
+    Metric("filter/left", "problems", "left after that"),
+    Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, weights after this step"),
+    Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
+    Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
+    Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
+    Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
+    *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
+    Metric(
+        "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"
+    ),
+    Metric("time/other", "s", "time/step in which no engine decodes and no forward, backward or optimizer step runs"),
+    Metric("other_share", "fraction", "time/other over time/step"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What MFU is measured against; given only where the trainer runs on GPUs."""
+
+    gpus: int
+    peak_flops_per_gpu: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """|engine - policy| log-prob over the sampled tokens that are trained on."""
+
+    mean_abs: float
+    max_abs: float
+    kl: float
+    """k3 estimate of KL(engine || policy), mean over tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What the online filter did at a stage boundary."""
+
+    solved: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything that happened in one rollout step, as its metrics need it."""
+
+    stage_index: int
+    stage: StageConfig
+    filtered: Filtered | None
+    """None when no filter was due."""
+    groups: Sequence[Group]
+    kept: Sequence[AdvantagedGroup]
+    rejected: Sequence[AdvantagedGroup]
+    rollout: RolloutReport
+    reading: EntropyReading
+    mismatch: Mismatch | None
+    """None when no SGD step was made."""
+    batches: Sequence[Batch]
+    updates: Sequence[UpdateReport]
+    handoff: HandoffReport
+
+
+def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, float]:
+    """All metrics of a step but its times and its evaluation."""
+    metrics: dict[str, float] = {
+        "stage/index": step.stage_index,
+        "stage/max_response_tokens": step.stage.max_response_tokens,
+        **rollout_metrics(step.groups, step.rollout),
+        **rejection_metrics(step.kept, step.rejected),
+        "entropy/sampled": step.reading.entropy,
+        "entropy/coefficient": step.reading.alpha,
+        "entropy/controller": step.reading.controller,
+        **update_metrics(step.updates, step.stage.sgd_steps == 1),
+        "handoff/probe_max_abs_diff": step.handoff.probe_max_abs_diff,
+        "handoff/bytes": step.handoff.bytes_sent,
+        "handoff/transfer_s": step.handoff.transfer_s,
+        "handoff/probe_s": step.handoff.probe_s,
+        **throughput_metrics(step.batches, step.updates, hardware),
+    }
+    if step.filtered is not None:
+        metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
+    if step.mismatch is not None:
+        metrics["mismatch/mean_abs"] = step.mismatch.mean_abs
+        metrics["mismatch/max_abs"] = step.mismatch.max_abs
+        metrics["mismatch/kl"] = step.mismatch.kl
+    return metrics
+
+
+def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
+    """Over all responses, whether or not their group is rejected."""
+    rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
+    truncated = np.concatenate([group.truncated for group in groups])
+    lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])
+    statuses = [verdict.status for group in groups for verdict in group.verdicts]
+    metrics: dict[str, float] = {
+        "reward/mean": rewards.mean(),
+        "accuracy/all": (rewards > 0).mean(),
+        "truncation/ratio": truncated.mean(),
+        "length/mean": lengths.mean(),
+        "length/max": lengths.max(),
+        **{f"length/p{q}": np.percentile(lengths, q) for q in (50, 95, 99)},
+        **{f"verify/{status}": statuses.count(status) for status in get_args(VerdictStatus)},
+        "verify/tail_s": report.verify_tail_s,
+        "verify/retries": report.verifier_retries,
+        "rollout/response_tokens": report.response_tokens,
+    }
+    if not truncated.all():
+        metrics["accuracy/non_truncated"] = (rewards[~truncated] > 0).mean()
+    if report.decode_s > 0:
+        metrics["rollout/tokens_per_s"] = report.response_tokens / report.decode_s
+        metrics["engine/balance"] = float(np.mean(report.engine_busy_s)) / report.decode_s
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup]) -> dict[str, float]:
+    all_right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
+    all_wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
+    return {
+        "groups/kept": len(kept),
+        "groups/rejected": len(rejected),
+        "groups/rejected_all_right": all_right,
+        "groups/rejected_all_wrong": all_wrong,
+        "groups/rejected_other": len(rejected) - all_right - all_wrong,
+    }
+
+
+def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
+    """Means over all counted tokens of the step's SGD steps; the sums of skipped ones are not finite and stay out."""
+    done = [update for update in updates if not update.skipped]
+    metrics: dict[str, float] = {
+        "sgd/steps": len(updates),
+        "sgd/skipped": len(updates) - len(done),
+        "sgd/response_tokens": sum(update.token_count for update in updates),
+    }
+    if done:
+        tokens = sum(update.token_count for update in done)
+        mean = {name: sum(update.sums[name] for update in done) / tokens for name in done[0].sums}
+        metrics |= {
+            "loss": mean["loss"],
+            "policy/loss": mean["policy_loss"],
+            "policy/ratio": mean["ratio"],
+            "policy/clip_fraction": mean["clipped"],
+            # On policy the objective's k3 compares with the engine, and is reported under mismatch.
+            "policy/approx_kl": 0.0 if on_policy else mean["approx_kl"],
+            "policy/grad_norm": float(np.mean([update.grad_norm for update in done])),
+            "policy/learning_rate": done[-1].learning_rate,
+            "entropy/full": mean["entropy"],
+        }
+    return metrics
+
+
+def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
+    """On policy: engine against policy, as the one SGD step saw it. None when it was skipped or there was none."""
+    done = [update for update in updates if not update.skipped]
+    if not done:
+        return None
+    tokens = sum(update.token_count for update in done)
+    return Mismatch(
+        mean_abs=sum(update.sums["abs_log_ratio"] for update in done) / tokens,
+        max_abs=max(update.sums["max_abs_log_ratio"] for update in done),
+        kl=sum(update.sums["approx_kl"] for update in done) / tokens,
+    )
+
+
+def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float32Array]) -> Mismatch:
+    """The same from a separate pass: ``samples`` still carry the engines' log-probs. At least one token."""
+    engine = np.concatenate([sample.old_log_probs for sample in samples]).astype(np.float64)
+    difference = np.concatenate(policy_log_probs).astype(np.float64) - engine
+    return Mismatch(
+        mean_abs=float(np.abs(difference).mean()),
+        max_abs=float(np.abs(difference).max()),
+        kl=float((np.expm1(difference) - difference).mean()),
+    )
+
+
+def throughput_metrics(
+    batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: Hardware | None
+) -> dict[str, float]:
+    """Training speed; nothing when no SGD step was made. MFU leaves attention's own FLOPs out."""
+    train_s = sum(update.forward_backward_s + update.optimizer_s for update in updates)
+    if train_s <= 0:
+        return {}
+    tokens_per_s = sum(real_tokens(batch) for batch in batches) / train_s
+    if hardware is None:
+        return {"train/tokens_per_s": tokens_per_s}
+    per_gpu = tokens_per_s / hardware.gpus
+    return {
+        "train/tokens_per_s": tokens_per_s,
+        "train/tokens_per_s_per_gpu": per_gpu,
+        "train/mfu": 6 * hardware.parameters * per_gpu / hardware.peak_flops_per_gpu,
+    }
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    metrics = {
+        "evaluation/accuracy": result.accuracy,
+        "evaluation/truncation_ratio": result.truncation_ratio,
+        "evaluation/mean_length": result.mean_length_tokens,
+        "evaluation/samples": result.samples,
+    }
+    if result.non_truncated_accuracy is not None:
+        metrics["evaluation/non_truncated_accuracy"] = result.non_truncated_accuracy
+    return metrics
+
+
+def time_metrics(
+    wall_s: float, seconds: Mapping[str, float], busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]
+) -> dict[str, float]:
+    """``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``, ``engine/utilization``.
+
+    other = wall - (an engine is decoding) - (forward, backward, optimizer); ``busy`` are the reports of this lap that
+    say so. A ``score`` pass is a forward pass and counts as such. Decoding and training do not overlap in this loop.
+    """
+    useful_s, engine_s = seconds.get("score", 0.0), 0.0
+    for report in busy:
+        if isinstance(report, UpdateReport):
+            useful_s += report.forward_backward_s + report.optimizer_s
+        else:
+            useful_s += report.decode_s
+        if isinstance(report, RolloutReport):
+            engine_s += float(np.mean(report.engine_busy_s))
+    other_s = max(0.0, wall_s - useful_s)
+    metrics = {f"time/{verb}": spent_s for verb, spent_s in seconds.items()}
+    metrics |= {"time/step": wall_s, "time/other": other_s}
+    if wall_s > 0:
+        metrics |= {"other_share": other_s / wall_s, "engine/utilization": engine_s / wall_s}
+    return metrics

@@ -1,0 +1,50 @@
+"""A verb of the loop is one word: the method's name, its timer's and its metric's (``time/<verb>``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from or1_megatron.interfaces import Stopped
+from or1_megatron.rl.metrics import VERBS
+from or1_megatron.rl.ports import Ports
+
+
+class Stepping(Protocol):
+    """What has verbs: the loop."""
+
+    ports: Ports
+    steps_done: int
+
+
+Self = TypeVar("Self", bound=Stepping)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """A method that is announced to the observer and timed, under its own name. Verbs do not call verbs."""
+    name = method.__name__
+    assert name in VERBS, f"{name} is not in metrics.VERBS"
+
+    @wraps(method)
+    def timed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.ports.observer.verb_started(self.steps_done, name)
+        with self.ports.timer(name):
+            return method(self, *args, **kwargs)
+
+    return timed
+
+
+def stopping_verb(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """A verb before which the run may be stopped (Stopped is raised): up to there the step can be abandoned."""
+    timed = verb(method)
+
+    @wraps(method)
+    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.ports.stop():
+            raise Stopped(method.__name__)
+        return timed(self, *args, **kwargs)
+
+    return checked

@@ -1,0 +1,109 @@
+"""The loop's view of the RolloutManager, on trainer rank 0."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from or1_megatron.config import RolloutConfig, VerifyConfig
+from or1_megatron.rollout.cluster import namespace
+from or1_megatron.rollout.manager import ManagerActor, RolloutError
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.types import Group, Prompt, RolloutReport, Sampling
+
+_MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
+_PROGRESS_S = 0.2
+
+
+class RolloutsClient:
+    """``interfaces.Rollouts`` over the manager actor. Every wait has a deadline."""
+
+    def __init__(self, manager: Any, step_timeout_s: float) -> None:
+        self._manager = manager
+        self._deadline_s = step_timeout_s + _MARGIN_S
+        self._progress = (0, 0)
+
+    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+        """Start sampling; returns when the requests are on their way to the engines.
+
+        Raises:
+            RolloutError: as do all methods: an engine or the verification failed, or the deadline passed.
+            ValueError: there is nothing to sample.
+        """
+        if not prompts or group_size < 1:
+            raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
+        batch = pickle.dumps((list(prompts), group_size, sampling, seed), protocol=5)
+        self._progress = (0, len(prompts) * group_size)
+        self._get(self._manager.roll_out.remote(batch))
+
+    def wait_decoded(self) -> None:
+        """Block until the last response of the current roll-out has been sampled."""
+        self._get(self._manager.wait_decoded.remote())
+
+    def collect(self) -> tuple[list[Group], RolloutReport]:
+        """Block until every response has its verdict; groups come in the order of the prompts."""
+        groups, report = pickle.loads(self._get(self._manager.collect.remote()))
+        return groups, report
+
+    def progress(self) -> tuple[int, int]:
+        """(responses finished, responses asked for); the last known when the manager does not answer at once."""
+        try:
+            self._progress = ray.get(self._manager.progress.remote(), timeout=_PROGRESS_S)
+        except (GetTimeoutError, RayActorError):
+            pass  # whoever waits for the roll-out itself gets the error
+        return self._progress
+
+    def close(self) -> None:
+        """End the manager and its verifiers."""
+        try:
+            ray.get(self._manager.close.remote(), timeout=_MARGIN_S)
+        except (GetTimeoutError, RayActorError, RayTaskError):
+            pass  # it is ended either way
+        ray.kill(self._manager, no_restart=True)
+
+    def _get(self, call: Any) -> Any:
+        try:
+            return ray.get(call, timeout=self._deadline_s)
+        except RayTaskError as error:
+            raise RolloutError(str(error.cause)) from error
+        except RayActorError as error:
+            raise RolloutError(f"the RolloutManager died: {error}") from error
+        except GetTimeoutError as error:
+            raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s") from error
+
+
+def start_rollouts(
+    engines: EnginePool,
+    config: RolloutConfig,
+    verify: VerifyConfig,
+    abilities: frozenset[str],
+    run_id: str,
+    ray_options: Mapping[str, Any] | None = None,
+) -> RolloutsClient:
+    """Start the RolloutManager and its verifiers over engines that need not be up yet.
+
+    Args:
+        abilities: of the problems that will come, e.g. {"math"}.
+        ray_options: for manager and verifiers, e.g. a scheduling strategy.
+
+    Raises:
+        RolloutError: the manager or a verifier did not come up.
+    """
+    options = {"name": "rollout-manager", "namespace": namespace(run_id), **(ray_options or {})}
+    manager = ManagerActor.options(**options).remote(  # type: ignore[attr-defined]
+        engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
+    )
+    try:
+        ray.get(manager.start.remote(), timeout=config.start_timeout_s)
+    except (RayTaskError, RayActorError) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise RolloutError(f"rollout manager and verifiers did not start: {cause}") from error
+    except GetTimeoutError as error:
+        raise RolloutError(
+            f"rollout manager and verifiers were not up after rollout.start_timeout_s = {config.start_timeout_s:g}"
+        ) from error
+    return RolloutsClient(manager, config.step_timeout_s)

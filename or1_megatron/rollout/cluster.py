@@ -1,0 +1,125 @@
+"""Ray for one run: a cluster of its own on this machine, or a place in one that is already there.
+
+What happens to the processes when the driver (trainer rank 0) is killed without warning, measured with Ray 2.60: the
+kernel ends gcs_server and raylet with it, and the workers (engines, manager, verifiers) follow within about two
+seconds. Ray's two agents would stay for a minute; ``reaper`` ends them. On a cluster that was attached to, Ray ends the
+actors of a job whose driver is gone; ``reap_run`` sees to it at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+_OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
+_REAP_TIMEOUT_S = 60.0
+
+_reaper: subprocess.Popen[bytes] | None = None
+
+
+class ClusterError(RuntimeError):
+    """Ray could not be started or reached."""
+
+
+def namespace(run_id: str) -> str:
+    """The Ray namespace that holds a run's named actors."""
+    return f"or1-{run_id}"
+
+
+def start_ray(address: str | None, run_id: str) -> None:
+    """Connect this process to Ray.
+
+    Args:
+        address: None starts a cluster on this machine for this run alone, whatever else runs here and whatever
+            RAY_ADDRESS says; "auto" or host:port attaches to a running one.
+        run_id: names the run's actors; what a previous attempt of the same run left is ended first.
+
+    Raises:
+        ClusterError: Ray did not start, or nothing answers at ``address``.
+    """
+    if ray.is_initialized():
+        raise ClusterError("start_ray: this process is connected to Ray already; call stop_ray() first")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Engines share the trainer's GPUs under num_gpus=0 with an explicit device list, which Ray would otherwise blank.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {
+        "namespace": namespace(run_id),
+        "logging_level": "ERROR",
+        "log_to_driver": False,  # an actor's errors come back with its answers; its log is in Ray's session folder
+    }
+    if address is None:
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    else:
+        options |= {"address": address}
+    try:
+        context = ray.init(**options)
+    except Exception as error:  # Ray raises many types here, none of which says what to do
+        if address is None:
+            raise ClusterError(
+                f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
+                "limits and ports blocked on the loopback device; its logs are under /tmp/ray/session_latest/logs"
+            ) from error
+        raise ClusterError(
+            f"no Ray cluster answers at cluster.ray_address = '{address}': {error}. Start one with 'ray start --head' "
+            "(port 6379 unless told otherwise), or leave ray_address empty to run on this machine alone"
+        ) from error
+    if address is None:
+        _start_reaper(context.address_info["session_dir"])
+    else:
+        reap_run(run_id)
+
+
+def stop_ray() -> None:
+    """Disconnect; a cluster that ``start_ray`` started ends with all its processes."""
+    global _reaper
+    if ray.is_initialized():
+        ray.shutdown()
+    if _reaper is not None:
+        _reaper.terminate()
+        _reaper.wait()
+        _reaper = None
+
+
+def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
+    """End the actors that an earlier attempt of this run left behind, and wait until their names are free.
+
+    Returns how many there were. Raises ClusterError when one is still there after ``timeout_s``.
+    """
+    found: set[str] = set()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = [
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == namespace(run_id)
+        ]
+        if not left:
+            return len(found)
+        found.update(left)
+        for name in left:
+            try:
+                ray.kill(ray.get_actor(name, namespace=namespace(run_id)))
+            except ValueError:
+                pass  # it went in the meantime
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"actors {sorted(left)} of an earlier attempt of run '{run_id}' are still alive after {timeout_s:g} s"
+            )
+        time.sleep(0.2)
+
+
+def _start_reaper(session: str) -> None:
+    global _reaper
+    _reaper = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the driver
+    )

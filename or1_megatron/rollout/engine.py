@@ -1,0 +1,289 @@
+"""One vLLM engine, in this process and stepped by us: requests in, completions out, weights replaced in between.
+
+In-process (no engine-core process of vLLM's own) because the owner of this object already is a process of its own,
+and every token would otherwise cross one more socket. The environment that this needs is in ``pool.engine_env``.
+
+Seeds: each request has its own generator, so a request's random numbers depend on its seed alone. vLLM does not promise
+more: logits differ in the last bits with the composition of the batch, so the same seed in other company can, rarely,
+give another token. The same requests submitted in the same order to a fresh engine give the same tokens on CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
+
+WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
+
+# vLLM's default budget of 4096 tokens makes a batch of 256 short prompts wait in two waves; on CPU, where a prompt must
+# be prefilled whole (see _device_options), the budget must also hold the longest sequence.
+_CPU_STEP_TOKENS = 16384
+_CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What one engine is made of. ``index`` is its number among the run's engines."""
+
+    index: int
+    model: Path
+    dtype: Literal["float32", "bfloat16"]
+    max_model_tokens: int
+    """Longest prompt + response."""
+    max_concurrent: int
+    kv_cache_bytes: int | None
+    gpu_memory_fraction: float
+    tensor_parallel: int
+    colocated: bool
+    """True: the engine sleeps while the trainer has the device (GPU only)."""
+    weight_transfer: str = "gloo"
+    """vLLM's name of the weight-transfer backend."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Request
+    started_s: float
+
+
+class VllmEngine:
+    """``interfaces.Engine`` over vLLM. Not thread-safe: one owner submits, steps and updates it."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Load the model; its weights are version 0 until an update says otherwise.
+
+        Raises:
+            ValueError: the folder, the sizes or the device are such that vLLM cannot run the model.
+        """
+        if not (settings.model / "config.json").is_file():
+            raise ValueError(f"engine {settings.index}: {settings.model} is not an HF model folder (no config.json)")
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+
+        self._settings = settings
+        self._sampling_params = SamplingParams
+        self._final_only = RequestOutputKind.FINAL_ONLY
+        self._llm = LLM(
+            model=str(settings.model),
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_tokens,
+            max_num_seqs=settings.max_concurrent,
+            tensor_parallel_size=settings.tensor_parallel,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
+            weight_transfer_config={"backend": settings.weight_transfer},
+            worker_extension_cls=WORKER_EXTENSION,
+            **_device_options(settings, is_cpu=current_platform.is_cpu()),
+        )
+        self._engine = self._llm.llm_engine
+        self._engine.set_weight_version("0")
+        self._tokenizer = self._llm.get_tokenizer()
+        self._pending: dict[str, _Pending] = {}
+        self._serial = 0
+        self._keeps_full_log_probs = False
+        # What start-up left behind is permanent, and a step makes thousands of short-lived objects: without this the
+        # collector walks vLLM's modules again and again (3% of the decoding time of a small model).
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 50, 100)
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests for decoding.
+
+        Raises:
+            ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
+        """
+        for request in requests:
+            total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
+            if total > self._settings.max_model_tokens:
+                raise ValueError(
+                    f"engine {self._settings.index}: problem {request.prompt.problem.id} "
+                    f"({request.prompt.problem.origin}) has {len(request.prompt.token_ids)} prompt tokens; with "
+                    f"max_response_tokens = {request.sampling.max_response_tokens} that is {total}, above the engine's "
+                    f"max_model_tokens = {self._settings.max_model_tokens}"
+                )
+            if request.sampling.top_p < 1 and not self._keeps_full_log_probs:
+                self._llm.collective_rpc("keep_log_probs_of_full_distribution")
+                self._keeps_full_log_probs = True
+            params = self._sampling_params(
+                temperature=request.sampling.temperature,
+                top_p=request.sampling.top_p,
+                max_tokens=request.sampling.max_response_tokens,
+                seed=request.seed,
+                logprobs=0,  # the sampled token's alone
+                flat_logprobs=True,
+                detokenize=False,  # once at the end instead of token by token: a fifth of the time of a small model
+                output_kind=self._final_only,
+            )
+            self._add(request.prompt.token_ids, params, request)
+
+    def step(self) -> list[Completion]:
+        """One decoding iteration; the completions that it finished. Empty queue: returns at once."""
+        if not self._pending:
+            return []
+        outputs = self._engine.step()
+        finished_s = time.time()
+        return [self._completion(output, finished_s) for output in outputs if output.finished]
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
+        """Log-prob, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
+
+        Raises:
+            RuntimeError: requests are being decoded.
+        """
+        self._refuse_while_decoding("score prompts")
+        params = self._sampling_params(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=self._final_only
+        )
+        order = [self._add(ids, params, None) for ids in token_ids]
+        scores: dict[str, Float32Array] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    # Position 0 has no prefix, and vLLM gives None for it.
+                    values = [
+                        position[int(token)].logprob
+                        for token, position in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                    ]
+                    scores[output.request_id] = np.array(values, dtype=np.float32)
+        return [scores[name] for name in order]
+
+    # The weight-update calls of vLLM's transfer protocol, in their order of use.
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer. The engine's number tells its workers their ranks in the transfer's process group."""
+        self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
+
+    def start_weight_update(self) -> None:
+        self._refuse_while_decoding("update weights")
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive; returns when the last tensor is in the model. Runs while the trainer sends."""
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, version: int) -> None:
+        """Make the received weights the model, as ``version``, and forget what was computed from the old ones.
+
+        Raises:
+            RuntimeError: the prefix cache could not be emptied; what is in it belongs to the old weights.
+        """
+        self._llm.finish_weight_update(str(version))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(
+                f"engine {self._settings.index}: vLLM would not reset its prefix cache after the update to version "
+                f"{version}; some of its blocks are still in use"
+            )
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._llm.shutdown_weight_transfer_engine()
+
+    @property
+    def version(self) -> int:
+        return int(self._engine.get_weight_version())
+
+    def sleep(self) -> None:
+        """Give the device back: weights and KV cache are dropped (level 2), a handoff brings new ones. GPU only."""
+        self._refuse_while_decoding("sleep")
+        self._llm.sleep(level=2)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """``["weights"]`` before a handoff, ``["kv_cache"]`` after the trainer has dropped its copies. GPU only."""
+        self._llm.wake_up(tags=list(tags))
+
+    def _add(self, token_ids: Int32Array, params: Any, request: Request | None) -> str:
+        name = str(self._serial)
+        self._serial += 1
+        if request is not None:
+            self._pending[name] = _Pending(request, time.time())
+        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params)
+        return name
+
+    def _refuse_while_decoding(self, what: str) -> None:
+        if self._pending:
+            raise RuntimeError(
+                f"engine {self._settings.index} cannot {what}: {len(self._pending)} requests are being decoded"
+            )
+
+    def _completion(self, output: Any, finished_s: float) -> Completion:
+        pending = self._pending.pop(output.request_id)
+        request = pending.request
+        sampled = output.outputs[0]
+        token_ids = np.array(sampled.token_ids, dtype=np.int32)
+        reason = self._finish_reason(sampled.finish_reason, request)
+        # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
+        text = self._tokenizer.decode(
+            sampled.token_ids[:-1] if reason == "stop" else sampled.token_ids,
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return Completion(
+            problem_id=request.prompt.problem.id,
+            sample_index=request.sample_index,
+            token_ids=token_ids,
+            log_probs=np.array(sampled.logprobs.logprobs, dtype=np.float32),
+            text=text,
+            finish_reason=reason,
+            versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
+            engine=self._settings.index,
+            seed=request.seed,
+            started_s=pending.started_s,
+            finished_s=finished_s,
+        )
+
+    def _finish_reason(self, reason: str, request: Request) -> FinishReason:
+        if reason == "stop":
+            return "stop"
+        if reason == "length":
+            return "length"
+        raise RuntimeError(
+            f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
+            f"{request.prompt.problem.id} with '{reason}'; "
+            "expected 'stop' or 'length'"
+        )
+
+
+def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
+    """The arguments of ``LLM`` that differ between CPU and GPU."""
+    if not is_cpu:
+        options: dict[str, Any] = {
+            "gpu_memory_utilization": settings.gpu_memory_fraction,
+            "enable_sleep_mode": settings.colocated,
+        }
+        if settings.kv_cache_bytes is not None:
+            options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        return options
+    if settings.kv_cache_bytes is None:
+        raise ValueError(
+            f"engine {settings.index} runs on CPU, where rollout.kv_cache_bytes must be set (e.g. 134217728): vLLM "
+            "would otherwise claim a fraction of all memory"
+        )
+    if settings.tensor_parallel > 1 and not os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
+        raise ValueError(
+            f"engine {settings.index}: tensor_parallel = {settings.tensor_parallel} on CPU needs "
+            "VLLM_CPU_OMP_THREADS_BIND, one group of cores per rank, e.g. '0|1'"
+        )
+    return {
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, for nothing at this size
+        "block_size": _CPU_BLOCK_TOKENS,
+        # vLLM rewinds the generator of a seeded request whose prompt it has prefilled in part, which CPU generators
+        # cannot do ("CPU Generator does not use offset"): prompts go in whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_STEP_TOKENS, settings.max_model_tokens),
+    }

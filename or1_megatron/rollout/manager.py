@@ -1,0 +1,260 @@
+"""The RolloutManager: requests out to the engines, completions on to the verifiers, groups back to the loop.
+
+A process of its own, so that responses are drained, verified and grouped whatever the trainer is doing. One asyncio
+loop; per engine one task that waits for what the engine finishes, per completion one task that waits for its verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from or1_megatron.config import VerifyConfig
+from or1_megatron.rollout.engine_thread import Harvest
+from or1_megatron.rollout.sampler import RequestKey, assemble_groups, plan_requests, union_s
+from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Sampling, Verdict
+from or1_megatron.verify.pool import VerifierPool
+
+_HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
+_NAMED_IN_ERRORS = 8
+
+
+class RolloutError(RuntimeError):
+    """The current roll-out cannot be completed; the message names the engine, the verifier or the requests."""
+
+
+@dataclass
+class _RollOut:
+    """One roll-out under way."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    requests: Mapping[RequestKey, Request]
+    keys: Mapping[int, RequestKey]  # by seed, which is what a completion carries
+    waiting: deque[Request]
+    retries_before: int
+    started_s: float = field(default_factory=time.time)
+    engine_of: dict[int, int] = field(default_factory=dict)  # by seed, while the engine has it
+    completions: dict[RequestKey, Completion] = field(default_factory=dict)
+    verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
+    decoded: asyncio.Event = field(default_factory=asyncio.Event)
+    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    judged_s: float = 0.0
+    """When the last verdict came, seconds since the epoch."""
+
+
+class RolloutManager:
+    """One roll-out at a time. Every method that waits ends with RolloutError as soon as a part has failed."""
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        max_concurrent: int,
+        verify: VerifyConfig,
+        abilities: frozenset[str],
+        ray_options: Mapping[str, Any],
+        step_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            engines: EngineActor handles.
+            max_concurrent: responses that one engine decodes at once.
+            ray_options: for the verifier actors.
+        """
+        self._engines = list(engines)
+        # A little more than an engine decodes at once, so that its free places fill without asking us.
+        self._engine_limit = max_concurrent + max(1, max_concurrent // 8)
+        self._outstanding = [0] * len(self._engines)
+        self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
+        self._verify = verify
+        self._abilities = abilities
+        self._ray_options = ray_options
+        self._step_timeout_s = step_timeout_s
+        self._verifiers: VerifierPool | None = None
+        self._current: _RollOut | None = None
+        self._failure: RolloutError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Bring up the verifiers. Raises what a verifier's construction raises."""
+        self._verifiers = VerifierPool(self._verify, self._abilities, self._ray_options)
+        await self._verifiers.start()
+        for index in range(len(self._engines)):
+            self._spawn(self._drain(index))
+
+    async def roll_out(self, batch: bytes) -> None:
+        """``batch``: pickled (prompts, group_size, sampling, seed). Returns when the requests are on their way."""
+        if self._failure is not None:
+            raise self._failure
+        if self._current is not None:
+            raise RolloutError("roll_out: the previous roll-out has not been collected")
+        assert self._verifiers is not None, "start() comes first"
+        prompts: list[Prompt]
+        prompts, group_size, sampling, seed = pickle.loads(batch)
+        requests = plan_requests(prompts, group_size, sampling, seed)
+        keys = {request.seed: key for key, request in requests.items()}
+        if len(keys) != len(requests):
+            raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
+        self._busy_s = [[] for _ in self._engines]
+        self._current = _RollOut(
+            prompts, group_size, requests, keys, deque(requests.values()), self._verifiers.retries
+        )
+        self._feed(self._current)
+
+    async def wait_decoded(self) -> None:
+        current = self._under_way("wait_decoded")
+        await self._wait_for(current.decoded, current, "sampled")
+
+    async def collect(self) -> bytes:
+        """Pickled (groups, RolloutReport), in the order of the prompts."""
+        current = self._under_way("collect")
+        await self._wait_for(current.judged, current, "judged")
+        self._current = None
+        groups = assemble_groups(current.prompts, current.group_size, current.completions, current.verdicts)
+        return pickle.dumps((groups, self._report(current, groups)), protocol=5)
+
+    async def progress(self) -> tuple[int, int]:
+        current = self._current
+        return (0, 0) if current is None else (len(current.completions), len(current.requests))
+
+    async def close(self) -> None:
+        """End the verifiers. The engines belong to their pool."""
+        for task in self._tasks:
+            task.cancel()
+        if self._verifiers is not None:
+            await self._verifiers.close()
+
+    def _feed(self, current: _RollOut) -> None:
+        """Give waiting requests to whichever engine has least to do, as long as one has room."""
+        batches: dict[int, list[Request]] = {}
+        while current.waiting:
+            index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
+            if self._outstanding[index] >= self._engine_limit:
+                break
+            request = current.waiting.popleft()
+            batches.setdefault(index, []).append(request)
+            current.engine_of[request.seed] = index
+            self._outstanding[index] += 1
+        for index, requests in batches.items():
+            self._spawn(self._submit(index, requests))
+
+    async def _submit(self, index: int, requests: list[Request]) -> None:
+        try:
+            await self._engines[index].submit.remote(pickle.dumps(requests, protocol=5))
+        except (RayTaskError, RayActorError) as error:
+            self._fail(_engine_error(index, error))
+
+    async def _drain(self, index: int) -> None:
+        while self._failure is None:
+            try:
+                harvest: Harvest = pickle.loads(await self._engines[index].harvest.remote(_HARVEST_WAIT_S))
+            except (RayTaskError, RayActorError) as error:
+                self._fail(_engine_error(index, error))
+                return
+            self._busy_s[index].extend(harvest.busy_s)
+            for completion in harvest.completions:
+                self._took(index, completion)
+            if harvest.completions and self._current is not None:
+                self._feed(self._current)
+
+    def _took(self, index: int, completion: Completion) -> None:
+        current = self._current
+        key = None if current is None else current.keys.get(completion.seed)
+        if current is None or key is None:
+            self._fail(RolloutError(f"engine {index} finished a response nobody asked for: {_name(completion)}"))
+            return
+        self._outstanding[index] -= 1
+        del current.engine_of[completion.seed]
+        current.completions[key] = completion
+        self._spawn(self._judge(current, key, completion))
+        if len(current.completions) == len(current.requests):
+            current.decoded.set()
+
+    async def _judge(self, current: _RollOut, key: RequestKey, completion: Completion) -> None:
+        assert self._verifiers is not None
+        problem = current.requests[key].prompt.problem
+        try:
+            current.verdicts[key] = await self._verifiers.verify(problem, completion)
+        except Exception as error:  # bad samples get a verdict; this is the verifier pool itself
+            self._fail(RolloutError(f"verifying {_name(completion)} failed: {type(error).__name__}: {error}"))
+            return
+        if len(current.verdicts) == len(current.requests):
+            current.judged_s = time.time()
+            current.judged.set()
+
+    async def _wait_for(self, event: asyncio.Event, current: _RollOut, what: str) -> None:
+        left_s = self._step_timeout_s - (time.time() - current.started_s)
+        try:
+            await asyncio.wait_for(event.wait(), max(left_s, 0.0))
+        except TimeoutError:
+            done = current.completions if what == "sampled" else current.verdicts
+            raise RolloutError(
+                f"after rollout.step_timeout_s = {self._step_timeout_s:g} s, {len(current.requests) - len(done)} of "
+                f"{len(current.requests)} responses were not {what}: {self._describe_missing(current, done)}"
+            ) from None
+        if self._failure is not None:
+            raise self._failure
+
+    def _describe_missing(self, current: _RollOut, done: Mapping[RequestKey, Any]) -> str:
+        missing = []
+        for key, request in current.requests.items():
+            if key not in done:
+                engine = current.engine_of.get(request.seed)
+                where = "with a verifier" if key in current.completions else "waiting"
+                where = where if engine is None else f"on engine {engine}"
+                missing.append(f"problem {request.prompt.problem.id} sample {request.sample_index} ({where})")
+        more = len(missing) - _NAMED_IN_ERRORS
+        return "; ".join(missing[:_NAMED_IN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
+
+    def _fail(self, error: RolloutError) -> None:
+        """The first failure is the one that is told; it ends every wait."""
+        if self._failure is None:
+            self._failure = error
+        if self._current is not None:
+            self._current.decoded.set()
+            self._current.judged.set()
+
+    def _under_way(self, what: str) -> _RollOut:
+        if self._failure is not None:
+            raise self._failure
+        if self._current is None:
+            raise RolloutError(f"{what}: no roll-out is under way")
+        return self._current
+
+    def _report(self, current: _RollOut, groups: Sequence[Group]) -> RolloutReport:
+        assert self._verifiers is not None
+        return RolloutReport(
+            decode_s=union_s([interval for intervals in self._busy_s for interval in intervals]),
+            engine_busy_s=tuple(union_s(intervals) for intervals in self._busy_s),
+            wall_s=current.judged_s - current.started_s,
+            prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
+            response_tokens=sum(len(c.token_ids) for group in groups for c in group.completions),
+            verify_tail_s=max(0.0, current.judged_s - max(c.finished_s for c in current.completions.values())),
+            verifier_retries=self._verifiers.retries - current.retries_before,
+        )
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself keeps weak references only
+        task.add_done_callback(self._tasks.discard)
+
+
+ManagerActor = ray.remote(num_cpus=0)(RolloutManager)
+
+
+def _name(completion: Completion) -> str:
+    return f"sample {completion.sample_index} of problem {completion.problem_id}"
+
+
+def _engine_error(index: int, error: Exception) -> RolloutError:
+    if isinstance(error, RayActorError):
+        return RolloutError(f"engine {index} died during the roll-out: {error}")
+    return RolloutError(f"engine {index}: {error.cause if isinstance(error, RayTaskError) else error}")

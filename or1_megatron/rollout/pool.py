@@ -1,0 +1,254 @@
+"""The engines as Ray actors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from or1_megatron.config import RolloutConfig
+from or1_megatron.rollout.cluster import namespace
+from or1_megatron.types import Float32Array, Int32Array
+
+# What torchrun tells its ranks. Ray started by rank 0 hands it on to the engines, which are no ranks of the trainer.
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
+
+_ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the rest is for questions meanwhile
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, failed, died or did not answer; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine shall run. ``devices`` are CUDA_VISIBLE_DEVICES entries (indices or UUIDs) on that node."""
+
+    node_id: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+@ray.remote(num_cpus=0, max_concurrency=_ACTOR_THREADS)
+class EngineActor:
+    """A VllmEngine in a process of its own, behind its thread."""
+
+    def __init__(self, settings: Any) -> None:
+        for name in list(os.environ):
+            if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
+                del os.environ[name]
+        from or1_megatron.rollout.engine import VllmEngine
+        from or1_megatron.rollout.engine_thread import EngineThread
+
+        self._thread = EngineThread(lambda: VllmEngine(settings), name=f"engine {settings.index}")
+
+    def ready(self) -> str:
+        """The node's id, once the engine is up; raises what its construction raised."""
+        self._thread.call(lambda engine: None)
+        return str(ray.get_runtime_context().get_node_id())
+
+    def submit(self, requests: bytes) -> None:
+        """Pickled list of Request. One object instead of one per array: Ray's cost is per array."""
+        self._thread.call(lambda engine: engine.submit(pickle.loads(requests)))
+
+    def harvest(self, wait_s: float) -> bytes:
+        """Pickled Harvest."""
+        return pickle.dumps(self._thread.harvest(wait_s), protocol=5)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the engine by name."""
+        return self._thread.call(lambda engine: getattr(engine, method)(*args))
+
+    def version(self) -> int:
+        return self._thread.call(lambda engine: engine.version)
+
+
+class EnginePool:
+    """The run's engines. The constructor starts them and returns; ``wait_ready`` waits until they are up."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: Path,
+        dtype: Literal["float32", "bfloat16"],
+        max_model_tokens: int,
+        run_id: str,
+        on_cpu: bool,
+        places: Sequence[EnginePlace] | None = None,
+    ) -> None:
+        """
+        Args:
+            max_model_tokens: longest prompt + response that any stage or evaluation asks for.
+            run_id: as given to ``cluster.start_ray``.
+            on_cpu: the engines' nodes have no GPU.
+            places: one per engine; required when colocated on GPUs, else Ray places the engines.
+        """
+        from or1_megatron.rollout.engine import EngineSettings
+
+        if places is not None and len(places) != config.engines:
+            raise ValueError(f"{len(places)} places for rollout.engines = {config.engines}")
+        if config.placement == "colocated" and not on_cpu and places is None:
+            raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
+        self._config = config
+        self._started_s = time.monotonic()
+        self.node_ids: list[str] = []
+        self.handles = []
+        for index in range(config.engines):
+            settings = EngineSettings(
+                index=index,
+                model=model,
+                dtype=dtype,
+                max_model_tokens=max_model_tokens,
+                max_concurrent=config.max_concurrent,
+                kv_cache_bytes=config.kv_cache_bytes,
+                gpu_memory_fraction=config.gpu_memory_fraction,
+                tensor_parallel=config.tensor_parallel,
+                colocated=config.placement == "colocated",
+            )
+            place = EnginePlace() if places is None else places[index]
+            options = _actor_options(config, place, index, run_id, on_cpu)
+            self.handles.append(EngineActor.options(**options).remote(settings))  # type: ignore[attr-defined]
+
+    def wait_ready(self) -> None:
+        """Block until every engine is up.
+
+        Raises:
+            EngineError: one failed to start (with its reason), or was not up ``start_timeout_s`` after the start.
+        """
+        left_s = self._config.start_timeout_s - (time.monotonic() - self._started_s)
+        calls = [handle.ready.remote() for handle in self.handles]
+        self.node_ids = gather(calls, max(left_s, 0.1), "start (rollout.start_timeout_s)")
+
+    def control(self, timeout_s: float) -> RayEngineControl:
+        """The handoff's hold on the engines. ``timeout_s`` bounds each call."""
+        here = ray.get_runtime_context().get_node_id()
+        alone = all(node_id == here for node_id in self.node_ids)
+        address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        return RayEngineControl(self.handles, self._config.tensor_parallel, address, timeout_s)
+
+    def close(self) -> None:
+        """End the engines."""
+        for handle in self.handles:
+            ray.kill(handle, no_restart=True)
+        self.handles = []
+
+
+class RayEngineControl:
+    """``handoff.sender.EngineControl`` over the engine actors."""
+
+    def __init__(self, handles: Sequence[Any], workers_per_engine: int, address: str, timeout_s: float) -> None:
+        self.engines = len(handles)
+        self.workers_per_engine = workers_per_engine
+        self.address = address
+        self.next_version = 0
+        self._handles = handles
+        self._timeout_s = timeout_s
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", self.next_version if weight_version is None else int(weight_version))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("shutdown_weight_transfer_engine")
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
+        return self._call("score_prompts", list(token_ids))
+
+    def versions(self) -> list[int]:
+        """The weights version of each engine."""
+        return gather([handle.version.remote() for handle in self._handles], self._timeout_s, "tell its version")
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call("wake_up", list(tags))
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
+
+
+def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Results of one call per engine, in their order. The first error ends the wait, not the last.
+
+    Raises:
+        EngineError: an engine raised, died or took longer than ``timeout_s``.
+    """
+    order = {call: index for index, call in enumerate(calls)}
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(order):
+        waiting = [call for call, index in order.items() if index not in results]
+        done, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            names = ", ".join(f"engine {order[call]}" for call in waiting)
+            raise EngineError(f"{names} did not {what} within {timeout_s:.0f} s")
+        for call in done:
+            results[order[call]] = _result(call, order[call], what)
+    return [results[index] for index in range(len(order))]
+
+
+def _result(call: Any, index: int, what: str) -> Any:
+    try:
+        return ray.get(call, timeout=0)
+    except RayTaskError as error:
+        raise EngineError(f"engine {index} did not {what}: {error.cause}") from error
+    except RayActorError as error:
+        raise EngineError(f"engine {index} died while it should {what}: {error}") from error
+    except GetTimeoutError as error:  # reported done a moment ago: its node went away
+        raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error
+
+
+def _actor_options(
+    config: RolloutConfig, place: EnginePlace, index: int, run_id: str, on_cpu: bool
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "name": f"engine-{index}",
+        "namespace": namespace(run_id),
+        "num_gpus": 0 if on_cpu or place.devices else config.tensor_parallel,
+        "runtime_env": {"env_vars": engine_env(config, place.devices, on_cpu)},
+    }
+    if place.node_id is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+    return options
+
+
+def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> Mapping[str, str]:
+    """Environment of an engine's process, which vLLM, torch and OpenMP read when they are loaded."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the engine's process
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # models are folders
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if on_cpu:
+        threads, ranks = config.threads_per_engine, config.tensor_parallel
+        groups = [",".join(str(rank * threads + core) for core in range(threads)) for rank in range(ranks)]
+        env |= {
+            "OMP_NUM_THREADS": str(threads),
+            # vLLM binds from core 0 on, in every engine: several would share the first core. One rank needs no binding.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else "|".join(groups),
+            # vLLM compiles a helper of its sampler at the first token: 15 s and a C++ toolchain, for one reduction.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return env

@@ -1,0 +1,64 @@
+"""What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
+
+vLLM imports this module in every worker process, before the worker looks up its weight-transfer backend: importing
+``handoff.gloo_worker`` here is what makes ours known there, under tensor parallelism too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from or1_megatron.handoff import gloo_worker
+
+gloo_worker.register()
+
+
+class FullDistributionLogProbs(torch.nn.Module):
+    """In place of vLLM's top-k/top-p sampler: samples as it does, and returns log-probs from before the cut.
+
+    vLLM offers log-probs either before temperature or after top-p (renormalised over the nucleus). The importance
+    ratio and the engine-vs-policy comparison need those in between: temperature applied, whole vocabulary.
+    """
+
+    def __init__(self, sampler: torch.nn.Module) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``logits`` [B, V], temperature applied. Returns (token ids [B], log-probs [B, V])."""
+        if k is None and p is None:
+            sampled, log_probs = self.sampler(logits, generators, k, p)
+            return sampled, log_probs
+        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the sampler masks logits in place
+        sampled, _ = self.sampler(logits, generators, k, p)
+        return sampled, log_probs
+
+
+class WorkerExtension:
+    """Methods that ``collective_rpc`` reaches by name."""
+
+    model_runner: Any  # vLLM's, of the worker that this is mixed into
+
+    def keep_log_probs_of_full_distribution(self) -> None:
+        """From now on, log-probs of requests with top_p < 1 are those before the cut.
+
+        Raises:
+            RuntimeError: vLLM runs its V2 model runner, whose sampler is built differently.
+        """
+        sampler = self.model_runner.sampler
+        inner = getattr(sampler, "topk_topp_sampler", None)
+        if inner is None:
+            raise RuntimeError(
+                "top_p < 1 needs vLLM's V1 model runner (its V2 runner reports log-probs only after top-p): set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 in the engines' environment"
+            )
+        if not isinstance(inner, FullDistributionLogProbs):
+            sampler.topk_topp_sampler = FullDistributionLogProbs(inner)

@@ -1,0 +1,228 @@
+"""A run's folder: what lies where, who may write to it, which checkpoints stay.
+
+    config.yaml        the resolved configuration
+    metrics.jsonl      one JSON object per step (docs/schemas.md)
+    rollouts/          step_000012.parquet
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010
+    hf/                the exported model
+    summary.json       what the run came to
+    tensorboard/       event files
+    logs/              rank_0.log ...
+
+Everything still being written ends in ``.partial``; what a killed process left so is deleted by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
+from or1_megatron.runtime.jsonl import keep_rows
+
+logger = logging.getLogger(__name__)
+
+MANIFEST: Final = "manifest.json"
+"""Written last into a checkpoint: a folder without it is not a checkpoint."""
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+class RunFolderBusy(RuntimeError):
+    """Another trainer is writing to the run folder."""
+
+
+def step_name(step: int) -> str:
+    """``step_000012``: sorts as the steps do."""
+    return f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint or rollout file is of; None for any other name, a partial one included."""
+    match = _STEP.fullmatch(path.name.removesuffix(".parquet"))
+    return int(match[1]) if match else None
+
+
+class RunFolder:
+    """Paths of a run, and the few things that are written whole: configuration and summary."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
+        self.checkpoints = root / "checkpoints"
+        self.hf = root / "hf"
+        self.summary = root / "summary.json"
+        self.tensorboard = root / "tensorboard"
+        self.logs = root / "logs"
+
+    def create(self) -> None:
+        """Make the folder and its subfolders; those already there stay. ``hf`` is made by the export.
+
+        Raises NotADirectoryError when a file is in the way.
+        """
+        for folder in (self.root, self.rollouts, self.checkpoints, self.tensorboard, self.logs):
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(f"run folder: {folder} is a file, a folder was expected")
+            with naming_disk_full(folder, "the run folder"):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def lock(self, wait_s: float = 10.0) -> RunLock:
+        """Take the folder for this process until the lock is closed or the process ends, however it ends.
+
+        Waits a little, for a killed run whose last process is just going. Raises RunFolderBusy naming the owner.
+        """
+        return RunLock(self.root, wait_s)
+
+    def write_config(self, resolved_yaml: str) -> None:
+        write_atomically(self.config, resolved_yaml.encode(), "the resolved configuration")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Fields: or1_megatron.schemas.SUMMARY. Raises ValueError for numbers that JSON does not have."""
+        text = json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
+        write_atomically(self.summary, text.encode(), "the run's summary")
+
+    def read_summary(self) -> dict[str, Any]:
+        """Raises FileNotFoundError while the run has none."""
+        summary: dict[str, Any] = json.loads(self.summary.read_text())
+        return summary
+
+    def truncate_after(self, step: int) -> int:
+        """Forget what was recorded after ``step``, from which a run resumes; returns how many metrics rows went.
+
+        -1 forgets everything: a run that was killed before its first checkpoint starts afresh.
+        Without it a resumed run would have the steps since its last checkpoint twice. TensorBoard is told by its
+        tracker (``first_step``). The summary goes too: the run that it speaks of is not at its end any more.
+        """
+        removed = keep_rows(self.metrics, lambda row: int(row["step"]) <= step) if self.metrics.exists() else 0
+        for file in list(self.rollouts.glob("step_*")):
+            file_step = step_of(file)
+            if file_step is None or file_step > step:
+                file.unlink()
+        self.summary.unlink(missing_ok=True)
+        return removed
+
+
+class RunLock:
+    """An exclusive lock on a run folder: flock on ``.lock``, which holds the owner's pid and host as JSON."""
+
+    def __init__(self, root: Path, wait_s: float) -> None:
+        self.path = root / ".lock"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        give_up_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up_s:
+                    owner = self._owner()
+                    os.close(self._fd)
+                    raise RunFolderBusy(
+                        f"run folder {root} is in use by {owner}; two trainers must not write to one folder: "
+                        "stop that one, or choose another folder with --set run.dir=..."
+                    ) from None
+                time.sleep(0.1)
+        with naming_disk_full(self.path, "the run folder's lock"):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads(os.pread(self._fd, 4096, 0))
+            pid, host = int(owner["pid"]), str(owner["host"])
+        except (ValueError, KeyError, TypeError):  # it holds the lock and has not written its name yet
+            return "another process, which has not said its name"
+        gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
+        return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")
+
+    def close(self) -> None:
+        """Let the folder go; again does nothing. The file stays: deleting it would let two owners in."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CheckpointKeeper:
+    """Which checkpoints of a run there are, and which stay: the newest ``keep_last``, and the best by evaluation."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    def folder_for(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` belongs. The policy's save writes aside and renames to it."""
+        return self.folder / step_name(step)
+
+    def complete(self) -> list[Path]:
+        """All complete checkpoints, oldest first."""
+        found = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
+        return sorted((path for path in found if (path / MANIFEST).is_file()), key=lambda path: step_of(path) or 0)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, from which a run resumes; None when there is none."""
+        return next(reversed(self.complete()), None)
+
+    def best(self) -> Path | None:
+        """The checkpoint that ``best`` points to; None when it points to nothing complete."""
+        pointer = self.folder / "best"
+        if not pointer.is_symlink():
+            return None
+        target = self.folder / os.readlink(pointer)
+        return target if (target / MANIFEST).is_file() else None
+
+    def saved(self, step: int, best: bool) -> None:
+        """Take note that the checkpoint of ``step`` is complete; then drop those that need not stay.
+
+        Raises FileNotFoundError when it has no manifest.
+        """
+        folder = self.folder_for(step)
+        if not (folder / MANIFEST).is_file():
+            raise FileNotFoundError(f"checkpoint {folder} has no {MANIFEST}: its save did not complete")
+        if best:
+            self._point_best_at(folder)
+        self._prune()
+
+    def clean(self) -> None:
+        """Delete what killed saves and killed deletions left: partial folders, and folders without a manifest.
+
+        Only the process that holds the run's lock may call it, and not while it saves.
+        """
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if path.name.endswith(PARTIAL_SUFFIX) or (step_of(path) is not None and not (path / MANIFEST).is_file()):
+                logger.info("removing %s, which an interrupted run left", path)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _point_best_at(self, folder: Path) -> None:
+        aside = self.folder / f"best{PARTIAL_SUFFIX}"
+        aside.unlink(missing_ok=True)
+        with naming_disk_full(self.folder / "best", "the pointer to the best checkpoint"):
+            aside.symlink_to(folder.name)
+            os.replace(aside, self.folder / "best")
+
+    def _prune(self) -> None:
+        best = self.best() if self.keep_best else None
+        for path in self.complete()[: -self.keep_last]:
+            if path == best:
+                continue
+            # Renamed first: a deletion that is killed half-way must not look like a checkpoint.
+            doomed = path.with_name(path.name + PARTIAL_SUFFIX)
+            os.replace(path, doomed)
+            shutil.rmtree(doomed)

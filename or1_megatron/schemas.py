@@ -1,0 +1,281 @@
+"""The fields of everything a run writes to disk and of the problem files it reads: names, types, units.
+
+Other parts and other programs read these files, so a field is named here and nowhere else. docs/schemas.md is made
+from these tables:
+
+    python -m or1_megatron.schemas > docs/schemas.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, get_args
+
+import pyarrow as pa
+
+from or1_megatron.types import FinishReason, VerdictStatus
+
+SCHEMA_VERSION: Final = 1
+"""Of rollout files; kept in their Parquet metadata as ``or1_schema``. Adding a field does not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a row. ``unit`` is "" for what has none."""
+
+    name: str
+    type: pa.DataType
+    unit: str
+    meaning: str
+    nullable: bool = False
+
+
+class Metric(Protocol):
+    """A row of ``rl.metrics.METRICS``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def meaning(self) -> str: ...
+
+
+def _one_of(literal: Any) -> str:
+    return ", ".join(f"`{value}`" for value in get_args(literal))
+
+
+_MESSAGE = pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
+_SPAN = pa.struct([pa.field("version", pa.int32()), pa.field("first_token", pa.int32())])
+
+PROBLEM: Final[tuple[Field, ...]] = (
+    Field("data_source", pa.string(), "", "where the problem is from, e.g. `train-math-numinamath1.5_olympiads`"),
+    Field("prompt", pa.list_(_MESSAGE), "", "the chat turns, as the chat template takes them"),
+    Field("ability", pa.string(), "", "`math` or `code`: which verifier judges the response"),
+    Field(
+        "reward_model",
+        pa.struct([pa.field("ground_truth", pa.string()), pa.field("style", pa.string())]),
+        "",
+        'what is right; `ground_truth` is a JSON text: for math a list of acceptable answers such as `["15625"]`, for '
+        "code an object with the tests",
+    ),
+    Field(
+        "extra_info",
+        pa.struct([pa.field("index", pa.int64()), pa.field("model_difficulty", pa.map_(pa.string(), pa.int32()))]),
+        "failures of 16",
+        "`model_difficulty`: per model name, in how many of 16 tries it failed (0 to 16)",
+    ),
+)
+"""A row of a problem file: the schema of Skywork-OR1-RL-Data."""
+
+VERDICT: Final[tuple[Field, ...]] = (
+    Field("problem_id", pa.string(), "", "hash of source and prompt; the same across files and runs"),
+    Field("sample_index", pa.int32(), "", "which of the group's samples, from 0"),
+    Field("reward", pa.float32(), "0 or 1", "1 only when `status` is `right`"),
+    Field(
+        "status",
+        pa.string(),
+        "",
+        f"one of {_one_of(VerdictStatus)}; `timeout` and `error`: the verifier itself failed on the sample",
+    ),
+    Field("answer", pa.string(), "", "the final answer as extracted from the response; empty when there is none"),
+    Field("detail", pa.string(), "", "why, in words; may be empty"),
+    Field("verify_wall_s", pa.float32(), "s", "wall time of the verdict"),
+)
+"""What the verifier said of one response. Within a rollout row, these fields are part of that row."""
+
+_VERDICT_OWN = tuple(field for field in VERDICT if field.name not in ("problem_id", "sample_index"))
+
+ROLLOUT: Final[tuple[Field, ...]] = (
+    Field("step", pa.int32(), "steps", "rollout step of the run, counted over all stages"),
+    Field("stage", pa.string(), "", "name of the stage that the step belongs to"),
+    *VERDICT[:2],
+    Field("source", pa.string(), "", "`data_source` of the problem"),
+    Field("ability", pa.string(), "", "`math` or `code`"),
+    Field("ground_truth", pa.string(), "", "`reward_model.ground_truth` of the problem, as it stands there"),
+    Field("prompt", pa.string(), "", "what the prompt says: its turns' contents, before the chat template"),
+    Field("prompt_token_ids", pa.list_(pa.int32()), "", "the prompt as the engine got it, chat template applied"),
+    Field("response", pa.string(), "", "the response's text, without the end-of-sequence token"),
+    Field("response_token_ids", pa.list_(pa.int32()), "", "with the end-of-sequence token where there is one"),
+    Field(
+        "log_probs",
+        pa.list_(pa.float32()),
+        "nats",
+        "the engine's log-prob of each response token: temperature applied, before any top-p or top-k",
+    ),
+    Field(
+        "finish_reason",
+        pa.string(),
+        "",
+        f"one of {_one_of(FinishReason)}: end-of-sequence token, or cut off at the response limit T",
+    ),
+    Field("truncated", pa.bool_(), "", "`finish_reason` is `length`"),
+    Field(
+        "versions",
+        pa.list_(_SPAN),
+        "",
+        "weights versions that sampled the response, each from its `first_token` on to the next span's",
+    ),
+    Field("engine", pa.int32(), "", "index of the engine"),
+    Field("seed", pa.int64(), "", "of the request"),
+    Field("started_s", pa.float64(), "s since the epoch", "when the engine took the request up"),
+    Field("finished_s", pa.float64(), "s since the epoch", "when its last token was sampled"),
+    *_VERDICT_OWN,
+    Field("advantage", pa.float32(), "", "of all the response's tokens; 0 where the group was rejected"),
+    Field("kept", pa.bool_(), "", "the group entered the batch; false: rejected, all its advantages being zero"),
+)
+"""A row of ``rollouts/step_NNNNNN.parquet``: one response, whether or not its group was rejected."""
+
+
+def _evaluated(when: str) -> tuple[Field, ...]:
+    held_out = f"held-out responses at the final stage's T, {when} training"
+    return (
+        Field(f"accuracy_{when}", pa.float64(), "fraction", f"avg@k: right ones among all {held_out}", True),
+        Field(f"non_truncated_accuracy_{when}", pa.float64(), "fraction", "the same of those not cut off", True),
+        Field(f"truncation_ratio_{when}", pa.float64(), "fraction", f"cut off at T, of the {held_out}", True),
+        Field(f"mean_length_{when}", pa.float64(), "tokens", f"mean length of the {held_out}", True),
+    )
+
+
+SUMMARY: Final[tuple[Field, ...]] = (
+    *_evaluated("before"),
+    *_evaluated("after"),
+    Field("evaluation_samples", pa.int64(), "responses", "k of avg@k, before and after", True),
+    Field("steps", pa.int64(), "steps", "rollout steps done"),
+    Field("total_steps", pa.int64(), "steps", "rollout steps of all stages"),
+    Field("finished", pa.bool_(), "", "all steps and evaluations are done; false: stopped on request, to be resumed"),
+    Field("best_step", pa.int64(), "", "the step after which the evaluation was best", True),
+    Field("seed", pa.int64(), "", "of the run"),
+    Field(
+        "wall_s",
+        pa.float64(),
+        "s",
+        "wall time of all recorded steps and evaluations, over all sessions of a resumed run; without start-up and "
+        "without what a kill undid",
+    ),
+    Field("startup_s", pa.float64(), "s", "from the start of the last session to its first verb", True),
+    Field("time_s", pa.map_(pa.string(), pa.float64()), "s", "of `wall_s`, per verb of the loop"),
+    Field(
+        "other_share",
+        pa.float64(),
+        "fraction",
+        "of `wall_s`: neither an engine decoding nor forward, backward or optimizer",
+        True,
+    ),
+    Field("model", pa.string(), "", "the exported HF folder; null when there was no export", True),
+)
+"""``summary.json``: one object. null: not measured (no held-out problems, no step done)."""
+
+
+def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
+    """The Arrow schema of these fields, in their order."""
+    return pa.schema(
+        [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
+        metadata={"or1_schema": str(SCHEMA_VERSION)},
+    )
+
+
+def check_summary(summary: Mapping[str, Any]) -> None:
+    """Raise ValueError naming every field that is missing, unknown, null or of another type than SUMMARY says."""
+    known = {field.name: field for field in SUMMARY}
+    faults = [f"'{name}' is missing" for name in known if name not in summary]
+    faults += [f"'{name}' is not a field of the summary" for name in summary if name not in known]
+    for name in known.keys() & summary.keys():
+        field, value = known[name], summary[name]
+        if value is None and field.nullable:
+            continue
+        try:
+            pa.scalar(list(value.items()) if isinstance(value, Mapping) else value, field.type)
+            fits = value is not None and isinstance(value, bool) == pa.types.is_boolean(field.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            fits = False
+        if not fits:
+            faults.append(f"'{name}' is {value!r}, expected {_type_name(field.type)}")
+    if faults:
+        raise ValueError("summary: " + "; ".join(sorted(faults)))
+
+
+def metrics_table() -> Sequence[Metric]:
+    """Names, units and meanings of the metrics, from ``rl.metrics``, which computes them."""
+    table: Sequence[Metric] = importlib.import_module("or1_megatron.rl.metrics").METRICS
+    return table
+
+
+def _type_name(kind: pa.DataType) -> str:
+    """In the words of JSON and Python rather than Arrow's C++ names."""
+    if pa.types.is_list(kind):
+        return f"list of {_type_name(kind.value_type)}"
+    if pa.types.is_map(kind):
+        return f"object of {_type_name(kind.item_type)}"
+    if pa.types.is_struct(kind):
+        return "{" + ", ".join(f"{part.name}: {_type_name(part.type)}" for part in kind) + "}"
+    return {"double": "float64", "float": "float32"}.get(str(kind), str(kind))
+
+
+def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    head = ("field", "type", "unit", "meaning")
+    lines = [head, ("---",) * 4, *((f"`{name}`", *rest) for name, *rest in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _fields_table(fields: Sequence[Field]) -> str:
+    return _table(
+        (field.name, _type_name(field.type) + (" or null" if field.nullable else ""), field.unit, field.meaning)
+        for field in fields
+    )
+
+
+def markdown() -> str:
+    """The text of docs/schemas.md."""
+    metrics = [("step", "int64", "steps", "rollout step; 0 is before training")]
+    metrics += [(metric.name, "float64", metric.unit, metric.meaning) for metric in metrics_table()]
+    return f"""# Schemas
+
+Every field of what a run reads and writes, with type and unit.
+Made by `python -m or1_megatron.schemas > docs/schemas.md`: edit the tables in the code, not this file.
+
+## Metrics: `metrics.jsonl`
+
+One JSON object per line, all fields but `step` floating-point numbers. A line lacks what its step could not measure;
+null: not finite. TensorBoard and W&B get the same names. When a killed run goes on, a torn last line is cut off and
+the steps after the checkpoint are taken out, so that no step is there twice. A run that was stopped before an
+evaluation adds it, when it goes on, as a second line of the same step: merge lines by `step`.
+
+{_table(metrics)}
+
+## Rollouts: `rollouts/step_000012.parquet`
+
+One Parquet file (zstd) per recorded step, one row per response, in the order of the step's groups, rejected ones
+included. The oldest files are deleted beyond `track.rollouts_keep_bytes`. File metadata:
+`or1_schema` = {SCHEMA_VERSION}.
+
+{_fields_table(ROLLOUT)}
+
+## Verdicts
+
+What a verifier says of one response. In a rollout file these are columns of its row.
+
+{_fields_table(VERDICT)}
+
+## Summary: `summary.json`
+
+One JSON object, written when a run ends.
+
+{_fields_table(SUMMARY)}
+
+## Problems
+
+Rows of a problem file, JSON lines or Parquet: the schema of Skywork-OR1-RL-Data. JSON lines of `prompt` (a string) and
+`answer` are taken too.
+
+{_fields_table(PROBLEM)}
+"""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

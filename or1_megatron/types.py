@@ -1,0 +1,260 @@
+"""The records that flow through one training step.
+
+Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
+record. No field means "not yet filled in": a record is made when everything in it is known. Arrays are NumPy so that
+records cross process borders without torch; shapes use ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens
+and ``S`` packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length"]
+"""Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
+
+VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "timeout", "error"]
+"""How a verdict came about. Only ``right`` carries reward 1; ``timeout`` and ``error`` say that the verifier itself
+failed on the sample, and are counted apart from wrong answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn of a prompt."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a problem set, in the terms of Skywork-OR1-RL-Data (its schema is in docs/schemas.md).
+
+    ``id`` is stable across files and runs (a hash of source and prompt); ``ground_truth`` is the raw string of the
+    row's ``reward_model``; ``origin`` is ``file:line``, for messages that must name the row.
+    """
+
+    id: str
+    source: str
+    ability: str
+    messages: tuple[Message, ...]
+    ground_truth: str
+    difficulty: Mapping[str, int]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem made ready for the engines: the chat template applied, and tokenised."""
+
+    problem: Problem
+    token_ids: Int32Array  # [p]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn. ``max_response_tokens`` is the paper's T."""
+
+    temperature: float
+    top_p: float
+    max_response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to be sampled: which prompt, which of its group's samples, how, and with what seed."""
+
+    prompt: Prompt
+    sample_index: int
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The weights version that sampled response tokens ``first_token`` and on, up to the next span."""
+
+    version: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response.
+
+    ``log_probs`` are those of the sampled tokens as the engine computed them: temperature applied, before any top-p
+    or top-k. ``token_ids`` contains the end-of-sequence token when ``finish_reason`` is ``stop``; ``text`` does not.
+    """
+
+    problem_id: str
+    sample_index: int
+    token_ids: Int32Array  # [n]
+    log_probs: Float32Array  # [n]
+    text: str
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    engine: int
+    seed: int
+    started_s: float
+    """When the engine took the request up, seconds since the epoch."""
+    finished_s: float
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the verifier says of one completion: reward in {0, 1}, why, and how long it took."""
+
+    reward: float
+    status: VerdictStatus
+    answer: str
+    """The final answer as extracted from the response; empty when there is none."""
+    detail: str
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All M responses to one prompt with their verdicts, in order of ``sample_index``."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def rewards(self) -> Float32Array:  # [M]
+        return np.array([v.reward for v in self.verdicts], dtype=np.float32)
+
+    @property
+    def truncated(self) -> BoolArray:  # [M]
+        return np.array([c.truncated for c in self.completions], dtype=np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantagedGroup:
+    """A group whose responses have their advantages, one number each, shared by all tokens of the response."""
+
+    group: Group
+    advantages: Float32Array  # [M]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response as the policy trains on it."""
+
+    prompt_ids: Int32Array  # [p]
+    response_ids: Int32Array  # [n]
+    old_log_probs: Float32Array  # [n], of the sampling policy, as the loss's importance ratio needs them
+    advantage: float
+    loss_mask: BoolArray  # [n], the response tokens that the loss counts; all of them in the recipe
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed rows for one forward/backward: sequences laid end to end, then padding to a static length T.
+
+    Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
+    per-token arrays are aligned with the *predicting* position, so a response token's values stand one to the left of
+    it. ``counted`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
+    packed sequence to its place in the list of samples that was batched; padding belongs to one last sequence that
+    ``cu_seqlens`` includes and ``sample_index`` does not.
+    """
+
+    token_ids: Int64Array  # [T]
+    target_ids: Int64Array  # [T]
+    position_ids: Int64Array  # [T], restarting at 0 in every sequence
+    cu_seqlens: Int32Array  # [S+1], or [S+2] with padding; first 0, last T
+    counted: BoolArray  # [T]
+    advantages: Float32Array  # [T]
+    old_log_probs: Float32Array  # [T]
+    sample_index: Int32Array  # [S]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One optimizer step's samples cut for every data-parallel rank: equal micro-batch counts, equal padded lengths.
+
+    ``token_count`` is T_k of the loss (RECIPE eq. 3.1): counted tokens over all micro-batches of all ranks.
+    """
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]
+    token_count: int
+    sample_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-prob and full-vocabulary entropy of every counted token of each sample, in the order of the samples."""
+
+    log_probs: tuple[Float32Array, ...]  # per sample [n]
+    entropies: tuple[Float32Array, ...]  # per sample [n]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one optimizer step did. ``sums`` are the objective's named sums over all counted tokens of the batch."""
+
+    sums: Mapping[str, float]
+    token_count: int
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    """True when loss or gradient were not finite and the parameters were left as they were."""
+    forward_backward_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """What one weight handoff did, and how the engines' probe compares with the policy's."""
+
+    version: int
+    bytes_sent: int
+    transfer_s: float
+    probe_s: float
+    probe_max_abs_diff: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """How one roll-out went, from the RolloutManager's clock."""
+
+    decode_s: float
+    """Wall time during which at least one engine was decoding (the union over engines)."""
+    engine_busy_s: tuple[float, ...]
+    """Per engine, the wall time during which it was decoding."""
+    wall_s: float
+    prompt_tokens: int
+    response_tokens: int
+    verify_tail_s: float
+    """From the last finished response to the last verdict."""
+    verifier_retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Accuracy on held-out problems, avg@``samples``."""
+
+    accuracy: float
+    """Mean reward over all responses."""
+    non_truncated_accuracy: float | None
+    """Mean reward over the responses that ended by themselves; None when there were none."""
+    truncation_ratio: float
+    mean_length_tokens: float
+    problems: int
+    samples: int
+    decode_s: float
+    wall_s: float

@@ -1,0 +1,68 @@
+"""Where in a response its answer is: after the reasoning, in the last box."""
+
+from __future__ import annotations
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+_BOX = "\\boxed"
+
+
+def after_reasoning(response: str) -> str | None:
+    """The text after the last ``</think>``, or None when the reasoning never closes.
+
+    The chat template's generation prompt opens ``<think>``, so a response normally holds the closing tag alone. One
+    that opens another ``<think>`` afterwards and does not close it is still reasoning: None.
+    """
+    _, closed, answer = response.rpartition(THINK_CLOSE)
+    if not closed or THINK_OPEN in answer:
+        return None
+    return answer
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` holds, braces balanced and white space trimmed; "" when that box is broken.
+
+    None when there is no box at all. A last box that is empty or never closes is a final answer that cannot be read,
+    so an earlier box does not stand in for it.
+    """
+    start = text.rfind(_BOX)
+    while start >= 0:
+        after = start + len(_BOX)
+        if not text[after : after + 1].isalpha():  # \boxedfoo is another macro
+            return _braced(text, after)
+        start = text.rfind(_BOX, 0, start)
+    return None
+
+
+def _braced(text: str, start: int) -> str:
+    """The content of the braces that open at ``start``, white space before them allowed; "" when there is none."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if text[start : start + 1] != "{":
+        return ""
+    end = closing_brace(text, start)
+    return "" if end is None else text[start + 1 : end].strip()
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    r"""Index of the brace that closes the one at ``start``; ``\{`` and ``\}`` are not braces. None: never closed."""
+    depth = 0
+    position = start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 2
+            continue
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return position
+        position += 1
+    return None
+
+
+def braces_balance(text: str) -> bool:
+    """Whether every brace of ``text`` has its partner: whether it can be put into a box."""
+    return closing_brace("{" + text + "}", 0) == len(text) + 1

@@ -1,0 +1,67 @@
+"""The families that are known, and how one is chosen for an HF model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.weights.qwen2 import QWEN2
+from or1_megatron.weights.table import HFConfig, ModelFamily
+
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2,)}
+
+_NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be used: says which file or key, what was found and what was expected."""
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of an HF folder.
+
+    Raises:
+        ModelError: no such folder or file, not JSON, or a key that every decoder needs is missing.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"model folder {folder} does not exist; expected an HF folder with config.json")
+    if not path.is_file():
+        raise ModelError(f"{path} is missing; expected an HF folder with config.json, safetensors and a tokenizer")
+    try:
+        hf = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    missing = [key for key in _NEEDED if key not in hf]
+    if missing:
+        raise ModelError(f"{path} lacks {', '.join(missing)}; expected the config of a decoder-only language model")
+    return dict(hf)
+
+
+def family_of(hf: HFConfig) -> ModelFamily:
+    """The family that ``architectures`` names.
+
+    Raises:
+        ModelError: the architecture is unknown; the message lists the known ones. Or a feature that the family's
+            table does not carry (RoPE scaling, sliding windows) is switched on.
+    """
+    architecture = (hf.get("architectures") or ["(none)"])[0]
+    if architecture not in FAMILIES:
+        raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ModelError(f"RoPE scaling of type '{kind}' is not supported for {architecture} yet; expected 'default'")
+    if hf.get("use_sliding_window"):
+        raise ModelError(f"use_sliding_window is not supported for {architecture}; expected full attention")
+    return FAMILIES[architecture]

@@ -1,0 +1,86 @@
+"""Layout operations: how HF's tensors become one whole Megatron tensor, and back. Pure, exact, each its own inverse.
+
+Shapes: H hidden, D head dimension, N query heads, G key/value heads (query groups), F intermediate size, V vocabulary,
+``...`` a trailing H for weights and nothing for biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Layout(Protocol):
+    """Between n HF tensors and one Megatron tensor, neither of them cut."""
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        """HF tensors, in the row's order, to the Megatron tensor."""
+        ...
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        """The inverse of fuse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The tensor as it is."""
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        (part,) = parts
+        return part
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        return [whole]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedQKV:
+    """q [N*D, ...], k [G*D, ...], v [G*D, ...] to [G * (N/G + 2) * D, ...]: each group's queries, its key, its value.
+
+    A cut along axis 0 into equal parts then gives every rank whole groups.
+    """
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        q, k, v = parts
+        groups = hf["num_key_value_heads"]
+        rest = q.shape[1:]
+        blocks = [x.reshape(groups, -1, *rest) for x in (q, k, v)]
+        return torch.cat(blocks, dim=1).reshape(-1, *rest)
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        groups = hf["num_key_value_heads"]
+        queries = hf["num_attention_heads"] // groups
+        rest = whole.shape[1:]
+        block = whole.reshape(groups, -1, *rest)  # [G, (N/G + 2) * D, ...]
+        head_dim = block.shape[1] // (queries + 2)
+        parts = block.split([queries * head_dim, head_dim, head_dim], dim=1)
+        return [x.reshape(-1, *rest) for x in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """gate [F, H], up [F, H] to [2F, H], gate first."""
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        gate, up = parts
+        return torch.cat((gate, up), dim=0)
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        return list(whole.chunk(2, dim=0))
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedVocabulary:
+    """[V, H] to [V, H]; the padding rows that a TP cut adds behind are dropped by the inverse."""
+
+    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        (part,) = parts
+        return part
+
+    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        return [whole[: hf["vocab_size"]]]

@@ -1,0 +1,156 @@
+"""Loading of problem files. Rows are written by hand in the published schema; what is not tested is the real data set
+itself, which is not on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
+from or1_megatron.data.rows import DataError
+from or1_megatron.verify.math import MathVerifier
+
+
+def row(content: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:
+    base = {
+        "data_source": "train-math-numinamath1.5_olympiads",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"ground_truth": '["2"]', "style": "rule"},
+        "extra_info": {"index": 3, "model_difficulty": {"M-7B": 5, "M-32B": 16}},
+    }
+    return {**base, **changes}
+
+
+def write(folder: Path, *rows: Any) -> Path:
+    path = folder / "train.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in rows))
+    return path
+
+
+def test_a_skywork_row_becomes_a_problem(tmp_path: Path) -> None:
+    """Every field, and the id against an independent computation of its definition."""
+    (problem,) = load_problems(write(tmp_path, row()))
+    text = json.dumps(["train-math-numinamath1.5_olympiads", [["user", "What is 1+1?"]]])
+    assert problem.id == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert (problem.source, problem.ability, problem.ground_truth) == (
+        "train-math-numinamath1.5_olympiads",
+        "math",
+        '["2"]',
+    )
+    assert [(message.role, message.content) for message in problem.messages] == [("user", "What is 1+1?")]
+    assert dict(problem.difficulty) == {"M-7B": 5, "M-32B": 16}
+    assert problem.origin == f"{tmp_path / 'train.jsonl'}:1"
+
+
+def test_parquet_gives_the_same_problems(tmp_path: Path) -> None:
+    rows = [row("a"), row("b", extra_info={"index": 0, "model_difficulty": {"M-7B": 0, "M-32B": None}})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    from_parquet = load_problems(tmp_path / "train.parquet")
+    from_jsonl = load_problems(write(tmp_path, *rows))
+    assert [p.id for p in from_parquet] == [p.id for p in from_jsonl]
+    assert [dict(p.difficulty) for p in from_parquet] == [{"M-7B": 5, "M-32B": 16}, {"M-7B": 0}]
+    assert from_parquet[1].origin.endswith("train.parquet:2")
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"), [("7", '["7"]'), (7, '["7"]'), (0.5, '["0.5"]'), (["1", "one"], '["1", "one"]')]
+)
+def test_plain_rows(tmp_path: Path, answer: Any, ground_truth: str) -> None:
+    (problem,) = load_problems(write(tmp_path, {"prompt": "q", "answer": answer}))
+    assert (problem.source, problem.ability, problem.ground_truth) == ("train", "math", ground_truth)
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in row("bad").items() if name != key}
+
+
+BAD_ROWS = {
+    "not json": ('{"data_source": ', ["not a JSON object"]),
+    "a list": ("[1]", ["expected a JSON object", "[1]"]),
+    "no prompt": (without("prompt"), ["'prompt'", "required"]),
+    "no reward model": (without("reward_model"), ["'reward_model'", "{prompt, answer}"]),
+    "no extra info": (without("extra_info"), ["'extra_info'", "required"]),
+    "empty prompt": (row(prompt=[]), ["'prompt'", "at least 1", "[]"]),
+    "prompt is text": (row(prompt="hi"), ["'prompt'", "list", "'hi' (str)"]),
+    "role is a number": (row(prompt=[{"role": 1, "content": "x"}]), ["'prompt.0.role'", "string", "1 (int)"]),
+    "gold is a list": (
+        row(reward_model={"ground_truth": ["2"], "style": "rule"}),
+        ["'reward_model.ground_truth'", "string", "(list)"],
+    ),
+    "gold is not json": (
+        row(reward_model={"ground_truth": "x=2", "style": "rule"}),
+        ["ground_truth", "'x=2'", "JSON list"],
+    ),
+    "gold is json of int": (
+        row(reward_model={"ground_truth": "2", "style": "rule"}),
+        ["ground_truth", "of a int", "list"],
+    ),
+    "difficulty is text": (
+        row(extra_info={"index": 0, "model_difficulty": {"M": "5"}}),
+        ["'extra_info.model_difficulty.M'", "integer", "'5' (str)"],
+    ),
+    "difficulty is 17": (
+        row(extra_info={"index": 0, "model_difficulty": {"M": 17}}),
+        ["model_difficulty.M", "17", "0..16"],
+    ),
+    "plain: no prompt": ({"answer": "2"}, ["'prompt'", "required"]),
+    "plain: answer null": ({"prompt": "q", "answer": None}, ["'answer", "None"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_refused_by_file_line_and_field(tmp_path: Path, case: str) -> None:
+    bad, words = BAD_ROWS[case]
+    path = write(tmp_path, row("good"), bad)
+    with pytest.raises(DataError) as caught:
+        load_problems(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2: ")
+    for word in words:
+        assert word in message, message
+
+
+def test_unparsable_golds_and_unknown_abilities_are_refused_by_row(tmp_path: Path) -> None:
+    verifier = MathVerifier(timeout_s=5)
+    try:
+        bad = row("bad", reward_model={"ground_truth": json.dumps(["\\frac{1}{"]), "style": "rule"})
+        with pytest.raises(DataError, match=r"train\.jsonl:2: field 'ground_truth': unparsable gold .*braces"):
+            load_problems(write(tmp_path, row(), bad), {"math": verifier})
+        problems = load_problems(write(tmp_path, row(ability="cooking")))
+        with pytest.raises(DataError, match=r"train\.jsonl:1: field 'ability': found 'cooking', expected one of: math"):
+            check_ground_truths(problems, {"math": verifier})
+    finally:
+        verifier.close()
+
+
+def test_duplicates_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl:3: the same problem as .*train\.jsonl:1"):
+        load_problems(write(tmp_path, row("a"), row("b"), row("a")))
+    with pytest.raises(DataError, match="holds no problems"):
+        load_problems(write(tmp_path))
+    with pytest.raises(DataError, match="no such file"):
+        load_problems(tmp_path / "absent.jsonl")
+    (tmp_path / "data.csv").write_text("x")
+    with pytest.raises(DataError, match=r"'\.csv'; expected \.jsonl or \.parquet"):
+        load_problems(tmp_path / "data.csv")
+    (tmp_path / "data.parquet").write_text("x")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        load_problems(tmp_path / "data.parquet")
+
+
+def test_difficulty_filter(tmp_path: Path) -> None:
+    """Failures 0 and 16 go, 1 and 15 stay."""
+    rows = [row(str(n), extra_info={"index": n, "model_difficulty": {"M": n}}) for n in (0, 1, 15, 16)]
+    problems = load_problems(write(tmp_path, *rows))
+    assert [problem.difficulty["M"] for problem in filter_by_difficulty(problems, "M")] == [1, 15]
+    with pytest.raises(DataError, match=r"no entry for 'N' \(measured: M\)"):
+        filter_by_difficulty(problems, "N")
+    with pytest.raises(DataError, match="leaves none of 1"):
+        filter_by_difficulty(problems[:1], "M")

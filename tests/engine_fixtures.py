@@ -1,0 +1,122 @@
+"""A tiny Qwen2 with random weights and a tokenizer, and two real vLLM engines on it behind real Ray: started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+RUN_ID = "tests"
+WORDS = ["<pad>", "<end>", "<user>", "<think>", "</think>", "\\boxed{", "}", *map(str, range(20)), "+", "=", "so ", "no ", "x"]
+END = WORDS.index("<end>")
+MAX_MODEL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """``oracle`` is transformers' own model, fp32, with the weights that the folder holds."""
+
+    folder: Path
+    oracle: Any
+
+    def log_probs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> np.ndarray:
+        """Of each response token under the oracle, temperature applied: [n]."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.oracle(torch.tensor([prompt + response])).logits[0].double() / temperature
+        rows = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+        return rows.gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    import torch
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|so |no |\d+|."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    # </think> is special here, as in some models: the verifier must see it all the same.
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[:5]])
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", clean_up_tokenization_spaces=False
+    ).save_pretrained(folder)
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=END,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    oracle = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name.endswith("bias"):  # zero at initialisation, which would hide a swap of the three
+                parameter.normal_(std=0.3)
+    oracle.save_pretrained(folder)
+    return TinyModel(folder, oracle)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    from or1_megatron.rollout import cluster
+
+    cluster.start_ray(None, RUN_ID)
+    yield
+    cluster.stop_ray()
+
+
+def rollout_config(**changes: Any) -> Any:
+    from or1_megatron.config import RolloutConfig
+
+    values = {"engines": 2, "max_concurrent": 32, "kv_cache_bytes": 16 << 20, "start_timeout_s": 200.0}
+    return RolloutConfig(**{**values, **changes})
+
+
+@pytest.fixture(scope="session")
+def engine_pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[Any]:
+    """Two engines with the folder's weights. Who changes the weights puts them back."""
+    from or1_megatron.rollout.pool import EnginePool
+
+    pool = EnginePool(rollout_config(), tiny_model.folder, "float32", MAX_MODEL_TOKENS, RUN_ID, on_cpu=True)
+    pool.wait_ready()
+    yield pool
+    pool.close()
+
+
+def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
+    from or1_megatron.types import Message, Problem, Prompt
+
+    problem = Problem(name, "test", "math", (Message("user", "?"),), answer, {}, f"test.jsonl:{name}")
+    return Prompt(problem, np.array(ids, dtype=np.int32))
+
+
+def decode(handle: Any, requests: list[Any], timeout_s: float = 60.0) -> list[Any]:
+    """Completions of one engine actor, in the order of the requests."""
+    import pickle
+    import time
+
+    import ray
+
+    ray.get(handle.submit.remote(pickle.dumps(requests)), timeout=timeout_s)
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(requests) and time.monotonic() < deadline:
+        harvest = pickle.loads(ray.get(handle.harvest.remote(1.0), timeout=timeout_s))
+        found.update({completion.seed: completion for completion in harvest.completions})
+    return [found[request.seed] for request in requests]

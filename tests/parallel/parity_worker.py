@@ -1,0 +1,49 @@
+"""Under torchrun: scores, one gradient and three updates of a model at a layout, as JSON from rank 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import problem
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+
+
+def main() -> None:
+    out, model, layout, exported = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    start_process_group(60)
+    parallel = ParallelConfig(**layout)
+    mesh = build_mesh(parallel, seed=1)
+    policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(lr=1e-3), mesh)
+    lockstep = Lockstep(mesh, policy_verbs(policy, send=lambda version: 0), deadline_s=60)
+    if mesh.rank > 0:
+        lockstep.serve()
+    else:
+        driver = PolicyDriver(lockstep)
+        batch = problem.batch(mesh.data, parallel.micro_batch_tokens)
+        scores = driver.score(batch, problem.TEMPERATURE)
+        updates = [driver.update(batch, problem.WeightedLogProb()) for _ in range(3)]
+        driver.export_hf(exported)
+        result = {
+            "micro_batches": len(batch.ranks[0]),
+            "log_probs": [x.tolist() for x in scores.log_probs],
+            "entropies": [x.tolist() for x in scores.entropies],
+            "losses": [u.sums["loss"] / u.token_count for u in updates],
+            "grad_norms": [u.grad_norm for u in updates],
+        }
+        out.write_text(json.dumps(result))
+        lockstep.close()
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

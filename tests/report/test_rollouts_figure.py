@@ -1,0 +1,174 @@
+"""``or1 rollouts`` and the picture of a run, on small real run folders. How the picture looks, no test says."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from or1_megatron.report.figure import _ticks, draw_run
+from or1_megatron.report.rollouts import show_rollouts
+from or1_megatron.runtime.rollout_store import RolloutStore
+from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan
+
+
+def group(name: str, texts: list[tuple[str, str]]) -> Group:
+    """One group of (response text, verdict status)."""
+    problem = Problem(
+        name, "train-math-x", "math", (Message("user", f"Compute [bold]{name}[/bold]."),), '["7"]', {}, "f:1"
+    )
+    completions = tuple(
+        Completion(
+            name,
+            i,
+            np.arange(5, dtype=np.int32),
+            np.zeros(5, np.float32),
+            text,
+            "length" if status == "truncated" else "stop",
+            (VersionSpan(3, 0), VersionSpan(4, 2)),
+            0,
+            1,
+            0.0,
+            1.0,
+        )
+        for i, (text, status) in enumerate(texts)
+    )
+    verdicts = tuple(
+        Verdict(float(status == "right"), status, "7" if status == "right" else "", "", 0.1)  # type: ignore[arg-type]
+        for _, status in texts
+    )
+    return Group(Prompt(problem, np.array([1], np.int32)), completions, verdicts)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.write_config("algorithm:\n  entropy: {mode: adaptive, target: 0.25}\n")
+    kept = group("p1", [("<think>3+4</think>\n7", "right"), ("\x1b[2J[red]8[/red]", "wrong")])
+    rejected = group("p2", [("well, ", "truncated"), ("hm, ", "truncated")])
+    store = RolloutStore(folder.rollouts, 1 << 30)
+    for step in (2, 4):
+        store.write(step, "short", [kept, rejected], [AdvantagedGroup(kept, np.array([0.707, -0.707], np.float32))])
+    store.close()
+    return folder.root
+
+
+def shown(run: Path, step: int | None = None, limit: int = 10, status: str | None = None) -> str:
+    text = io.StringIO()
+    show_rollouts(run, step=step, limit=limit, status=status, console=Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_responses_with_their_verdicts(run: Path) -> None:
+    """The newest step by default. Markup and terminal control in a response are shown, not obeyed."""
+    assert shown(run, status="right").splitlines() == [
+        "step 4: 1 responses with status right, 1 shown",
+        "",
+        "train-math-x  problem p1  sample 0",
+        "right  reward 1  advantage +0.707  5 tokens, finish stop  weights version 3, 4 from token 2",
+        'answer 7  expected ["7"]',
+        "prompt",
+        "    Compute [bold]p1[/bold].",
+        "response",
+        "    <think>3+4</think>",
+        "    7",
+    ]
+    assert "    \\x1b[2J[red]8[/red]" in shown(run, step=2, status="wrong")
+    truncated = shown(run, status="truncated")
+    assert truncated.count("truncated  reward 0  advantage +0.000 (group rejected)") == 2
+    assert "no answer  expected" in truncated
+
+
+def test_few_are_spread_over_the_prompts(run: Path) -> None:
+    text = shown(run, limit=2)
+    assert "step 4: 4 responses, 2 shown" in text
+    assert text.count("problem p1") == text.count("problem p2") == 1
+    assert "step 4: 0 responses with status timeout, 0 shown" in shown(run, status="timeout")
+
+
+def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no rollouts of step 3; the nearest is step 2 \(kept: 2 steps"):
+        shown(run, step=3)
+    with pytest.raises(FileNotFoundError, match="the nearest is step 4"):
+        shown(run, step=100)
+    with pytest.raises(FileNotFoundError, match="no run folder"):
+        shown(tmp_path / "nothing")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(FileNotFoundError, match="is not a run folder: it has neither config"):
+        shown(tmp_path / "other")
+    RunFolder(tmp_path / "fresh").create()
+    with pytest.raises(FileNotFoundError, match="holds no rollouts yet"):
+        shown(tmp_path / "fresh")
+    with pytest.raises(ValueError, match="status 'rihgt' is not known; expected one of right, wrong"):
+        shown(run, status="rihgt")
+
+
+def write_metrics(run: Path, steps: int) -> None:
+    rows: list[dict[str, float | None]] = [{"step": 0, "evaluation/accuracy": 0.3}]
+    for step in range(1, steps + 1):
+        rows.append(
+            {
+                "step": step,
+                "stage/index": int(step > 10),
+                "stage/max_response_tokens": 96 if step <= 10 else 160,
+                "reward/mean": step / 100,
+                "accuracy/all": step / 100,
+                "accuracy/non_truncated": None if step == 3 else 0.5,
+                "entropy/sampled": 0.3,
+                "length/mean": 50.0 + step,
+                "length/p95": 90.0,
+                "truncation/ratio": 0.2,
+            }
+        )
+    rows.append({"step": steps, "evaluation/accuracy": 0.9})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_the_picture_is_svg_with_every_curve_inside(run: Path, steps: int) -> None:
+    """Parsed as XML: the held-out points are where they were computed by hand, and nothing lies outside the picture."""
+    write_metrics(run, steps)
+    draw_run(run, run / "run.svg")
+    root = ElementTree.parse(run / "run.svg").getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(text.itertext()) for text in root.iter(f"{name}text")]
+    assert "target 0.25e_k" in texts
+    assert ("T 160" in texts) == (steps == 20)
+    # x runs from 52 to 466 over the steps, y from 250 (0) up to 40 (1)
+    circles = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{name}circle")]
+    assert circles == [(52.0, 187.0), (466.0, 61.0)]
+    for line in root.iter(f"{name}polyline"):
+        for corner in line.attrib["points"].split():
+            x, y = map(float, corner.split(","))
+            assert 52 <= x <= 466 and 40 <= y <= 250 and math.isfinite(x * y)
+    if steps == 20:  # the gap of step 3 leaves the line one corner short
+        corners = sorted({len(line.attrib["points"].split()) for line in root.iter(f"{name}polyline")})
+        assert corners == [2, 19, 20]
+
+
+def test_ticks_are_round_and_reach_the_top() -> None:
+    assert _ticks(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert _ticks(0.37) == [0, 0.1, 0.2, 0.3, 0.4]
+    assert _ticks(120) == [0, 25, 50, 75, 100, 125]
+    assert _ticks(0) == [0, 1]
+    for top in (0.0013, 0.9, 7, 1024, 31_999):
+        ticks = _ticks(top)
+        assert ticks[-1] >= top > ticks[-2] and 4 <= len(ticks) <= 7
+
+
+def test_a_picture_of_nothing_is_refused(run: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
+        draw_run(run, run / "run.svg")
+    (run / "metrics.jsonl").write_text('{"step": 0, "evaluation/accuracy": 0.3}\n')
+    with pytest.raises(ValueError, match="no finished step to draw yet"):
+        draw_run(run, run / "run.svg")
+    with pytest.raises(ValueError, match=r"a name that ends in \.svg was expected"):
+        draw_run(run, run / "run.png")

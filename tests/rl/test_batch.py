@@ -1,0 +1,209 @@
+"""Packing: an example worked by hand, properties of any input, and that the cut does not change the gradient.
+
+These do not prove that a real model keeps packed sequences apart: that is the policy's own test.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fakes import Clock, TablePolicy, TableRollouts, completion, group_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from or1_megatron.rl.batch import BatchLayout, make_batches, pack, real_tokens, split, to_samples
+from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.types import AdvantagedGroup, Batch, MicroBatch, Sample
+
+
+def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask: list[bool] | None = None) -> Sample:
+    """Log-probs -1, -2, ... along the response."""
+    return Sample(
+        np.array(prompt, dtype=np.int32),
+        np.array(response, dtype=np.int32),
+        -np.arange(1, len(response) + 1, dtype=np.float32),
+        advantage,
+        np.array([True] * len(response) if mask is None else mask, dtype=np.bool_),
+    )
+
+
+def test_docstring_example() -> None:
+    batch = pack([sample([5, 6], [7, 8], 0.5)], BatchLayout(data_ranks=1, budget_tokens=6, alignment=6))
+    ((row,),) = batch.ranks
+    np.testing.assert_array_equal(row.token_ids, [5, 6, 7, 8, 0, 0])
+    np.testing.assert_array_equal(row.target_ids, [6, 7, 8, 0, 0, 0])
+    np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 3, 0, 1])
+    np.testing.assert_array_equal(row.cu_seqlens, [0, 4, 6])
+    np.testing.assert_array_equal(row.counted, [0, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
+    np.testing.assert_array_equal(row.old_log_probs, [0, -1, -2, 0, 0, 0])
+    np.testing.assert_array_equal(row.sample_index, [0])
+    assert (batch.token_count, batch.sample_count, real_tokens(batch)) == (2, 1, 4)
+
+
+def test_two_sequences_fill_a_row_without_padding() -> None:
+    """The last position of the first predicts nothing: its target is not the second's first token."""
+    batch = pack([sample([1], [2, 3]), sample([4], [5])], BatchLayout(1, 5, 1))
+    ((row,),) = batch.ranks
+    np.testing.assert_array_equal(row.token_ids, [1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(row.target_ids, [2, 3, 0, 5, 0])
+    np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 0, 1])
+    np.testing.assert_array_equal(row.cu_seqlens, [0, 3, 5])
+    np.testing.assert_array_equal(row.counted, [1, 1, 0, 1, 0])
+
+
+def test_rank_without_samples_gets_padding() -> None:
+    batch = pack([sample([1], [2, 3])], BatchLayout(data_ranks=2, budget_tokens=8, alignment=4))
+    (row,), (padding,) = batch.ranks
+    assert row.token_ids.size == padding.token_ids.size == 4
+    assert padding.sample_index.size == 0 and not padding.counted.any()
+    np.testing.assert_array_equal(padding.cu_seqlens, [0, 4])
+
+
+def test_balance_by_hand() -> None:
+    """Costs equal lengths here: 6, 5, 4, 3 over two ranks, one row each of at most 10: 6 + 3 and 5 + 4."""
+    lengths = [3, 6, 4, 5]
+    samples = [sample([1], [2] * (n - 1)) for n in lengths]
+    batch = pack(samples, BatchLayout(2, 10, 1, quadratic_tokens=float("inf")))
+    assert sorted(sorted(lengths[i] for i in rank[0].sample_index) for rank in batch.ranks) == [[3, 6], [4, 5]]
+
+
+def test_tight_fit_where_balancing_ends_in_a_dead_end() -> None:
+    """Two rows of 10 for 5, 5, 4, 3, 3: spread by cost, 5 + 4 and 5 + 3 leave no room for the last 3; best fit
+    finds 5 + 5 and 4 + 3 + 3."""
+    batch = pack([sample([1], [2] * (n - 1)) for n in (5, 5, 4, 3, 3)], BatchLayout(1, 10, 1))
+    assert [real_tokens(Batch(((row,),), 0, 0)) for row in batch.ranks[0]] == [10, 10]
+
+
+SAMPLES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 14)), min_size=1, max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SAMPLES, st.integers(1, 4), st.integers(20, 64), st.sampled_from([1, 2, 4, 8]), st.randoms())
+def test_properties(shapes: list[tuple[int, int]], ranks: int, budget: int, alignment: int, random: object) -> None:
+    """Nothing lost, doubled or cut; one row length; equal counts; the budget kept."""
+    samples = []
+    for i, (p, n) in enumerate(shapes):
+        tokens = np.arange(p + n) + 100 * i
+        mask = [random.random() < 0.9 for _ in range(n)]  # type: ignore[attr-defined]
+        samples.append(sample(tokens[:p].tolist(), tokens[p:].tolist(), advantage=i + 0.5, mask=mask))
+    layout = BatchLayout(ranks, budget, alignment)
+    counted = sum(int(s.loss_mask.sum()) for s in samples)
+    if counted == 0:
+        with pytest.raises(ValueError, match="no counted token"):
+            pack(samples, layout)
+        return
+    batch = pack(samples, layout)
+    rows: list[MicroBatch] = [row for rank in batch.ranks for row in rank]
+    assert len(batch.ranks) == ranks and len({len(rank) for rank in batch.ranks}) == 1
+    (row_tokens,) = {row.token_ids.size for row in rows}
+    assert row_tokens % alignment == 0 and row_tokens <= layout.capacity_tokens
+    assert sorted(i for row in rows for i in row.sample_index) == list(range(len(samples)))
+    assert sum(int(row.counted.sum()) for row in rows) == batch.token_count == counted
+    assert real_tokens(batch) == sum(p + n for p, n in shapes)
+    assert len(rows) < ranks + 2 * -(-real_tokens(batch) // layout.capacity_tokens) + ranks
+    for row in rows:
+        assert row.cu_seqlens[0] == 0 and row.cu_seqlens[-1] == row_tokens
+        padded = int(row.cu_seqlens[row.sample_index.size]) < row_tokens
+        assert row.cu_seqlens.size == row.sample_index.size + 1 + padded
+        for s, i in enumerate(row.sample_index):
+            start, end = row.cu_seqlens[s : s + 2]
+            check_sequence(row, samples[i], int(start), int(end))
+        tail = slice(int(row.cu_seqlens[row.sample_index.size]), None)
+        assert not row.counted[tail].any()
+
+
+def check_sequence(row: MicroBatch, of: Sample, start: int, end: int) -> None:
+    """Token by token: the response token at ``t`` finds its values at ``t - 1``."""
+    tokens = [*of.prompt_ids, *of.response_ids]
+    assert row.token_ids[start:end].tolist() == tokens and row.position_ids[start:end].tolist() == list(
+        range(len(tokens))
+    )
+    seen = 0
+    for t in range(start, end):
+        place = t + 1 - start - of.prompt_ids.size  # of the predicted token in the response
+        if not 0 <= place < of.response_ids.size:
+            assert not row.counted[t]
+            continue
+        assert row.target_ids[t] == of.response_ids[place]
+        assert row.counted[t] == of.loss_mask[place]
+        assert (row.advantages[t], row.old_log_probs[t]) == (of.advantage, of.old_log_probs[place])
+        seen += 1
+    assert seen == of.response_ids.size
+
+
+def test_gradient_is_the_same_for_every_cut() -> None:
+    """The global token mean (eq. 3.1) of unequal responses, in float64, under several ranks, budgets and alignments,
+    against a plain loop over samples that knows nothing of rows."""
+    rng = np.random.default_rng(3)
+    samples = []
+    for i in range(13):
+        n = int(rng.integers(1, 9))
+        samples.append(sample([8 + i % 4], rng.integers(0, 8, n).tolist(), advantage=float(rng.normal())))
+    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, temperature=0.7, on_policy=False)
+    table = torch.zeros(12, 8, dtype=torch.float64)
+    table.copy_(torch.from_numpy(rng.normal(size=(12, 8))))
+    total = 0
+    oracle = table.clone().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for s in samples:
+        tokens = [*s.prompt_ids.tolist(), *s.response_ids.tolist()]
+        for t in range(len(tokens) - 1):
+            log_p = (oracle[tokens[t]] / 0.7).log_softmax(-1)
+            rho = (log_p[tokens[t + 1]] - float(s.old_log_probs[t])).exp()
+            advantage = float(np.float32(s.advantage))
+            loss = loss - torch.minimum(rho * advantage, rho.clamp(0.8, 1.2) * advantage)
+            loss = loss + 0.01 * (log_p.exp() * log_p).sum()
+            total += 1
+    (loss / total).backward()
+    for layout in (BatchLayout(1, 1024, 1), BatchLayout(1, 10, 1), BatchLayout(3, 12, 4), BatchLayout(7, 9, 2)):
+        policy = TablePolicy(4, TableRollouts(Clock()), Clock())
+        with torch.no_grad():
+            policy.table.copy_(table)
+        batch = pack(samples, layout)
+        sums = policy.gradient(batch, objective)
+        assert batch.token_count == total
+        assert sums["loss"] == pytest.approx(loss.item(), rel=1e-12)
+        torch.testing.assert_close(policy.table.grad, oracle.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "expected"),
+    [
+        (7, 3, [[0, 1, 2], [3, 4], [5, 6]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [1]]),
+        (3, 1, [[0, 1, 2]]),
+        (0, 4, []),
+    ],
+)
+def test_split(groups: int, parts: int, expected: list[list[int]]) -> None:
+    assert split(range(groups), parts) == expected
+
+
+def test_make_batches_keeps_groups_whole_and_repeats_passes() -> None:
+    """Three groups of 2 responses of 2 tokens, D_R / D_T = 2, reuse 2: T_k 8, 4, 8, 4."""
+    groups = [to_samples(AdvantagedGroup(group_of([1, 0], j=j), np.array([1, -1], dtype=np.float32))) for j in range(3)]
+    batches = make_batches(groups, mini_batches=2, reuse=2, layout=BatchLayout(1, 64, 1))
+    assert [batch.token_count for batch in batches] == [8, 4, 8, 4]
+    assert [batch.sample_count for batch in batches] == [4, 2, 4, 2]
+    assert make_batches([], 2, 2, BatchLayout(1, 64, 1)) == []
+
+
+def test_to_samples_counts_truncated_responses_too() -> None:
+    group = group_of([1, 0], truncated=[False, True])
+    first, second = to_samples(AdvantagedGroup(group, np.array([1, 0], dtype=np.float32)))
+    assert (first.advantage, second.advantage) == (1.0, 0.0)
+    assert second.loss_mask.all() and second.loss_mask.size == 2
+    np.testing.assert_array_equal(second.old_log_probs, completion([5, 5]).log_probs)
+
+
+def test_refusals() -> None:
+    layout = BatchLayout(1, 8, 4)
+    with pytest.raises(ValueError, match=r"sample 1 has 9 tokens .* budget of 8; raise parallel.micro_batch_tokens"):
+        pack([sample([1], [2]), sample([1], [2] * 8)], layout)
+    with pytest.raises(ValueError, match="sample 0 has an empty prompt"):
+        pack([sample([], [2])], layout)
+    with pytest.raises(ValueError, match="0 samples hold no counted token"):
+        pack([], layout)

@@ -1,0 +1,352 @@
+"""The loop on the riddle world of ``fakes``: order of verbs, resume, stages, edge cases, and that it learns.
+
+What these do not prove: anything of Megatron, vLLM or Ray, or that the real ports keep their contracts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import Clock, Diary, RiddleStream, TablePolicy, TableRollouts, problem
+
+from or1_megatron.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    EntropyConfig,
+    EvaluationConfig,
+    StageConfig,
+)
+from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.rl.batch import BatchLayout
+from or1_megatron.rl.checks import StaleRollout, VerificationFailing
+from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.metrics import METRICS, VERBS, Hardware
+from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.types import Sampling, Verdict, VersionSpan
+
+PROBLEMS = 16
+STAGE = StageConfig(
+    name="short", steps=3, max_response_tokens=4, prompts_per_step=8, prompts_per_update=8, group_size=8
+)
+TWO_STAGES = (STAGE, STAGE.model_copy(update={"name": "long", "max_response_tokens": 8}))
+
+
+@dataclass
+class World:
+    """A loop with its fakes. A second world on the same folder is the same run, restarted."""
+
+    folder: Path
+    stages: Sequence[StageConfig] = TWO_STAGES
+    every_steps: int = 1000
+    evaluate_every: int = 2
+    evaluated: bool = True
+    stopped: bool = False
+    algorithm: AlgorithmConfig = AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01))
+    max_error_fraction: float = 0.05
+    hardware: Hardware | None = None
+    export_every: int = 0
+    diary: Diary = field(default_factory=Diary)
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.rollouts = TableRollouts(self.clock)
+        self.policy = TablePolicy(PROBLEMS, self.rollouts, self.clock)
+        self.stream = RiddleStream(PROBLEMS)
+        held_out = HeldOut(
+            [problem(j) for j in range(PROBLEMS)], self.rollouts, self._sampling(), seed=99, clock=self.clock
+        )
+        self.loop = Loop(
+            LoopConfig(
+                seed=5,
+                stages=tuple(self.stages),
+                algorithm=self.algorithm,
+                evaluation=EvaluationConfig(samples=8, samples_during=2, every_steps=self.evaluate_every),
+                checkpoint=CheckpointConfig(every_steps=self.every_steps, export_hf_every_steps=self.export_every),
+                layout=BatchLayout(data_ranks=2, budget_tokens=64, alignment=4),
+                max_error_fraction=self.max_error_fraction,
+                export_folder=self.folder / "hf",
+                hardware=self.hardware,
+            ),
+            Ports(
+                policy=self.policy,
+                rollouts=self.rollouts,
+                stream=self.stream,
+                evaluator=held_out if self.evaluated else None,
+                observer=self.diary,
+                tracker=self.diary,
+                keeper=CheckpointKeeper(self.folder / "checkpoints", keep_last=2, keep_best=True),
+                timer=StepTimer(self.clock),
+                stop=lambda: self.stopped,
+            ),
+        )
+
+    def _sampling(self) -> Sampling:
+        return Sampling(1.0, 1.0, self.stages[-1].max_response_tokens)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def end(self) -> tuple[dict[int, dict[str, float]], dict[str, Any], np.ndarray]:
+        """(metrics without times, state without times, weights): what a resumed run must have in common."""
+        timed = ("time/", "other_share", "engine/utilization")
+        rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
+        state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
+        return rows, state, self.policy.table.detach().numpy()
+
+
+def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
+    """30 steps: from guessing to nearly always right; what the first stage solved does not come back; every metric of
+    a row is in the table, and every metric of the table comes up in some row."""
+    stages = [STAGE.model_copy(update={"steps": 12}), TWO_STAGES[1].model_copy(update={"steps": 18})]
+    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=0.5, delta=0.005))
+    world = World(tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100))
+    result = world.loop.run()
+    assert result.finished and result.steps == 30
+    assert result.before is not None and result.after is not None
+    assert result.before.accuracy < 0.2 and result.after.accuracy > 0.9
+    rows = world.diary.rows
+    assert sorted(rows) == list(range(31))
+    known = {metric.name for metric in METRICS}
+    seen = {name for row in rows.values() for name in row}
+    assert seen == known
+    solved = {p for p, (right, n) in world.loop.state()["ledger"]["0"].items() if right == n}
+    assert solved and rows[13]["filter/solved"] == len(solved)
+    assert rows[13]["filter/left"] == PROBLEMS - len(solved)
+    later = {g.prompt.problem.id for step in range(13, 31) for g in world.diary.rolled[step][1]}
+    assert not later & solved
+    assert [world.diary.rolled[step][0] for step in (12, 13)] == ["short", "long"]
+    assert [rows[step]["stage/max_response_tokens"] for step in (12, 13)] == [4, 8]
+
+
+def test_order_of_verbs(tmp_path: Path) -> None:
+    world = World(tmp_path, [STAGE.model_copy(update={"steps": 1})])
+    world.loop.run()
+    before = [(0, "hand_off"), (0, "evaluate")]
+    first = ["filter_solved", "take_problems", "roll_out", "verify", "observe", "assign_advantages", "reject", "score"]
+    done = ["hand_off", "evaluate", "report", "save", "export"]
+    step = [(0, verb) for verb in [*first, "batch", "update", "control_entropy"]] + [(1, verb) for verb in done]
+    assert world.diary.verbs == before + step
+    assert {verb for _, verb in step} == set(VERBS)
+
+
+def test_times_add_up_and_other_is_what_remains(tmp_path: Path) -> None:
+    """On the fakes' clock: roll-out 3, tail 0.25, update 1, handoff 0.25; row 2 also has the save after step 1 (0.5).
+    Row 0: handoff and an evaluation of 3.25."""
+    world = World(tmp_path, [STAGE], every_steps=1, evaluate_every=0)
+    result = world.loop.run()
+    rows = world.diary.rows
+    for row in rows.values():
+        verbs = sum(value for name, value in row.items() if name.removeprefix("time/") in VERBS)
+        assert verbs == pytest.approx(row["time/step"])
+    assert (rows[0]["time/step"], rows[0]["time/other"]) == (3.5, 0.5)
+    assert (rows[1]["time/step"], rows[1]["time/other"]) == (4.5, 0.5)
+    assert (rows[2]["time/step"], rows[2]["time/other"], rows[2]["time/save"]) == (5.0, 1.0, 0.5)
+    assert rows[2]["other_share"] == 0.2 and rows[1]["engine/utilization"] == 0.5
+    assert result.wall_s == sum(row["time/step"] for row in rows.values())
+    assert result.other_s == sum(row["time/other"] for row in rows.values())
+    assert result.seconds["roll_out"] == 9.0
+
+
+def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -> None:
+    """N_SGD = 1. The engines run the policy's own weights, so they differ by fp32 rounding alone."""
+    world = World(tmp_path)
+    world.loop.run()
+    assert "score" not in world.policy.calls
+    assert all(isinstance(o, ClippedPolicyLoss) and o.on_policy for _, o in world.policy.updates)
+    row = world.diary.rows[1]
+    assert row["policy/ratio"] == 1 and row["policy/clip_fraction"] == 0 and row["policy/approx_kl"] == 0
+    assert 0 < row["mismatch/mean_abs"] <= row["mismatch/max_abs"] < 1e-6
+
+
+def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
+    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups; all old log-probs are those before the
+    first; alpha does not move in between; the controller moves once."""
+    stage = STAGE.model_copy(update={"steps": 2, "prompts_per_step": 16, "prompts_per_update": 4, "reuse": 2})
+    world = World(tmp_path, [stage], evaluate_every=0)
+    world.loop.run()
+    assert world.policy.calls[:11] == ["hand_off", "score", *["update"] * 8, "hand_off"]
+    row, kept = world.diary.rows[1], world.diary.rolled[1][2]
+    assert row["sgd/steps"] == 8 and len(kept) == row["groups/kept"] >= 4
+    batches = [batch for batch, _ in world.policy.updates[:8]]
+    assert [batch.sample_count for batch in batches[:4]] == [batch.sample_count for batch in batches[4:]]
+    assert sum(batch.sample_count for batch in batches[:4]) == 8 * len(kept)
+    tokens = sum(c.token_ids.size for g in kept for c in g.group.completions)
+    assert sum(batch.token_count for batch in batches[:4]) == tokens and row["sgd/response_tokens"] == 2 * tokens
+    engine = {id(g.group): np.concatenate([c.log_probs for c in g.group.completions]) for g in kept}
+    frozen = np.concatenate([r.old_log_probs[r.counted] for b in batches[:4] for rank in b.ranks for r in rank])
+    np.testing.assert_allclose(np.sort(frozen), np.sort(np.concatenate(list(engine.values()))), atol=1e-6)
+    assert {o.entropy_coefficient for _, o in world.policy.updates[:8]} == {row["entropy/coefficient"]}  # type: ignore[attr-defined]
+    assert not any(o.on_policy for _, o in world.policy.updates)  # type: ignore[attr-defined]
+    assert row["policy/ratio"] != 1 and row["mismatch/max_abs"] < 1e-6
+    assert abs(world.diary.rows[2]["entropy/controller"] - row["entropy/controller"]) in (0.0, 0.01)
+
+
+def test_entropy_is_of_the_rollout_buffer_with_rejected_groups(tmp_path: Path) -> None:
+    """e_1 of the uniform table over 8 tokens is log 8, below the target of 5: alpha is on, but c_0 = 0; from then on
+    it rises by delta a step."""
+    world = World(tmp_path)
+    world.loop.run()
+    rows = world.diary.rows
+    assert rows[1]["entropy/sampled"] == pytest.approx(np.log(8), abs=1e-6)
+    assert rows[1]["groups/rejected"] > 0
+    assert [rows[k]["entropy/coefficient"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
+    assert [rows[k]["entropy/controller"] for k in (1, 2, 3)] == pytest.approx([0, 0.01, 0.02])
+
+
+def compare(resumed: World, whole: World) -> None:
+    rows, state, table = resumed.end()
+    expected_rows, expected_state, expected_table = whole.end()
+    assert rows == expected_rows
+    assert state == expected_state and state["controller"]["coefficient"] > 0
+    np.testing.assert_array_equal(table, expected_table)
+
+
+@pytest.mark.parametrize("stop_at", range(1, 12))
+def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int) -> None:
+    """A stop in each roll-out of the run, those of evaluations too (before training, after steps 2, 4 and 6)."""
+    whole = World(tmp_path / "whole")
+    whole.loop.run()
+    assert whole.rollouts.calls == 10
+    first = World(tmp_path / "run")
+    first.rollouts.stop_at, first.rollouts.on_stop = stop_at, first.stop
+    result = first.loop.run()
+    assert result.finished == (stop_at == 11)
+    second = World(tmp_path / "run", diary=first.diary)
+    assert second.loop.run().finished
+    assert second.diary.resumed_at == [result.steps]
+    compare(second, whole)
+    assert second.loop.result().before == whole.loop.result().before is not None
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str) -> None:
+    """The flag goes up just as ``verb`` of the third step (the first of no stage) begins."""
+    whole = World(tmp_path / "whole")
+    whole.loop.run()
+    first = World(tmp_path / "run")
+    started: Callable[[int, str], None] = first.diary.verb_started
+
+    def watch(step: int, name: str) -> None:
+        started(step, name)
+        if (name, [n for _, n in first.diary.verbs].count("update")) == (verb, 2 + (step > 2)):
+            first.stop()
+
+    first.diary.verb_started = watch  # type: ignore[method-assign]
+    result = first.loop.run()
+    assert not result.finished and result.steps in (2, 3)
+    second = World(tmp_path / "run", diary=first.diary)
+    second.diary.verb_started = started  # type: ignore[method-assign]
+    assert second.loop.run().finished
+    compare(second, whole)
+
+
+def test_resumed_after_a_kill_equals_uninterrupted(tmp_path: Path) -> None:
+    """Killed in step 6, saved last after step 4: rows after that are void (the run folder forgets them)."""
+    whole = World(tmp_path / "whole", every_steps=2)
+    whole.loop.run()
+    first = World(tmp_path / "run", every_steps=2)
+    first.rollouts.stop_at, first.rollouts.on_stop = 9, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.loop.run()
+    assert sorted(first.diary.rows) == [0, 1, 2, 3, 4, 5]
+    second = World(tmp_path / "run", every_steps=2, diary=first.diary)
+    del second.diary.rows[5]
+    assert second.loop.run().finished and second.diary.resumed_at == [4]
+    compare(second, whole)
+
+
+def test_finished_run_only_exports_again(tmp_path: Path) -> None:
+    World(tmp_path).loop.run()
+    again = World(tmp_path)
+    result = again.loop.run()
+    assert result.finished and result.after is not None and result.wall_s > 0
+    assert [verb for _, verb in again.diary.verbs] == ["export"] and again.diary.rows == {}
+
+
+def test_checkpoints_newest_and_best(tmp_path: Path) -> None:
+    """Saved: every 4 steps, the end, and each new best evaluation (every 2 steps); kept: the last two and the best."""
+    world = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], every_steps=4, export_every=3)
+    result = world.loop.run()
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    best = max((r.accuracy, -step) for step, r in world.diary.evaluations.items() if step)
+    assert result.best_step == -best[1]
+    assert kept == sorted({"step_000008", "step_000009", f"step_{result.best_step:06d}"})
+    assert (tmp_path / "checkpoints" / "best").resolve().name == f"step_{result.best_step:06d}"
+    assert sorted(path.name for path in tmp_path.glob("hf*")) == ["hf", "hf_step_000003", "hf_step_000006"]
+
+
+def test_step_without_any_kept_group(tmp_path: Path) -> None:
+    """Every verdict wrong in the second step: no SGD step, weights as they were, and still a version of its own."""
+    world = World(tmp_path, [STAGE], evaluated=False)
+    world.rollouts.overrule = lambda call, verdict: Verdict(0.0, "wrong", "", "", 0.0) if call == 2 else verdict
+    tables: list[torch.Tensor] = []
+    world.diary.verb_started = lambda step, verb: (  # type: ignore[method-assign]
+        tables.append(world.policy.table.detach().clone()) if verb in ("update", "save") else None
+    )
+    assert world.loop.run().finished
+    row = world.diary.rows[2]
+    assert (row["sgd/steps"], row["groups/kept"], row["groups/rejected_all_wrong"]) == (0, 0, 8)
+    assert "loss" not in row and "mismatch/mean_abs" not in row and "train/tokens_per_s" not in row
+    assert torch.equal(tables[2], tables[3]) and not torch.equal(tables[0], tables[1])
+    assert world.policy.calls == ["hand_off", "update", "hand_off", "hand_off", "update", "hand_off"]
+    assert world.rollouts.version == 3
+
+
+def test_skipped_update_is_counted(tmp_path: Path) -> None:
+    world = World(tmp_path, [STAGE], evaluated=False)
+    world.policy.skip_next = True
+    assert world.loop.run().finished
+    assert (world.diary.rows[1]["sgd/steps"], world.diary.rows[1]["sgd/skipped"]) == (1, 1)
+    assert "loss" not in world.diary.rows[1] and world.diary.rows[2]["sgd/skipped"] == 0
+
+
+def test_failing_verifier_stops_the_run(tmp_path: Path) -> None:
+    """64 responses, bound 0.05: the 4th error is too many. Time-outs do not count."""
+    made = iter(range(10_000))
+    world = World(tmp_path, evaluated=False)
+    world.rollouts.overrule = lambda _, verdict: (
+        Verdict(0.0, "error" if n < 4 else "timeout", "", "sandbox died", 1.0) if (n := next(made)) < 20 else verdict
+    )
+    with pytest.raises(VerificationFailing, match=r"failed on 4 of 64 responses.*0\.05.*sandbox died"):
+        world.loop.run()
+
+
+def test_stale_rollouts_stop_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path, evaluated=False)
+    collect = world.rollouts.collect
+
+    def stale() -> Any:
+        groups, report = collect()
+        completions = list(groups[1].completions)
+        completions[2] = replace(completions[2], versions=(VersionSpan(0, 0), VersionSpan(7, 1)))
+        groups[1] = replace(groups[1], completions=tuple(completions))
+        return groups, report
+
+    world.rollouts.collect = stale  # type: ignore[method-assign]
+    with pytest.raises(StaleRollout, match=r"sample 2: engine 0 sampled it from weights version \[0, 7\], expected 0"):
+        world.loop.run()
+
+
+def test_one_seed_per_step(tmp_path: Path) -> None:
+    """Different steps draw differently; evaluation always with its own seed."""
+    world = World(tmp_path, evaluate_every=0)
+    seeds: list[int] = []
+    roll_out = world.rollouts.roll_out
+
+    def watch(*args: Any) -> None:
+        seeds.append(args[3])
+        roll_out(*args)
+
+    world.rollouts.roll_out = watch  # type: ignore[method-assign]
+    world.loop.run()
+    assert seeds[0] == seeds[-1] == 99 and len(set(seeds[1:-1])) == 6
+    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -1,0 +1,141 @@
+"""Metrics against numbers worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import completion, group_of, verdict
+
+from or1_megatron.config import AdvantageConfig
+from or1_megatron.rl.advantage import assign_advantages, reject
+from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.metrics import (
+    METRICS,
+    Hardware,
+    evaluation_metrics,
+    measured_mismatch,
+    rejection_metrics,
+    rollout_metrics,
+    scored_mismatch,
+    throughput_metrics,
+    time_metrics,
+    update_metrics,
+)
+from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport
+
+REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
+
+
+def update(token_count: int, skipped: bool = False, **sums: float) -> UpdateReport:
+    nothing = dict.fromkeys(("loss", "policy_loss", "entropy", "ratio", "clipped", "approx_kl"), 0.0)
+    nothing |= {"abs_log_ratio": 0.0, "max_abs_log_ratio": 0.0}
+    return UpdateReport({**nothing, **sums}, token_count, 2.0, 1e-6, skipped, 0.75, 0.25)
+
+
+def test_table_names_are_unique_and_explained() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names) and all(metric.meaning for metric in METRICS)
+
+
+def test_rollout_metrics() -> None:
+    """Lengths 2, 2, 4, 4, one of the four truncated, one right: accuracy 1/4, of the non-truncated 1/3."""
+    groups = [group_of([1, 0], length=2), group_of([0, 0], [True, False], length=4)]
+    found = rollout_metrics(groups, REPORT)
+    expected = {
+        "reward/mean": 0.25,
+        "accuracy/all": 0.25,
+        "accuracy/non_truncated": 1 / 3,
+        "truncation/ratio": 0.25,
+        "length/mean": 3.0,
+        "length/p50": 3.0,
+        "length/p95": 4.0,
+        "length/p99": 4.0,
+        "length/max": 4.0,
+        "verify/right": 1,
+        "verify/wrong": 2,
+        "verify/truncated": 1,
+        "verify/no_answer": 0,
+        "verify/timeout": 0,
+        "verify/error": 0,
+        "verify/tail_s": 0.5,
+        "verify/retries": 1,
+        "rollout/response_tokens": 100,
+        "rollout/tokens_per_s": 25.0,
+        "engine/balance": 0.75,
+    }
+    assert found == pytest.approx(expected)
+
+
+def test_undefined_metrics_are_left_out() -> None:
+    found = rollout_metrics([group_of([0], [True])], RolloutReport(0.0, (0.0,), 0.0, 1, 1, 0.0, 0))
+    assert not {"accuracy/non_truncated", "rollout/tokens_per_s", "engine/balance"} & found.keys()
+    assert update_metrics([], on_policy=True) == {"sgd/steps": 0, "sgd/skipped": 0, "sgd/response_tokens": 0}
+    assert measured_mismatch([]) is None and throughput_metrics([], [], None) == {}
+
+
+def test_rejection_metrics() -> None:
+    """One kept; rejected: all right, all wrong twice, and one that its mask left with a single response."""
+    config = AdvantageConfig(truncation_mask="before")
+    groups = [group_of([1, 0]), group_of([1, 1]), group_of([0, 0]), group_of([0, 0]), group_of([1, 0], [False, True])]
+    found = rejection_metrics(*reject(assign_advantages(groups, config), config))
+    assert [found[f"groups/{name}"] for name in ("kept", "rejected")] == [1, 4]
+    assert [found[f"groups/rejected_{why}"] for why in ("all_right", "all_wrong", "other")] == [1, 2, 1]
+
+
+def test_update_metrics_are_token_means_over_sgd_steps() -> None:
+    """30 tokens with loss sum 3, 10 with 5: 8 / 40, not the mean of 0.1 and 0.5. The skipped step's NaN stays out."""
+    updates = [
+        update(30, loss=3.0, clipped=6.0),
+        update(10, loss=5.0, approx_kl=4.0),
+        update(5, True, loss=float("nan")),
+    ]
+    found = update_metrics(updates, on_policy=False)
+    assert (found["loss"], found["policy/clip_fraction"], found["policy/approx_kl"]) == pytest.approx((0.2, 0.15, 0.1))
+    assert (found["sgd/steps"], found["sgd/skipped"], found["sgd/response_tokens"]) == (3, 1, 45)
+    assert update_metrics(updates, on_policy=True)["policy/approx_kl"] == 0
+
+
+def test_mismatch_both_ways() -> None:
+    """Differences (0.1, -0.3): mean |d| 0.2, max 0.3, k3 (e^0.1 - 1.1 + e^-0.3 - 0.7) / 2."""
+    k3 = (np.exp(0.1) - 1.1 + np.exp(-0.3) - 0.7) / 2
+    engine = np.array([-1.0, -2.0], dtype=np.float32)
+    sample = Sample(engine[:1], engine, engine, 0.0, np.ones(2, dtype=np.bool_))
+    scored = scored_mismatch([sample], [engine + np.array([0.1, -0.3], dtype=np.float32)])
+    assert (scored.mean_abs, scored.max_abs, scored.kl) == pytest.approx((0.2, 0.3, k3), rel=1e-5)
+    measured = measured_mismatch([update(2, abs_log_ratio=0.4, max_abs_log_ratio=0.3, approx_kl=2 * k3)])
+    assert measured is not None
+    assert (measured.mean_abs, measured.max_abs, measured.kl) == pytest.approx((0.2, 0.3, k3))
+
+
+def test_throughput_and_mfu() -> None:
+    """6 real tokens in 1 s on 2 GPUs: 3 per GPU; 6 * 1e9 * 3 FLOP/s of 1e12."""
+    sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), np.zeros(4, np.float32), 0.0, np.ones(4, np.bool_))
+    batch = pack([sample], BatchLayout(1, 64, 8))
+    found = throughput_metrics([batch], [update(4)], Hardware(2, 1e12, 1_000_000_000))
+    assert found == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})
+
+
+def test_time_metrics() -> None:
+    """20 s wall; engines decode 4 s in training (mean 3 s per engine) and 5 s in evaluation, update 1 s, score 2 s:
+    other = 20 - 12 = 8."""
+    result = EvaluationResult(0.5, None, 1.0, 7.0, 3, 8, decode_s=5.0, wall_s=6.0)
+    found = time_metrics(20.0, {"roll_out": 5.0, "score": 2.0}, [REPORT, update(4), result])
+    assert found == pytest.approx(
+        {
+            "time/roll_out": 5.0,
+            "time/score": 2.0,
+            "time/step": 20.0,
+            "time/other": 8.0,
+            "other_share": 0.4,
+            "engine/utilization": 0.15,
+        }
+    )
+    assert "evaluation/non_truncated_accuracy" not in evaluation_metrics(result)
+
+
+def test_verdict_statuses_are_counted() -> None:
+    group = Group(
+        group_of([0]).prompt, (completion([1, 0]), completion([2, 0])), (verdict("timeout"), verdict("error"))
+    )
+    found = rollout_metrics([group], REPORT)
+    assert (found["verify/timeout"], found["verify/error"], found["verify/right"]) == (1, 1, 0)

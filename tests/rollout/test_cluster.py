@@ -1,0 +1,79 @@
+"""Starting Ray, and that nothing of it stays. The clusters here belong to subprocesses; pytest's own is another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from or1_megatron.rollout import reaper
+
+DRIVER = """
+import os, sys, time
+import ray
+from or1_megatron.rollout import cluster
+cluster.start_ray(None, "cluster-test")
+
+@ray.remote(num_cpus=0)
+class Sleeper:
+    def pid(self):
+        return os.getpid()
+
+sleepers = [Sleeper.remote() for _ in range(2)]
+ray.get([sleeper.pid.remote() for sleeper in sleepers])
+context = ray.get_runtime_context()
+print("SESSION", ray._private.worker._global_node.get_session_dir_path(), flush=True)
+sys.stdin.readline()
+cluster.stop_ray()
+"""
+
+
+def start_driver(**environment: str) -> tuple[subprocess.Popen[str], Path]:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("SESSION"):
+            return driver, Path(line.split()[1])
+    raise AssertionError("the driver ended before Ray was up")
+
+
+def wait_until_gone(session: Path, timeout_s: float) -> list[str]:
+    deadline = time.monotonic() + timeout_s
+    while (left := reaper.session_processes(session)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_no_process_survives_the_driver(how: str) -> None:
+    """kill -9 of the driver, or stop_ray: raylet, GCS, agents and actors are gone within 15 s.
+
+    RAY_ADDRESS names a cluster that does not exist: with address None it must be ignored.
+    Does not prove it for a node that loses power, nor for vLLM's own worker processes under tensor parallelism.
+    """
+    driver, session = start_driver(RAY_ADDRESS="127.0.0.1:1")
+    assert len(reaper.session_processes(session)) >= 5
+    if how == "killed":
+        driver.send_signal(signal.SIGKILL)
+    else:
+        driver.communicate("\n", timeout=60)
+        assert driver.returncode == 0
+    driver.wait(timeout=60)
+    assert wait_until_gone(session, 15.0) == []
+
+
+def test_unreachable_address_is_a_clear_error() -> None:
+    code = "from or1_megatron.rollout import cluster; cluster.start_ray('127.0.0.1:9', 'x')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert "ClusterError: no Ray cluster answers at cluster.ray_address = '127.0.0.1:9'" in ended.stderr

@@ -1,0 +1,143 @@
+"""A real vLLM engine on CPU, in fp32, against transformers. CUDA options, tensor parallelism and sleep are not tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
+from or1_megatron.types import Completion, Request, Sampling
+from ray.exceptions import RayTaskError
+
+PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
+
+
+def requests(sampling: Sampling, seed: int = 0, prompts: list[list[int]] = PROMPTS, each: int = 1) -> list[Request]:
+    return [
+        Request(prompt(ids, name=str(index)), sample, sampling, seed + index * 1000 + sample)
+        for index, ids in enumerate(prompts)
+        for sample in range(each)
+    ]
+
+
+def assert_log_probs(model: TinyModel, completions: list[Completion], sent: list[Request], temperature: float) -> None:
+    for completion, request in zip(completions, sent, strict=True):
+        ids = request.prompt.token_ids.tolist()
+        expected = model.log_probs(ids, completion.token_ids.tolist(), temperature)
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers(tiny_model: TinyModel, engine_pool: Any) -> None:
+    import torch
+
+    sent = requests(Sampling(0.0, 1.0, 24))
+    for completion, ids in zip(decode(engine_pool.handles[0], sent), PROMPTS, strict=True):
+        inputs = torch.tensor([ids])
+        out = tiny_model.oracle.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=24, do_sample=False
+        )
+        assert completion.token_ids.tolist() == out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.8)])
+def test_log_probs_have_temperature_applied_and_top_p_not(
+    tiny_model: TinyModel, engine_pool: Any, temperature: float, top_p: float
+) -> None:
+    """That top_p does cut is asserted too: nothing outside the oracle's nucleus may be sampled."""
+    sent = requests(Sampling(temperature, top_p, 32), each=8)
+    completions = decode(engine_pool.handles[0], sent)
+    assert_log_probs(tiny_model, completions, sent, temperature)
+    if top_p < 1:
+        import torch
+
+        for completion, request in zip(completions, sent, strict=True):
+            ids = request.prompt.token_ids.tolist()
+            whole = torch.tensor([ids + completion.token_ids.tolist()])
+            with torch.no_grad():
+                logits = tiny_model.oracle(whole).logits[0].double() / temperature
+            probs = torch.softmax(logits, dim=-1)[len(ids) - 1 : -1]
+            for row, token in zip(probs, completion.token_ids.tolist(), strict=True):
+                assert float(row[row > row[token]].sum()) < top_p + 1e-6
+
+
+def test_mixed_sampling_in_one_batch_keeps_each_request_s_log_probs(tiny_model: TinyModel, engine_pool: Any) -> None:
+    greedy, warm = requests(Sampling(0.0, 1.0, 16)), requests(Sampling(1.5, 0.9, 16), seed=50_000)
+    completions = decode(engine_pool.handles[0], greedy + warm)
+    assert_log_probs(tiny_model, completions[:3], greedy, 1.0)
+    assert_log_probs(tiny_model, completions[3:], warm, 1.5)
+
+
+def test_same_seed_same_tokens_on_any_engine_and_other_seed_other_tokens(engine_pool: Any) -> None:
+    """Holds for this batch; vLLM promises no more than equal random numbers (see engine.py)."""
+    sampling = Sampling(1.0, 1.0, 32)
+    first = decode(engine_pool.handles[0], requests(sampling, seed=5, each=4))
+    again = decode(engine_pool.handles[0], requests(sampling, seed=5, each=4))
+    elsewhere = decode(engine_pool.handles[1], requests(sampling, seed=5, each=4))
+    other = decode(engine_pool.handles[0], requests(sampling, seed=6_000_000, each=4))
+    tokens = [[c.token_ids.tolist() for c in batch] for batch in (first, again, elsewhere, other)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0] != tokens[3]
+    assert len({tuple(ids) for ids in tokens[0][:4]}) > 1  # samples of one group differ
+
+
+def test_stop_and_length_and_what_the_text_holds(engine_pool: Any) -> None:
+    """stop: ends with the end token, which the text lacks; length: exactly T tokens. Special tokens stay in the text."""
+    sent = requests(Sampling(1.0, 1.0, 40), seed=9, each=10)
+    completions = decode(engine_pool.handles[1], sent)
+    reasons = {completion.finish_reason for completion in completions}
+    assert reasons == {"stop", "length"}
+    seen = ""
+    for completion in completions:
+        ids = completion.token_ids.tolist()
+        assert len(ids) == len(completion.log_probs)
+        if completion.finish_reason == "stop":
+            assert ids[-1] == END and END not in ids[:-1]
+            ids = ids[:-1]
+        else:
+            assert len(ids) == 40 and END not in ids
+            assert completion.truncated
+        assert completion.text == "".join(WORDS[token] for token in ids)
+        assert completion.engine == 1
+        assert [span.first_token for span in completion.versions] == [0]
+        assert 0 < completion.started_s <= completion.finished_s
+        seen += completion.text
+    assert "</think>" in seen and "<user>" in seen
+
+
+def test_prompts_longer_than_one_prefill_batch_are_decoded(tiny_model: TinyModel, engine_pool: Any) -> None:
+    """More requests than ``max_concurrent``, and prompts that fill the engine's context but for two tokens."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(5, len(WORDS), MAX_MODEL_TOKENS - 2).tolist() for _ in range(70)]
+    sent = requests(Sampling(1.0, 1.0, 2), prompts=prompts)
+    completions = decode(engine_pool.handles[0], sent)
+    assert_log_probs(tiny_model, completions[::7], sent[::7], 1.0)
+
+
+def test_request_that_exceeds_the_context_is_refused_by_name(engine_pool: Any) -> None:
+    sent = requests(Sampling(1.0, 1.0, MAX_MODEL_TOKENS), prompts=[[2, 3]])
+    with pytest.raises(RayTaskError, match=rf"problem 0 \(test.jsonl:0\).*{MAX_MODEL_TOKENS + 2}.*max_model_tokens"):
+        decode(engine_pool.handles[0], sent)
+    assert len(decode(engine_pool.handles[0], requests(Sampling(1.0, 1.0, 4)))) == 3  # and does no harm
+
+
+def test_scores_of_prompts_equal_transformers(tiny_model: TinyModel, engine_pool: Any) -> None:
+    sequences = [np.array(ids, dtype=np.int32) for ids in ([5, 9, 30, 1, 1, 0, 12], [7, 8])]
+    scores = engine_pool.control(30.0).score_prompts(sequences)
+    assert len(scores) == 2
+    for engine in scores:
+        for values, ids in zip(engine, sequences, strict=True):
+            np.testing.assert_allclose(values, tiny_model.log_probs(ids[:1].tolist(), ids[1:].tolist()), atol=1e-4)
+
+
+def test_weights_cannot_change_under_running_requests(engine_pool: Any) -> None:
+    import pickle
+
+    handle = engine_pool.handles[0]
+    handle.submit.remote(pickle.dumps(requests(Sampling(1.0, 1.0, 100), each=8)))
+    with pytest.raises(RayTaskError, match="engine 0 cannot update weights: .* requests are being decoded"):
+        ray.get(handle.call.remote("start_weight_update"), timeout=30)
+    while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
+        ray.get(handle.harvest.remote(1.0), timeout=30)
+    ray.get(handle.harvest.remote(0.1), timeout=30)

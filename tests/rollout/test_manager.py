@@ -1,0 +1,116 @@
+"""Whole roll-outs through the real manager, two real engines and the real math verifier, on Ray.
+
+The engines' model is random, so the problems' gold answers are made to be right by chance: one digit each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
+from or1_megatron.config import VerifyConfig
+from or1_megatron.rollout.client import RolloutsClient, start_rollouts
+from or1_megatron.rollout.manager import RolloutError
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.types import Sampling
+
+SAMPLING = Sampling(1.0, 1.0, 48)
+PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
+
+
+@pytest.fixture(scope="module")
+def rollouts(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
+    client = start_rollouts(engine_pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), RUN_ID)
+    yield client
+    client.close()
+
+
+def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -> None:
+    """120 requests, more than the engines hold at once (2 * 36). Verdicts' mathematics is tested in verify."""
+    rollouts.roll_out(PROMPTS, 24, SAMPLING, seed=1)
+    rollouts.wait_decoded()
+    assert rollouts.progress() == (120, 120)
+    groups, report = rollouts.collect()
+    assert [group.prompt.problem.id for group in groups] == [p.problem.id for p in PROMPTS]
+    for group in groups:
+        assert [c.sample_index for c in group.completions] == list(range(24))
+        assert {c.problem_id for c in group.completions} == {group.prompt.problem.id}
+        for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+            assert (verdict.status == "truncated") == completion.truncated
+            assert verdict.status in ("truncated", "no_answer", "wrong", "right")
+            assert verdict.reward == float(verdict.status == "right")
+    completions = [c for group in groups for c in group.completions]
+    assert {c.engine for c in completions} == {0, 1}
+    per_engine = np.bincount([c.engine for c in completions])
+    assert per_engine.min() > 0.35 * len(completions)
+    assert report.response_tokens == sum(len(c.token_ids) for c in completions)
+    assert report.prompt_tokens == 120 * 3
+    assert max(report.engine_busy_s) <= report.decode_s + 1e-6 <= sum(report.engine_busy_s) + 1e-5
+    assert report.decode_s <= report.wall_s + 0.05
+    assert report.verifier_retries == 0
+
+
+def test_same_seed_gives_the_same_groups_and_another_seed_does_not(rollouts: RolloutsClient) -> None:
+    tokens = []
+    for seed in (7, 7, 8):
+        rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=seed)
+        groups, _ = rollouts.collect()
+        tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != tokens[2]
+
+
+def test_one_roll_out_at_a_time(rollouts: RolloutsClient) -> None:
+    with pytest.raises(RolloutError, match="collect: no roll-out is under way"):
+        rollouts.collect()
+    with pytest.raises(ValueError, match="0 prompts"):
+        rollouts.roll_out([], 4, SAMPLING, seed=1)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=1)
+    with pytest.raises(RolloutError, match="has not been collected"):
+        rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=1)
+    rollouts.collect()
+
+
+def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
+    config = rollout_config(step_timeout_s=0.02)
+    client = start_rollouts(
+        engine_pool, config, VerifyConfig(workers=1), frozenset({"math"}), RUN_ID, {"name": "hasty", "num_cpus": 0}
+    )
+    client.roll_out(PROMPTS, 8, Sampling(1.0, 1.0, 100), seed=3)
+    with pytest.raises(RolloutError, match=r"step_timeout_s = 0.02 s, \d+ of 40 .*problem\d sample \d+ \(on engine \d\)"):
+        client.collect()
+    client.close()
+    for handle in engine_pool.handles:  # other tests use these engines
+        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
+            ray.get(handle.harvest.remote(0.5), timeout=30)
+        ray.get(handle.harvest.remote(0.1), timeout=30)
+
+
+def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_cluster: None) -> None:
+    run_id = f"{RUN_ID}-dies"
+    config = rollout_config(engines=1)
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
+    client = start_rollouts(pool, config, VerifyConfig(workers=1), frozenset({"math"}), run_id)
+    pool.wait_ready()
+    client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
+    ray.kill(pool.handles[0], no_restart=True)
+    with pytest.raises(RolloutError, match="engine 0 died during the roll-out"):
+        client.collect()
+    with pytest.raises(RolloutError, match="engine 0 died"):
+        client.roll_out(PROMPTS, 1, SAMPLING, seed=4)
+    client.close()
+    pool.close()
+
+
+def test_engine_that_cannot_start_says_why(tmp_path: Any, ray_cluster: None) -> None:
+    from or1_megatron.rollout.pool import EngineError
+
+    pool = EnginePool(rollout_config(engines=1), tmp_path, "float32", 64, f"{RUN_ID}-none", on_cpu=True)
+    with pytest.raises(EngineError, match=rf"engine 0 did not start.*{re.escape(str(tmp_path))} is not an HF model"):
+        pool.wait_ready()
+    pool.close()

@@ -1,0 +1,83 @@
+"""RunRecord: a run that is interrupted and resumed leaves one record of each step. Without W&B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from or1_megatron.config import TrackConfig
+from or1_megatron.interfaces import Observer, Tracker
+from or1_megatron.runtime.jsonl import read_steps
+from or1_megatron.runtime.record import Observers, RunRecord
+from or1_megatron.runtime.run_folder import RunFolder
+
+
+def session(folder: RunFolder, resumed: int | None, steps: range, mark: float, every: int = 1) -> None:
+    record = RunRecord(folder, TrackConfig(rollouts_every_steps=every), {})
+    tracker: Tracker = record
+    observer: Observer = Observers([record])
+    if resumed is not None:
+        observer.resumed(resumed)
+    for step in steps:
+        observer.verb_started(step, "report")
+        observer.rolled_out(step + 1, "short", [], [])
+        tracker.log(step + 1, {"reward/mean": mark})
+    tracker.close()
+
+
+def recorded(folder: RunFolder) -> dict[int, float]:
+    return {step: row["reward/mean"] for step, row in read_steps(folder.metrics).items()}
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Three sessions: killed at 7, resumed at 5 and killed at 6, resumed at 5 again. Told apart by a mark."""
+    folder = RunFolder(tmp_path / "run")
+    session(folder, None, range(7), 0.5)
+    session(folder, 5, range(5, 6), 0.25)
+    session(folder, 5, range(5, 8), 0.125)
+    expected = dict.fromkeys(range(1, 6), 0.5) | dict.fromkeys(range(6, 9), 0.125)
+    assert recorded(folder) == expected
+    assert len(folder.metrics.read_text().splitlines()) == 8
+    assert sorted(path.name for path in folder.rollouts.iterdir()) == [f"step_{s:06d}.parquet" for s in range(1, 9)]
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert {event.step: event.value for event in events.Scalars("reward/mean")} == expected
+
+
+def test_a_run_that_begins_afresh_forgets_an_earlier_try(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    session(folder, None, range(3), 0.5)
+    session(folder, None, range(1), 0.25)
+    assert recorded(folder) == {1: 0.25}
+    assert len(list(folder.rollouts.iterdir())) == 1
+
+
+def test_only_every_nth_steps_rollouts_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    session(folder, None, range(6), 0.5, every=3)
+    assert sorted(path.name for path in folder.rollouts.iterdir()) == ["step_000003.parquet", "step_000006.parquet"]
+
+
+def test_resuming_after_the_first_row_is_refused(tmp_path: Path) -> None:
+    record = RunRecord(RunFolder(tmp_path), TrackConfig(tensorboard=False), {})
+    record.log(1, {})
+    with pytest.raises(RuntimeError, match=r"resumed\(5\) came after the first row"):
+        record.resumed(5)
+    record.close()
+    assert not list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_record_without_rows_writes_nothing(tmp_path: Path) -> None:
+    RunRecord(RunFolder(tmp_path / "run"), TrackConfig(), {}).close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_lines_of_one_step_are_merged(tmp_path: Path) -> None:
+    """A run stopped before an evaluation adds it later, as a line of its own."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 1, "b": 3}, {"step": 2, "a": 4}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_steps(path) == {1: {"step": 1, "a": 1, "b": 3}, 2: {"step": 2, "a": 4}}

@@ -1,0 +1,222 @@
+"""RolloutStore: what is written comes back, in the background, within its bytes.
+
+Does not prove behaviour on a network file system, nor at the size of a 32B step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from or1_megatron.runtime import rollout_store
+from or1_megatron.runtime.files import DiskFullError
+from or1_megatron.runtime.rollout_store import RolloutStore, delete_oldest, read_rollouts, rollout_files, to_table
+from or1_megatron.schemas import ROLLOUT
+from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan
+
+
+def make_group(name: str, rewards: tuple[float, ...], tokens: int = 5) -> Group:
+    problem = Problem(name, "train-math-x", "math", (Message("user", f"Compute {name}."),), '["7"]', {}, "file:1")
+    prompt = Prompt(problem, np.array([1, 2, 3], np.int32))
+    completions = tuple(
+        Completion(
+            problem_id=name,
+            sample_index=i,
+            token_ids=np.arange(tokens + i, dtype=np.int32),
+            log_probs=np.full(tokens + i, -0.5 * (i + 1), np.float32),
+            text=f"<think>{i}</think> 7",
+            finish_reason="stop" if reward else "length",
+            versions=(VersionSpan(3, 0), VersionSpan(4, 2)) if i == 1 else (VersionSpan(3, 0),),
+            engine=i % 2,
+            seed=(1 << 40) + i,
+            started_s=100.0,
+            finished_s=100.5 + i,
+        )
+        for i, reward in enumerate(rewards)
+    )
+    verdicts = tuple(Verdict(r, "right" if r else "truncated", "7" if r else "", "", 0.25) for r in rewards)
+    return Group(prompt, completions, verdicts)
+
+
+def advantaged(group: Group, *advantages: float) -> AdvantagedGroup:
+    return AdvantagedGroup(group, np.array(advantages, np.float32))
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    """Every field of hand-made rows, read by plain pyarrow. A problem that comes twice keeps both advantages."""
+    first, twin, rejected = make_group("a", (1, 0)), make_group("a", (0, 1)), make_group("b", (0, 0))
+    store = RolloutStore(tmp_path, keep_bytes=1 << 30)
+    store.write(12, "short", [first, rejected, twin], [advantaged(first, 0.7, -0.7), advantaged(twin, -0.7, 0.7)])
+    store.close()
+
+    rows = pq.read_table(tmp_path / "step_000012.parquet").to_pylist()
+    assert [row["problem_id"] for row in rows] == ["a", "a", "b", "b", "a", "a"]
+    assert [row["kept"] for row in rows] == [True, True, False, False, True, True]
+    assert [round(row["advantage"], 6) for row in rows] == [0.7, -0.7, 0.0, 0.0, -0.7, 0.7]
+    assert {name: rows[1][name] for name in rows[1] if name not in ("advantage", "kept")} == {
+        "step": 12,
+        "stage": "short",
+        "problem_id": "a",
+        "sample_index": 1,
+        "source": "train-math-x",
+        "ability": "math",
+        "ground_truth": '["7"]',
+        "prompt": "Compute a.",
+        "prompt_token_ids": [1, 2, 3],
+        "response": "<think>1</think> 7",
+        "response_token_ids": [0, 1, 2, 3, 4, 5],
+        "log_probs": [-1.0] * 6,
+        "finish_reason": "length",
+        "truncated": True,
+        "versions": [{"version": 3, "first_token": 0}, {"version": 4, "first_token": 2}],
+        "engine": 1,
+        "seed": (1 << 40) + 1,
+        "started_s": 100.0,
+        "finished_s": 101.5,
+        "reward": 0.0,
+        "status": "truncated",
+        "answer": "",
+        "detail": "",
+        "verify_wall_s": 0.25,
+    }
+    assert list(rows[0]) == [field.name for field in ROLLOUT]
+    assert read_rollouts(tmp_path / "step_000012.parquet", ["reward"]).column("reward").to_pylist() == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
+
+
+def test_a_step_without_groups_is_an_empty_file(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path, keep_bytes=1 << 30)
+    store.write(0, "short", [], [])
+    store.close()
+    assert read_rollouts(tmp_path / "step_000000.parquet").num_rows == 0
+
+
+def test_a_kept_group_of_another_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollouts of step 3: a kept group is not among"):
+        to_table(3, "short", [make_group("a", (1, 0))], [advantaged(make_group("a", (1, 0)), 1.0, -1.0)])
+
+
+def test_the_main_thread_spends_less_than_its_budget(tmp_path: Path) -> None:
+    """512 responses of 256 tokens handed over in under 10 ms, best of five; the whole write is over soon after."""
+    groups = [make_group(f"p{i}", (1, 0) * 8, tokens=256) for i in range(32)]
+    kept = [advantaged(group, *([0.1] * 16)) for group in groups]
+    store = RolloutStore(tmp_path, keep_bytes=1 << 30)
+    handed_over_s = []
+    for step in range(5):
+        started_s = time.perf_counter()
+        store.write(step, "short", groups, kept)
+        handed_over_s.append(time.perf_counter() - started_s)
+        store.flush()
+    store.close()
+    assert min(handed_over_s) < 0.010
+    assert len(rollout_files(tmp_path)) == 5
+
+
+def test_oldest_files_go_beyond_the_bytes(tmp_path: Path) -> None:
+    for step, size in ((9, 60), (10, 50), (100, 40)):
+        (tmp_path / f"step_{step:06d}.parquet").write_bytes(b"x" * size)
+    delete_oldest(tmp_path, keep_bytes=95)
+    assert [path.name for path in rollout_files(tmp_path)] == ["step_000010.parquet", "step_000100.parquet"]
+    delete_oldest(tmp_path, keep_bytes=1)
+    assert [path.name for path in rollout_files(tmp_path)] == ["step_000100.parquet"]  # the newest stays
+
+
+def test_leftovers_of_a_killed_write_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "step_000001.parquet.partial").write_bytes(b"half")
+    RolloutStore(tmp_path, keep_bytes=1).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_is_named_and_costs_no_earlier_step(tmp_path: Path) -> None:
+    """A real full file system: a tmpfs of 64 KiB."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        store = RolloutStore(small, keep_bytes=1 << 30)
+        little, much = make_group("a", (1, 0)), make_group("b", (1, 0), tokens=1)
+        noise = np.random.default_rng(0).integers(0, 1 << 31, 40_000).astype(np.int32)  # does not compress
+        completion = much.completions[0]
+        much = Group(
+            much.prompt,
+            (Completion(**{name: getattr(completion, name) for name in completion.__slots__} | {"token_ids": noise}),),
+            much.verdicts[:1],
+        )
+        store.write(1, "short", [little], [])
+        store.write(2, "short", [much], [])
+        with pytest.raises(DiskFullError, match=r"the rollouts of step 2.*step_000002\.parquet"):
+            store.close()
+        assert os.listdir(small) == ["step_000001.parquet"]
+        assert read_rollouts(small / "step_000001.parquet").num_rows == 2
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_failure_reaches_the_next_write_not_only_close(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path, keep_bytes=1 << 30)
+    (tmp_path / "step_000001.parquet.partial").mkdir()  # nothing can be written there
+    store.write(1, "short", [make_group("a", (1, 0))], [])
+    give_up_s = time.monotonic() + 10
+    while not store._unfinished[0].done():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="step_000001"):
+        store.write(2, "short", [], [])
+    store.close()
+
+
+def test_files_that_are_no_rollouts_are_refused_by_name(tmp_path: Path) -> None:
+    broken = tmp_path / "step_000001.parquet"
+    broken.write_bytes(b"not parquet at all")
+    with pytest.raises(ValueError, match=r"step_000001\.parquet: not a rollout file"):
+        read_rollouts(broken)
+    with pytest.raises(FileNotFoundError, match="step_000002"):
+        read_rollouts(tmp_path / "step_000002.parquet")
+
+
+def test_the_thread_ends_with_close(tmp_path: Path) -> None:
+    before = threading.active_count()
+    store = RolloutStore(tmp_path, keep_bytes=1)
+    store.close()
+    store.close()
+    assert threading.active_count() == before
+
+
+def test_kill_while_writing_keeps_earlier_steps(tmp_path: Path) -> None:
+    """kill -9 in the middle of endless writing: every file that has its final name is whole."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path; from test_rollout_store import *\n"
+        "store = RolloutStore(Path(sys.argv[1]), 1 << 30)\n"
+        "groups = [make_group(str(i), (1, 0) * 8, tokens=200) for i in range(8)]\n"
+        "for step in range(10**6): store.write(step, 's', groups, [])\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)])
+    try:
+        give_up_s = time.monotonic() + 60
+        while len(rollout_files(tmp_path)) < 5:
+            assert writer.poll() is None and time.monotonic() < give_up_s
+            time.sleep(0.01)
+    finally:
+        writer.kill()
+        writer.wait()
+    files = rollout_files(tmp_path)
+    assert len(files) >= 5
+    assert all(read_rollouts(path).num_rows == 128 for path in files)
+    assert rollout_store.step_of(files[-1]) == len(files) - 1

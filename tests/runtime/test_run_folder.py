@@ -1,0 +1,174 @@
+"""RunFolder, its lock and CheckpointKeeper on real folders and processes.
+
+Does not prove the lock across hosts: that is the network file system's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.runtime.jsonl import read_rows
+from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder, RunFolderBusy, step_of
+
+
+def make_checkpoint(keeper: CheckpointKeeper, step: int, manifest: bool = True) -> Path:
+    folder = keeper.folder_for(step)
+    folder.mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(b"w" * 10)
+    if manifest:
+        (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_layout_is_as_documented(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "first")
+    run.create()
+    run.create()  # again does nothing
+    run.write_config("run: {}\n")
+    run.write_summary({"steps": 3})
+    assert names(run.root) == ["checkpoints", "config.yaml", "logs", "rollouts", "summary.json", "tensorboard"]
+    assert run.read_summary() == {"steps": 3}
+    assert (run.metrics.name, run.hf.name) == ("metrics.jsonl", "hf")
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(NotADirectoryError, match="run is a file, a folder was expected"):
+        RunFolder(tmp_path / "run").create()
+
+
+def test_a_summary_that_is_no_json_leaves_the_old_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.write_summary({"wall_s": 1.0})
+    with pytest.raises(ValueError, match="JSON"):
+        run.write_summary({"wall_s": float("nan")})
+    assert run.read_summary() == {"wall_s": 1.0}
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from or1_megatron.runtime.run_folder import RunFolder
+lock = RunFolder(Path(sys.argv[1])).lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Another process holds the folder; its pid and host are in the message; kill -9 of it frees the folder."""
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
+        with pytest.raises(RunFolderBusy, match=rf"in use by pid {owner.pid} on host {os.uname().nodename};"):
+            RunFolder(tmp_path).lock(wait_s=0.0)
+    finally:
+        owner.kill()
+        owner.wait()
+    with RunFolder(tmp_path).lock(wait_s=5.0):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(RunFolderBusy):  # a lock of the same process counts too
+            RunFolder(tmp_path).lock(wait_s=0.0)
+    RunFolder(tmp_path).lock(wait_s=0.0).close()
+
+
+def test_pruning_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(tmp_path, keep_last=2, keep_best=True)
+    for step in (10, 20, 30, 40):
+        make_checkpoint(keeper, step)
+        keeper.saved(step, best=step == 10)
+    assert names(tmp_path) == ["best", "step_000010", "step_000030", "step_000040"]
+    assert keeper.best() == tmp_path / "step_000010"
+    assert (tmp_path / "best" / "weights.bin").exists()  # the pointer can be followed
+
+    make_checkpoint(keeper, 50)
+    keeper.saved(50, best=True)  # a new best lets the old one go
+    assert names(tmp_path) == ["best", "step_000040", "step_000050"]
+    assert keeper.best() == keeper.newest() == tmp_path / "step_000050"
+
+
+def test_without_keep_best_only_the_last_stay(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(tmp_path, keep_last=1, keep_best=False)
+    for step in (1, 2):
+        make_checkpoint(keeper, step)
+        keeper.saved(step, best=step == 1)
+    assert [path.name for path in keeper.complete()] == ["step_000002"]
+    assert keeper.best() is None
+
+
+def test_newest_is_complete_and_leftovers_go(tmp_path: Path) -> None:
+    """What kills can leave: a save cut off, a rename not reached, a deletion half done, a pointer half written."""
+    keeper = CheckpointKeeper(tmp_path / "checkpoints", keep_last=2, keep_best=True)
+    assert keeper.newest() is None
+    keeper.clean()  # no folder yet: nothing to do
+    make_checkpoint(keeper, 9)
+    make_checkpoint(keeper, 1_000_000)  # beyond six digits: by number, not by name
+    make_checkpoint(keeper, 1_000_001, manifest=False)
+    (keeper.folder / "step_000012.partial").mkdir()
+    (keeper.folder / "step_000012.partial" / "manifest.json").write_text("{}")
+    (keeper.folder / "best.partial").symlink_to("step_000009")
+    (keeper.folder / "notes.txt").write_text("mine")
+    assert keeper.newest() == keeper.folder / "step_1000000"
+    keeper.clean()
+    assert names(keeper.folder) == ["notes.txt", "step_000009", "step_1000000"]
+
+
+def test_saved_refuses_a_checkpoint_without_manifest(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(tmp_path, keep_last=1, keep_best=True)
+    make_checkpoint(keeper, 4)
+    make_checkpoint(keeper, 5, manifest=False)
+    with pytest.raises(FileNotFoundError, match=r"step_000005 has no manifest\.json"):
+        keeper.saved(5, best=True)
+    assert keeper.newest() == tmp_path / "step_000004"
+
+
+def test_truncate_after_leaves_each_step_once(tmp_path: Path) -> None:
+    """A run killed at step 7 resumes at 5: what it had recorded of 6 and 7 goes, with the torn line of 8."""
+    run = RunFolder(tmp_path)
+    run.create()
+    rows = [{"step": 0, "eval/accuracy": 0.25}, *({"step": s, "reward/mean": s / 10} for s in range(1, 8))]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "rew')
+    for step in (4, 5, 6, 7):
+        (run.rollouts / f"step_{step:06d}.parquet").write_bytes(b"")
+    (run.rollouts / "step_000008.parquet.partial").write_bytes(b"")
+    run.write_summary({"steps": 7})
+
+    assert run.truncate_after(5) == 2
+    assert list(read_rows(run.metrics)) == rows[:6]
+    assert names(run.rollouts) == ["step_000004.parquet", "step_000005.parquet"]
+    assert not run.summary.exists()
+    assert run.truncate_after(5) == 0
+    assert run.truncate_after(-1) == 6
+    assert run.metrics.read_text() == ""
+
+
+def test_truncate_after_in_an_empty_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.create()
+    assert run.truncate_after(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step_000012", 12),
+        ("step_000012.parquet", 12),
+        ("step_1234567.parquet", 1234567),
+        ("step_000012.partial", None),
+        ("step_000012.parquet.partial", None),
+        ("best", None),
+        ("step_x", None),
+    ],
+)
+def test_step_of(name: str, step: int | None) -> None:
+    assert step_of(Path("a") / name) == step

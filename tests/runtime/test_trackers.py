@@ -1,0 +1,197 @@
+"""Trackers write what they are given, at once, and survive kills and full disks. W&B itself is not exercised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from or1_megatron.runtime.files import DiskFullError, write_atomically
+from or1_megatron.runtime.jsonl import read_rows
+from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
+
+
+def test_jsonl_rows(tmp_path: Path) -> None:
+    """By json.loads of the standard library; NumPy scalars are numbers, what is not finite is null."""
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"reward/mean": 0.5, "policy/grad_norm": float("nan"), "tokens": np.float32(0.25)})
+    assert json.loads(path.read_text()) == {  # already there, before close
+        "step": 1,
+        "reward/mean": 0.5,
+        "policy/grad_norm": None,
+        "tokens": 0.25,
+    }
+    tracker.log(2, {"reward/mean": float("inf")})
+    tracker.close()
+    assert list(read_rows(path))[1] == {"step": 2, "reward/mean": None}
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        ("", [1]),
+        ('{"step": 2, "a": 0.', [1]),  # torn within
+        ('{"step": 2}', [1, 2]),  # torn just before its newline: whole all the same
+        ("12", [1]),  # JSON, but no object
+        ("\x00" * 100_000, [1]),  # what a power cut leaves; longer than one read of the repair
+    ],
+)
+def test_a_torn_last_line_is_repaired_on_opening(tmp_path: Path, tail: str, kept: list[int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + tail)
+    assert [row["step"] for row in read_rows(path)] == kept  # readers need no repair
+    tracker = JsonlTracker(path)
+    tracker.log(3, {})
+    tracker.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 3]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object, found b'nonsense"):
+        list(read_rows(path))
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers
+folder = Path(sys.argv[1])
+trackers = Trackers([JsonlTracker(folder / "metrics.jsonl"), TensorBoardTracker(folder / "tb")])
+for step in range(10**9):
+    trackers.log(step, {f"m/{i}": step + i for i in range(40)})
+    print(step, flush=True)
+"""
+
+
+def test_kill_while_writing_keeps_every_row_that_was_logged(tmp_path: Path) -> None:
+    """kill -9 of an endless writer: the file holds every step whose log() returned, and at most one more."""
+    writer = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    try:
+        for line in writer.stdout:
+            if int(line) >= 200:
+                break
+    finally:
+        writer.kill()
+        rest = writer.stdout.read()
+        writer.wait()
+    logged = max([200, *map(int, rest.split())])
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    assert logged < len(steps) <= logged + 2
+    assert max(tensorboard_scalars(tmp_path / "tb")["m/0"]) >= logged
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard itself makes of the folder's event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_the_events_and_forgets_resumed_steps(tmp_path: Path) -> None:
+    """TensorBoard's own reader: a session that resumes at step 3 replaces the first session's steps from 3 on."""
+    first = TensorBoardTracker(tmp_path)
+    for step in range(6):
+        first.log(step, {"reward/mean": step})
+    first.close()
+    second = TensorBoardTracker(tmp_path, first_step=3)
+    second.log(3, {"reward/mean": 30.0, "entropy/e_k": 0.5})
+    second.close()
+    assert tensorboard_scalars(tmp_path) == {
+        "reward/mean": {0: 0.0, 1: 1.0, 2: 2.0, 3: 30.0},
+        "entropy/e_k": {3: 0.5},
+    }
+
+
+def test_a_step_is_logged_within_its_budget(tmp_path: Path) -> None:
+    """80 metrics to JSONL and TensorBoard in under 5 ms, in the median of 50 steps."""
+    metrics = {f"group/metric_number_{i}": i / 7 for i in range(80)}
+    trackers = Trackers([JsonlTracker(tmp_path / "metrics.jsonl"), TensorBoardTracker(tmp_path / "tb")])
+    taken_s = []
+    for step in range(50):
+        started_s = time.perf_counter()
+        trackers.log(step, metrics)
+        taken_s.append(time.perf_counter() - started_s)
+    trackers.close()
+    assert sorted(taken_s)[25] < 0.005
+
+
+def test_dev_full_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    tracker = JsonlTracker(path)
+    with pytest.raises(DiskFullError, match=r"disk is full: could not write metrics.*metrics\.jsonl"):
+        tracker.log(1, {"a": 1.0})
+    tracker.close()
+
+
+def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
+    """A real full file system (a tmpfs of 16 KiB): whole rows stay, the torn one is taken back, space helps."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        write_atomically(small / "config.yaml", b"old", "the configuration")
+        tracker = JsonlTracker(small / "metrics.jsonl")
+        with pytest.raises(DiskFullError, match=r"metrics\.jsonl"):
+            for step in range(10_000):
+                tracker.log(step, {"a": step / 3})
+        size = os.path.getsize(small / "metrics.jsonl")
+        steps = [json.loads(line)["step"] for line in (small / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(len(steps))) and len(steps) > 50 and size < 16384
+
+        with pytest.raises(DiskFullError, match=r"the configuration.*config\.yaml"):
+            write_atomically(small / "config.yaml", b"n" * 8192, "the configuration")
+        assert (small / "config.yaml").read_bytes() == b"old"
+        assert not (small / "config.yaml.partial").exists()
+
+        with pytest.raises(DiskFullError, match=r"TensorBoard events.*events\.out"):
+            TensorBoardTracker(small / "tb").log(1, {f"m{i}": 1.0 for i in range(500)})
+
+        subprocess.run(["mount", "-o", "remount,size=1m", str(small)], check=True)
+        tracker.log(len(steps), {"a": 0.0})
+        tracker.close()
+        assert [row["step"] for row in read_rows(small / "metrics.jsonl")] == list(range(len(steps) + 1))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_wandb_is_asked_for_and_not_installed(tmp_path: Path) -> None:
+    if subprocess.run([sys.executable, "-c", "import wandb"], check=False, capture_output=True).returncode == 0:
+        pytest.skip("wandb is installed here")
+    with pytest.raises(ModuleNotFoundError, match=r"track\.wandb_project is 'magic'.*`pip install wandb`"):
+        WandbTracker("magic", tmp_path, "run", {})
+
+
+def test_all_trackers_close_though_one_fails(tmp_path: Path) -> None:
+    first, last = JsonlTracker(tmp_path / "a.jsonl"), JsonlTracker(tmp_path / "b.jsonl")
+
+    class Failing(JsonlTracker):
+        def close(self) -> None:
+            super().close()
+            raise OSError("network gone")
+
+    with (
+        pytest.raises(OSError, match="network gone"),
+        Trackers([first, Failing(tmp_path / "c.jsonl"), last]) as all_of_them,
+    ):
+        all_of_them.log(1, {})
+    assert all((tmp_path / f"{name}.jsonl").read_text() == '{"step": 1}\n' for name in "abc")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        last.log(2, {})

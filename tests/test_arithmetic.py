@@ -1,0 +1,153 @@
+"""The dry run's arithmetic against figures worked by hand, and every refusal with its numbers.
+
+Not proven here: that a plan which is accepted fits a GPU's memory; activations are not estimated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from or1_megatron.arithmetic import PlanError, Shape, plan
+from or1_megatron.config import Config
+from or1_megatron.dry_run import render
+
+# DeepSeek-R1-Distill-Qwen-7B's config.json.
+QWEN_7B = {
+    "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def or1_7b(**changes: Any) -> Config:
+    """Stage 1 and 2 of OR1-7B (RECIPE section 4) on 32 GPUs, with sections replaced by ``changes``."""
+    sections: dict[str, Any] = {
+        "run": {"dir": "runs/x"},
+        "model": {"hf": "m"},
+        "data": {"train": [{"path": "a.jsonl"}]},
+        "stages": [
+            {"name": "1", "steps": 660, "max_response_tokens": 16384, "prompts_per_step": 256,
+             "prompts_per_update": 256, "group_size": 16},
+            {"name": "2", "steps": 660, "max_response_tokens": 32768, "prompts_per_step": 160,
+             "prompts_per_update": 80, "group_size": 32},
+        ],
+        "parallel": {"ranks": 32, "tensor": 2, "sequence": True, "micro_batch_tokens": 36864},
+        "rollout": {"engines": 32},
+        "handoff": {"probe_bound": 0.3},
+        "evaluate": {"data": [{"path": "e.jsonl"}]},
+    }  # fmt: skip
+    return Config.model_validate(sections | changes)
+
+
+def conflicts(
+    config: Config, hf: dict[str, Any] = QWEN_7B, prompts: int | None = None, device: Any = "cuda"
+) -> list[str]:
+    with pytest.raises(PlanError) as error:
+        plan(config, hf, prompts, device)
+    return [line.removeprefix("  - ") for line in str(error.value).splitlines()[1:]]
+
+
+def test_the_batch_arithmetic_of_or1_7b() -> None:
+    found = plan(or1_7b(), QWEN_7B, prompt_count=105_055 + 2 * 14_057, device="cuda")
+    one, two = found.stages
+    assert (one.responses_per_step, one.sgd_steps, one.samples_per_update, one.samples_per_rank) == (4096, 1, 4096, 256)
+    assert one.max_tokens_per_step == 4096 * (2048 + 16384)
+    # A row of 36864 tokens holds two sequences of 18432: 256 samples need 128 rows.
+    assert one.max_micro_batches == 128
+    assert one.waves == 4096 / (32 * 256)
+    assert one.epochs == pytest.approx(660 * 256 / 133_169)
+    assert (two.responses_per_step, two.sgd_steps, two.samples_per_update, two.samples_per_rank) == (5120, 2, 2560, 160)
+    assert two.max_micro_batches == 160
+    assert (found.data, found.devices, found.longest_sequence) == (16, 32, 34816)
+    assert (found.rollout_steps, found.optimizer_steps) == (1320, 660 + 1320)
+    assert found.responses_total == 660 * 4096 + 660 * 5120
+    assert found.warnings == ()
+
+
+def test_parameters_and_bytes_of_a_7b() -> None:
+    """The published count is 7,615,616,512, of which q, k and v biases are 28 * 4608 = 129,024."""
+    shape = Shape.of(QWEN_7B)
+    assert shape.parameters == 7_615_616_512 - 129_024
+    # Keys and values: 2 * 28 layers * 4 heads * 128 * 2 bytes.
+    assert shape.kv_bytes_per_token("bfloat16") == 57_344
+    found = plan(or1_7b(), QWEN_7B, device="cuda")
+    # Half the weights: 2 + 4 bytes each, and 12 bytes each over 16 data-parallel ranks.
+    half = shape.parameters / 2
+    assert found.state_bytes_per_rank == pytest.approx(half * 6 + half * 12 / 16, abs=2)
+
+
+def test_separate_placement_adds_devices() -> None:
+    config = or1_7b(rollout={"engines": 8, "tensor_parallel": 4, "placement": "separate"})
+    assert plan(config, QWEN_7B, device="cuda").devices == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"parallel": {"ranks": 8, "tensor": 8, "micro_batch_tokens": 36864}},
+         ["tensor = 8 does not divide", "num_attention_heads = 28", "1, 2, 4, 7, 14, 28"]),
+        ({"parallel": {"ranks": 28, "tensor": 28, "micro_batch_tokens": 36864}}, ["num_key_value_heads = 4"]),
+        ({"parallel": {"ranks": 8, "pipeline": 8, "micro_batch_tokens": 36864}},
+         ["pipeline = 8 does not divide", "num_hidden_layers = 28"]),
+        ({"parallel": {"ranks": 32, "context": 2, "micro_batch_tokens": 36864}}, ["context = 2", "not supported yet"]),
+        ({"parallel": {"ranks": 32, "micro_batch_tokens": 20000}},
+         ["stage '2'", "micro_batch_tokens = 20000", "2048 + max_response_tokens 32768", "34816"]),
+        ({"rollout": {"engines": 1, "tensor_parallel": 8}}, ["tensor_parallel = 8", "num_attention_heads = 28"]),
+        ({"rollout": {"engines": 4, "tensor_parallel": 14}}, ["tensor_parallel = 14 neither divides", "= 4"]),
+        ({"rollout": {"engines": 64}}, ["64 * rollout.tensor_parallel 1 = 64 GPUs", "share the 32"]),
+        ({"rollout": {"kv_cache_bytes": 57344 * 1000}}, ["holds 1000 tokens", "34816", str(57344 * 34816)]),
+        ({"evaluate": {"every_steps": 10}}, ["every_steps = 10, but evaluate.data is empty"]),
+        ({"evaluate": {"data": [{"path": "e"}], "max_response_tokens": 131072}}, ["133120 exceeds"]),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_numbers(changes: dict[str, Any], parts: list[str]) -> None:
+    lines = conflicts(or1_7b(**changes))
+    assert any(all(part in line for part in parts) for line in lines), lines
+
+
+def test_more_refusals_of_batch_and_length() -> None:
+    short = {**QWEN_7B, "max_position_embeddings": 32768}
+    assert any("= 34816 exceeds" in line and "by 2048" in line for line in conflicts(or1_7b(), short))
+    assert any("has 200 problems" in line for line in conflicts(or1_7b(), prompts=200))
+    thin = {"name": "1", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 4, "prompts_per_update": 1,
+            "group_size": 8}  # fmt: skip
+    assert any("8 samples cannot feed 16" in line for line in conflicts(or1_7b(stages=[thin])))
+
+
+def test_all_conflicts_are_told_at_once() -> None:
+    lines = conflicts(or1_7b(parallel={"ranks": 8, "tensor": 8, "micro_batch_tokens": 512}))
+    assert len(lines) >= 4
+
+
+def test_on_cpu_the_cache_must_be_sized_and_the_head_dimension_known() -> None:
+    tiny = {**QWEN_7B, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    lines = conflicts(or1_7b(), tiny, device="cpu")
+    assert any("kv_cache_bytes is not set" in line for line in lines)
+    assert any("head_dim = 16" in line for line in lines)
+
+
+def test_warnings() -> None:
+    stage = {"name": "s", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 64, "prompts_per_update": 16,
+             "group_size": 8}  # fmt: skip
+    found = plan(or1_7b(stages=[stage], handoff={}, evaluate={}), QWEN_7B, device="cuda")
+    text = "\n".join(found.warnings)
+    assert "N_SGD = 4" in text
+    assert "probe_bound = 0.001" in text
+    assert "evaluate.data is empty" in text
+
+
+def test_the_head_dimensions_are_those_of_the_installed_engine() -> None:
+    backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    from or1_megatron.arithmetic import CPU_HEAD_DIMS
+
+    assert list(CPU_HEAD_DIMS) == backend.CPUAttentionBackend.get_supported_head_sizes()
+
+
+def test_the_plan_can_be_read() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(plan(or1_7b(), QWEN_7B, 133_169, "cuda")))
+    text = console.export_text()
+    for part in ("32 ranks = TP 2 x PP 1 x CP 1 x DP 16", "7,615.5 M", "4,096", "D_R", "N_SGD", "1.27"):
+        assert part in text, part

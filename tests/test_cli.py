@@ -1,0 +1,104 @@
+"""The `or1` command: dry run, refusals without a traceback and with exit code 2, options that reach their command.
+
+Training itself is not started here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from or1_megatron.cli import app
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 20 + "\n")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"""\
+run: {{dir: {tmp_path}/run}}
+model: {{hf: {tmp_path}/model, dtype: float32}}
+data: {{max_prompt_tokens: 32, train: [{{path: {tmp_path}/train.jsonl, repeat: 2}}]}}
+stages:
+  - {{name: short, steps: 5, max_response_tokens: 64, prompts_per_step: 8, prompts_per_update: 4, group_size: 4}}
+parallel: {{ranks: 2, tensor: 2, micro_batch_tokens: 512}}
+rollout: {{kv_cache_bytes: 33554432}}
+""")
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert result.stdout.strip() == f"or1-megatron {importlib.metadata.version('or1-megatron')}"
+
+
+def test_dry_run_prints_the_arithmetic(config: Path) -> None:
+    result = invoke("train", config, "--dry-run", "--device", "cpu", "--set", "stages.0.steps=10")
+    assert result.exit_code == 0, result.output
+    rows = {line[:33].strip(): line[33:].strip() for line in result.stdout.splitlines()}
+    assert rows["responses per step"] == "32"
+    assert rows["N_SGD, SGD steps per step"] == "2"
+    assert rows["in epochs"] == "2.00"  # 10 * 8 prompts of 2 * 20
+    assert "TP 2 x PP 1 x CP 1 x DP 1" in result.stdout
+    assert "10 rollout steps, 320 responses, 20 SGD steps" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.tnsor=2"], "did you mean parallel.tensor?"),
+        (["model.hf=/nowhere/model"], "model folder /nowhere/model does not exist"),
+        (["data.train.0.path=/nowhere/p.jsonl"], "data.train: no such file: /nowhere/p.jsonl"),
+        (["stages.0.max_response_tokens=999"], "exceeds the model's max_position_embeddings = 256"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_message(config: Path, overrides: list[str], expected: str) -> None:
+    options = [part for override in overrides for part in ("--set", override)]
+    for dry_run in ([], ["--dry-run"]):
+        result = invoke("train", config, *options, *dry_run)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("or1: error: ")
+        assert expected in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_corrupt_model_config_is_named(config: Path) -> None:
+    (config.parent / "model" / "config.json").write_text('{"num_hidden')
+    result = invoke("train", config, "--dry-run")
+    assert result.exit_code == 2
+    assert "config.json is not valid JSON" in result.stderr
+
+
+def test_a_bad_device_is_refused(config: Path) -> None:
+    assert "neither cpu nor cuda" in invoke("train", config, "--dry-run", "--device", "tpu").stderr
+
+
+def test_rollouts_of_no_run(tmp_path: Path) -> None:
+    result = invoke("rollouts", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "none" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_starts_fast_enough_to_be_asked() -> None:
+    """`or1 --help` must not import torch, which takes seconds."""
+    code = "import sys, or1_megatron.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,205 @@
+"""Configuration files: overlays, overrides, environment, refusals, the way back to YAML, and what may change on resume.
+
+Not proven here: that the values do what they say; the schema's own rules are pydantic's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.config import Config
+from or1_megatron.config_file import (
+    RESUMABLE_CHANGES,
+    ConfigError,
+    _keys,
+    check_resume,
+    load_config,
+    resolved_yaml,
+    save_resolved,
+)
+
+BASE = """\
+run: {dir: runs/x}
+model: {hf: model}
+data:
+  train: [{path: a.jsonl}, {path: b.jsonl, repeat: 2}]
+stages:
+  - name: one
+    steps: 5
+    max_response_tokens: 64
+    prompts_per_step: 8
+    prompts_per_update: 4
+    group_size: 4
+optimizer:
+  lr: 1e-5
+  weight_decay: 0.1
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+def test_values_and_defaults(base: Path) -> None:
+    config = load_config(base)
+    assert config.optimizer.lr == 1e-5  # plain YAML 1.1 would call 1e-5 a string
+    assert config.optimizer.beta2 == 0.999
+    assert [source.repeat for source in config.data.train] == [1, 2]
+    assert config.run.dir == Path("runs/x")  # relative paths stay as written
+
+
+def test_overlays_chain_and_lists_replace(base: Path) -> None:
+    middle = base.parent / "sub" / "middle.yaml"
+    middle.parent.mkdir()
+    middle.write_text("base: ../base.yaml\noptimizer: {lr: 2e-5}\nrun: {seed: 7}\n")
+    top = base.parent / "top.yaml"
+    top.write_text("base: sub/middle.yaml\ndata: {train: [{path: c.jsonl}]}\nrun: {seed: 8}\n")
+    config = load_config(top)
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.run.seed) == (2e-5, 0.1, 8)
+    assert [source.path.name for source in config.data.train] == ["c.jsonl"]
+    assert config.data.max_prompt_tokens == 2048
+
+
+def test_a_cycle_and_a_missing_base_are_refused(base: Path) -> None:
+    other = base.parent / "other.yaml"
+    other.write_text("base: third.yaml\n")
+    (base.parent / "third.yaml").write_text("base: other.yaml\n")
+    assert "leads back to itself" in refusal(other)
+    other.write_text("\nbase: gone.yaml\n")
+    assert "other.yaml:2: base: no such file" in refusal(other)
+    other.write_text("base: [a, b]\n")
+    assert "expected one file name" in refusal(other)
+
+
+def test_overrides(base: Path) -> None:
+    config = load_config(
+        base, ["stages.0.steps=3", "optimizer.lr=3e-4", "track.wandb_project='12'", "parallel.ranks=2"]
+    )
+    assert config.stages[0].steps == 3
+    assert config.optimizer.lr == 3e-4
+    assert config.track.wandb_project == "12"
+    assert config.parallel.ranks == 2
+    assert load_config(base, ["evaluate.data=[{path: e.jsonl}]"]).evaluate.data[0].path.name == "e.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("stages.1.steps=3", ["stages is a list of 1"]),
+        ("stages.x.steps=3", ["stages is a list of 1"]),
+        ("run.seed.x=1", ["--set run.seed.x=1: run.seed: found", "expected an integer"]),
+        ("stages.0.steps.x=1", ["stages.0.steps is 5 (integer)"]),
+        ("nonsense", ["expected key.subkey=value"]),
+        ("optimizer.lr={", ["not valid YAML"]),
+        ("optimizer.lrr=1", ["--set optimizer.lrr=1: optimizer.lrr: unknown key", "did you mean optimizer.lr?"]),
+    ],
+)
+def test_a_bad_override_is_named(base: Path, override: str, parts: list[str]) -> None:
+    message = refusal(base, override)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("algorithm: {entropy: {targt: 1}}", ":15: algorithm.entropy.targt: unknown key; did you mean algorithm.en"),
+        ("algoritm: {}", ":15: algoritm: unknown key; did you mean algorithm?"),
+        ("engines: 2", ":15: engines: unknown key; did you mean rollout.engines?"),
+        ("verify: {zzz: 2}", ":15: verify.zzz: unknown key; known here: workers, timeout_s, max_error_fraction"),
+        ("parallel:\n  ranks: '3'", ':16: parallel.ranks: found "3" (string), expected an integer'),
+        ("parallel: {ranks: true}", ":15: parallel.ranks: found true (true/false), expected an integer"),
+        ("parallel: {ranks: 2.5}", ":15: parallel.ranks: found 2.5 (number), expected an integer"),
+        ("model:\n  dtype: fp8", ":15: model: given twice; first in line 2"),
+        ("verify:", ":15: verify: found nothing (null), expected a mapping"),
+        ("checkpoint: {every_steps: 0}", ":15: checkpoint.every_steps: found 0 (integer), expected greater than 0"),
+        ("parallel: {ranks: 3, tensor: 2}", ":15: parallel: ranks = 3 is not a multiple of tensor"),
+        ("handoff: {probe_bound: .nan}", ':15: handoff.probe_bound: found ".nan" (string), expected a number'),
+        ("rollout: &a {<<: *a}", ":15: "),
+    ],
+)  # fmt: skip
+def test_a_bad_key_or_value_is_named_with_its_line(base: Path, lines: str, expected: str) -> None:
+    base.write_text(BASE + lines + "\n")
+    assert expected in refusal(base)
+
+
+def test_all_errors_are_told_and_a_missing_key_is_one(base: Path) -> None:
+    base.write_text(BASE.replace("    group_size: 4\n", "").replace("lr:", "learning_rate:"))
+    message = refusal(base)
+    assert "base.yaml:6: stages.0.group_size: missing" in message
+    assert "base.yaml:12: optimizer.learning_rate: unknown key" in message
+    assert len(message.splitlines()) == 2
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"run: \xff\n")
+    assert "not UTF-8" in refusal(bad)
+    bad.write_text("run: [1\nmodel: 2\n")
+    assert "bad.yaml:2: not valid YAML" in refusal(bad)
+    bad.write_text("- a\n")
+    assert "found a list, expected a mapping of sections" in refusal(bad)
+    bad.write_text("")
+    assert "run: missing" in refusal(bad)
+
+
+def test_environment(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = BASE.replace("{dir: runs/x}", '{dir: "${OR1_TEST_DIR}/x"}').replace(
+        "steps: 5", "steps: ${OR1_TEST_STEPS:-9}"
+    )
+    base.write_text(text.replace("{hf: model}", '{hf: "$${HOME}/m"}'))
+    monkeypatch.delenv("OR1_TEST_DIR", raising=False)
+    assert "base.yaml:1: run.dir: environment variable OR1_TEST_DIR is not set" in refusal(base)
+    monkeypatch.setenv("OR1_TEST_DIR", "/data")
+    config = load_config(base)
+    assert (config.run.dir, config.stages[0].steps) == (Path("/data/x"), 9)
+    assert config.model.hf == Path("${HOME}/m")
+    monkeypatch.setenv("OR1_TEST_STEPS", "12")
+    assert load_config(base).stages[0].steps == 12
+    monkeypatch.setenv("OR1_TEST_STEPS", "many")
+    assert 'stages.0.steps: found "many" (string)' in refusal(base)
+
+
+def test_the_resolved_copy_reads_back_equal(base: Path, tmp_path: Path) -> None:
+    odd = [
+        "model.hf='$${HOME}/m'",
+        "track.wandb_project='1e-6'",
+        "optimizer.lr=1.2345678901234567e-9",
+        "run.dir='yes: #'",
+    ]
+    config = load_config(base, odd)
+    save_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert resolved_yaml(load_config(tmp_path / "resolved.yaml")) == resolved_yaml(config)
+
+
+def test_what_may_change_on_resume(base: Path) -> None:
+    old = load_config(base)
+    check_resume(
+        old, load_config(base, ["stages.0.steps=50", "parallel.ranks=2", "rollout.engines=2", "run.dir=other"])
+    )
+    with pytest.raises(ConfigError) as error:
+        check_resume(old, load_config(base, ["optimizer.lr=1e-3", "data.train=[{path: a.jsonl}]", "parallel.ranks=2"]))
+    message = str(error.value)
+    assert "optimizer.lr: was 1e-05, now 0.001" in message
+    assert 'data.train.1.path: was "b.jsonl", now absent' in message
+    assert "parallel" not in message
+
+
+def test_every_resumable_change_names_a_real_key() -> None:
+    """Knowledge checked by its inverse: a renamed key must not linger in the list."""
+    keys = [".".join(key) for key in _keys(Config, ())]
+    for pattern in RESUMABLE_CHANGES:
+        assert any(fnmatch.fnmatchcase(key, pattern) for key in keys), pattern

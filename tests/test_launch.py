@@ -1,0 +1,150 @@
+"""Ranks under the launcher: signals reach the ranks and nothing else, exit codes come through, nothing is left behind.
+
+The ranks are a small real module under the real torchrun agent. Not proven here: that the trainer's ranks save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+RANK = """
+import os, signal, subprocess, sys, time
+rank, folder, what = os.environ["RANK"], sys.argv[1], sys.argv[2]
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as Ray's daemons: same group
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, lambda n, _: heard.append(n))
+open(f"{folder}/{rank}.up", "w").write(f"{os.getpid()} {helper.pid}")
+while not heard:
+    time.sleep(0.05)
+    if rank == "1" and what.startswith("exit"):
+        sys.exit(int(what[4:]))
+    if what == "done":
+        sys.exit(0)
+if what == "deaf":
+    time.sleep(600)
+time.sleep(0.3)
+alive = helper.poll() is None
+open(f"{folder}/{rank}.heard", "w").write(f"{heard} helper={'alive' if alive else 'dead'}")
+"""
+
+DRIVER = """
+import sys
+from or1_megatron.config import ParallelConfig
+from or1_megatron import launch
+launch.KILL_MARGIN_S = 0.0
+sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ParallelConfig(ranks=2), grace_s=float(sys.argv[3])))
+"""
+
+
+class Launched:
+    """The launcher with two ranks, in a folder."""
+
+    def __init__(self, folder: Path, what: str, grace_s: float = 30.0) -> None:
+        (folder / "or1_test_rank.py").write_text(RANK)
+        self.folder = folder
+        path = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
+        command = [sys.executable, "-c", DRIVER, str(folder), what, str(grace_s)]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_up(self) -> None:
+        give_up = time.monotonic() + 60
+        while not all(self._up(rank).is_file() and self._up(rank).read_text() for rank in (0, 1)):
+            assert time.monotonic() < give_up, "the ranks did not start"
+            assert self.process.poll() is None, self.process.stderr.read()  # type: ignore[union-attr]
+            time.sleep(0.05)
+
+    def pids(self) -> list[int]:
+        return [int(pid) for rank in (0, 1) for pid in self._up(rank).read_text().split()]
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def left(self) -> list[int]:
+        return [pid for pid in self.pids() if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+    def _up(self, rank: int) -> Path:
+        return self.folder / f"{rank}.up"
+
+
+@pytest.fixture
+def started() -> Iterator[list[Launched]]:
+    runs: list[Launched] = []
+    yield runs
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            for pid in run.left():
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("sent", "heard"),
+    [(signal.SIGUSR1, signal.SIGUSR1), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+)
+def test_a_signal_reaches_the_ranks_alone(
+    tmp_path: Path, started: list[Launched], sent: signal.Signals, heard: signal.Signals
+) -> None:
+    run = Launched(tmp_path, "wait")
+    started.append(run)
+    run.wait_up()
+    run.process.send_signal(sent)
+    code, errors = run.end()
+    assert code == 128 + sent, errors
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.heard").read_text() == f"[{int(heard)}] helper=alive"
+    assert run.left() == []
+
+
+def test_ranks_that_do_not_end_are_killed(tmp_path: Path, started: list[Launched]) -> None:
+    run = Launched(tmp_path, "deaf", grace_s=1.0)
+    started.append(run)
+    run.wait_up()
+    run.process.send_signal(signal.SIGTERM)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGTERM
+    assert "did not end within 1 s" in errors
+    assert run.left() == []
+
+
+def test_the_exit_code_of_a_failed_rank_comes_through(tmp_path: Path, started: list[Launched]) -> None:
+    run = Launched(tmp_path, "exit2")
+    started.append(run)
+    code, errors = run.end()
+    assert code == 2, errors
+    assert "rank 1 (pid" in errors
+    assert "exited with code 2" in errors
+    assert run.left() == []
+
+
+def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: list[Launched]) -> None:
+    run = Launched(tmp_path, "wait")
+    started.append(run)
+    run.wait_up()
+    time.sleep(0.5)
+    os.kill(run.pids()[0], signal.SIGKILL)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGKILL, errors
+    assert "rank 0" in errors
+    assert "was killed by SIGKILL" in errors
+    assert run.left() == []
+
+
+def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) -> None:
+    run = Launched(tmp_path, "done")
+    started.append(run)
+    code, errors = run.end()
+    assert code == 0, errors
+    assert run.left() == []

@@ -1,0 +1,89 @@
+r"""Hand-labelled (gold, what follows the reasoning, status). ``right`` is the only status with reward 1.
+
+Each row was labelled from the mathematics before the verifier saw it. The rows stay within what Math-Verify 0.9.0
+is known to judge well; its known errors are not recorded here as if they were right.
+"""
+
+from __future__ import annotations
+
+AFTER_THINK: list[tuple[list[str], str, str]] = [
+    # plain integers and fractions: decided without Math-Verify
+    (["42"], r"The answer is $\boxed{42}$.", "right"),
+    (["42"], r"\boxed{43}", "wrong"),
+    (["42"], r"\boxed{-42}", "wrong"),
+    (["-7"], r"\boxed{-7}", "right"),
+    (["033"], r"\boxed{33}", "right"),
+    (["100"], r"\boxed{1000}", "wrong"),
+    ([r"\frac{3}{4}"], r"\boxed{3/4}", "right"),
+    ([r"\frac{3}{4}"], r"\boxed{\dfrac{6}{8}}", "right"),
+    ([r"\frac{3}{4}"], r"\boxed{\frac{4}{3}}", "wrong"),
+    ([r"-\frac{1}{2}"], r"\boxed{\frac{-1}{2}}", "right"),
+    ([r"-\frac{1}{2}"], r"\boxed{\frac{1}{2}}", "wrong"),
+    (["2"], r"\boxed{\frac{4}{2}}", "right"),
+    # several acceptable golds
+    (["5", "6"], r"\boxed{6}", "right"),
+    (["5", "6"], r"\boxed{7}", "wrong"),
+    (["5", r"\sqrt{2}"], r"\boxed{\sqrt{2}}", "right"),
+    # boxes: the last one wins, whatever the earlier ones hold
+    (["5"], r"\boxed{4}, no: \boxed{5}", "right"),
+    (["5"], r"\boxed{5}, no: \boxed{4}", "wrong"),
+    (["5"], r"\boxed{5} and then \boxed{", "no_answer"),
+    (["5"], r"\boxed{}", "no_answer"),
+    (["5"], r"\boxed{5} or \boxed{6} or \boxed{7}", "wrong"),
+    (["5"], r"\boxed{\boxed{5}}", "right"),
+    (["5"], r"\boxed {5}", "right"),
+    (["5"], r"$$\boxed{x = 5}$$", "right"),
+    # decimals
+    ([r"\frac{1}{2}"], r"\boxed{0.5}", "right"),
+    (["0.25"], r"\boxed{\frac{1}{4}}", "right"),
+    (["0.25"], r"\boxed{0.26}", "wrong"),
+    # roots, powers, constants
+    ([r"2\sqrt{3}"], r"\boxed{\sqrt{12}}", "right"),
+    ([r"2\sqrt{3}"], r"\boxed{3\sqrt{2}}", "wrong"),
+    ([r"\frac{\pi}{4}"], r"\boxed{\pi/4}", "right"),
+    ([r"\frac{\pi}{4}"], r"\boxed{\frac{\pi}{2}}", "wrong"),
+    (["1024"], r"\boxed{2^{10}}", "right"),
+    (["1024"], r"\boxed{2^{9}}", "wrong"),
+    ([r"\frac{\sqrt{2}}{2}"], r"\boxed{\frac{1}{\sqrt{2}}}", "right"),
+    # expressions
+    (["x^2+2x+1"], r"\boxed{(x+1)^2}", "right"),
+    (["x^2+2x+1"], r"\boxed{(x-1)^2}", "wrong"),
+    (["n(n+1)"], r"\boxed{n^2+n}", "right"),
+    # tuples, sets, intervals
+    (["(1,2)"], r"\boxed{(1, 2)}", "right"),
+    (["(1,2)"], r"\boxed{(2, 1)}", "wrong"),
+    ([r"\{1,2\}"], r"\boxed{\{2, 1\}}", "right"),
+    ([r"[0,1)"], r"\boxed{[0,1)}", "right"),
+    ([r"[0,1)"], r"\boxed{[0,1]}", "wrong"),
+    # words
+    (["Tuesday"], r"\boxed{\text{Tuesday}}", "right"),
+    (["Tuesday"], r"\boxed{\text{Monday}}", "wrong"),
+    (["B"], r"\boxed{B}", "right"),
+    (["B"], r"\boxed{C}", "wrong"),
+    # no box: Math-Verify's own extraction
+    (["5"], "The final answer is 5.", "right"),
+    (["5"], "The final answer is 6.", "wrong"),
+    (["5"], "I cannot solve this.", "no_answer"),
+    (["5"], "   \n ", "no_answer"),
+    # look-alikes of digits are left to Math-Verify, never to int()
+    (["5"], "\\boxed{\u0665\u0666}", "wrong"),
+]
+
+WHOLE: list[tuple[list[str], str, bool, str]] = [
+    # (golds, whole response, truncated, status)
+    (["5"], r"so 5. \boxed{5}", False, "no_answer"),  # reasoning never closed
+    (["5"], r"\boxed{5}</think> I am not sure.", False, "no_answer"),  # box inside the reasoning only
+    (["5"], r"\boxed{5}</think> \boxed{6}", False, "wrong"),
+    (["5"], r"\boxed{6}</think> \boxed{5}", False, "right"),
+    (["5"], r"a</think>\boxed{5}", True, "truncated"),
+    (["5"], r"a</think> b </think> \boxed{5}", False, "right"),
+    (["5"], r"a</think> \boxed{5} <think> hm \boxed{5}", False, "no_answer"),  # reopened, not closed
+    (["5"], r"<think>a</think>\boxed{5}", False, "right"),  # a template that does not open it
+    (["5"], "", False, "no_answer"),
+    (["5"], "", True, "truncated"),
+]
+
+HANGS: list[tuple[list[str], str]] = [
+    (["1"], r"\boxed{10^(10^10)}"),
+    (["7"], r"\boxed{9^{9^{9^{9}}}}"),
+]

@@ -1,0 +1,255 @@
+"""The code verifier with real sandboxes. Hand-written programs of each kind, right, wrong and hostile.
+
+The hostile ones are the classic attacks on graders and resources, not a proof that there are no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from or1_megatron.config import VerifyConfig
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.code import CodeVerifier, last_python_block
+from or1_megatron.verify.code_tests import parse_code_tests
+from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8"]}
+ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert 7 == add(3, 4)", "assert not add(0, 0)"]}
+LEETCODE = {
+    "entry_point": "Solution().add",
+    "import_prefix": "from typing import *\n",
+    "test_code": (
+        "def check(candidate):\n    assert candidate(a = 1, b = 2) == 3\n    assert candidate(a = 3, b = 4) == 7\n"
+    ),
+}
+LISTS = {
+    "entry_point": "Solution().rev",
+    "import_prefix": (
+        "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val = val\n        self.next = next\n"
+        "def list_node(values):\n    head = None\n    for v in reversed(values):\n        head = ListNode(v, head)\n"
+        "    return head\n"
+    ),
+    "test_code": (
+        "def check(candidate):\n    assert is_same_list(candidate(head = list_node([1, 2, 3])), list_node([3, 2, 1]))\n"
+        "    assert is_same_list(candidate(head = list_node([])), list_node([]))\n"
+    ),
+}
+
+
+def problem(truth: Any) -> Problem:
+    text = truth if isinstance(truth, str) else json.dumps(truth)
+    return Problem("id", "s", "code", (Message("user", "q"),), text, {}, "x.jsonl:1")
+
+
+def answer(source: str) -> str:
+    return f"Thinking.</think>Here it is:\n```python\n{source}\n```\nDone."
+
+
+@pytest.fixture(scope="module")
+def verifier() -> CodeVerifier:
+    return CodeVerifier(limits=SandboxLimits(wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+
+
+RIGHT = {
+    "stdin": (DOUBLE, "print(int(input()) * 2)"),
+    "stdin main guard": (DOUBLE, "def main():\n    print(2 * int(input()))\nif __name__ == '__main__':\n    main()"),
+    "call": (ADD, "def add(a, b):\n    print('noise')\n    return a + b"),
+    "call in class": (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b"),
+    "asserts": (ASSERTS, "def add(a, b):\n    return a + b"),
+    "leetcode": (LEETCODE, "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"),
+    "linked lists": (
+        LISTS,
+        "class Solution:\n    def rev(self, head):\n        back = None\n        while head:\n"
+        "            head.next, back, head = back, head, head.next\n        return back",
+    ),
+    "tuples": ({"assert_case": ["assert f() == (1, [2], {3: 'x'}, {4})"]}, "def f(): return (1, [2], {3: 'x'}, {4})"),
+    "floats": ({"inputs": [[0.1, 0.2]], "outputs": [0.3], "fn_name": "add"}, "def add(a, b): return a + b"),
+    "wrapped output": ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, "def add(a, b): return a + b"),
+    "json lines": ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, "def add(a, b): return a + b"),
+}
+
+WRONG = {
+    "wrong output": (DOUBLE, "print(42)"),
+    "wrong later": (ADD, "def add(a, b): return 3"),
+    "raises": (DOUBLE, "raise SystemError"),
+    "right, then fails": (DOUBLE, "print(int(input()) * 2)\nraise SystemExit(1)"),
+    "list is not tuple": ({"assert_case": ["assert f() == (1, 2)"]}, "def f(): return [1, 2]"),
+    "no such function": (ADD, "def plus(a, b): return a + b"),
+    "syntax": (DOUBLE, "print("),
+    "null byte": (DOUBLE, "print(1)\0"),
+    "endless": (DOUBLE, "while True: pass"),
+    "deep nesting": (DOUBLE, "(" * 5000),
+}
+
+HOSTILE = {
+    "equal to all": (
+        ASSERTS,
+        "class E(int):\n    __eq__ = lambda s, o: True\n    __hash__ = None\ndef add(a, b): return E(0)",
+    ),
+    "equal object": (ASSERTS, "class E:\n    __eq__ = lambda s, o: True\ndef add(a, b): return E()"),
+    "exit 0": (ASSERTS, "import os\ndef add(a, b): os._exit(0)"),
+    "exit 0 at import": (LEETCODE, "import os\nos._exit(0)"),
+    "forged value": (
+        ADD,
+        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'3\\n')\n    except OSError: pass\nos._exit(0)",
+    ),
+    "patched json": (ASSERTS, "import json\njson.dumps = lambda v: 'true'\ndef add(a, b): return 0"),
+    "patched builtins": (ASSERTS, "import builtins\nbuiltins.eval = lambda *a: 3\ndef add(a, b): return 0"),
+    "frames": (
+        ADD,
+        "import sys\ndef add(a, b):\n    frame = sys._getframe(1)\n    while frame:\n"
+        "        for v in frame.f_locals.values():\n"
+        "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        frame = frame.f_back\n"
+        "    return open('/box/request.json').read()",
+    ),
+    "output flood": (DOUBLE, "while True: print('x' * 10000)"),
+    "stderr flood": (DOUBLE, "import sys\nwhile True: sys.stderr.write('x' * 10000)"),
+    "memory": (DOUBLE, "x = bytearray(1 << 36)"),
+    "fork bomb": (DOUBLE, "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"),
+    "files": (DOUBLE, "for n in range(10**6): open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 22))"),
+    "kill all": (DOUBLE, "import os\nos.kill(-1, 9)"),
+    "network": (DOUBLE, "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\nprint(42)"),
+    "closed pipes": (DOUBLE, "import os\nos.close(1); os.close(2)\nwhile True: pass"),
+    "signals ignored": (
+        DOUBLE,
+        "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+    ),
+    "daemon": (DOUBLE, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)"),
+    "huge integer": (ADD, "def add(a, b): return 10 ** 100000"),
+    "deep result": (ADD, "def add(a, b):\n    x = []\n    for _ in range(50000): x = [x]\n    return x"),
+    "host files": (DOUBLE, "import os\nprint(42 if os.path.exists('/etc/passwd') or os.path.exists('/proc/1') else 0)"),
+}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_programs_pass(verifier: CodeVerifier, case: str) -> None:
+    truth, source = RIGHT[case]
+    verifier.check_ground_truth(problem(truth))
+    verdict = verifier.verify(problem(truth), answer(source), truncated=False)
+    assert (verdict.reward, verdict.status) == (1.0, "right"), verdict.detail
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("case", [*WRONG, *HOSTILE])
+def test_wrong_and_hostile_programs_fail(verifier: CodeVerifier, case: str) -> None:
+    """And each leaves no process behind, and the next right program still passes."""
+    truth, source = {**WRONG, **HOSTILE}[case]
+    verdict = verifier.verify(problem(truth), answer(source), truncated=False)
+    assert (verdict.reward, verdict.status) == (0.0, "wrong"), verdict.detail
+    assert verdict.detail
+    assert [child.name() for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"] == []
+    assert verifier.verify(problem(DOUBLE), answer("print(int(input()) * 2)"), truncated=False).status == "right"
+
+
+@needs_bubblewrap
+def test_no_block_no_close_and_truncation(verifier: CodeVerifier) -> None:
+    right = "print(int(input()) * 2)"
+    cases = {
+        "no block": (f"</think>{right}", False, "no_answer"),
+        "inside the reasoning": (f"```python\n{right}\n```\n</think>", False, "no_answer"),
+        "never closed reasoning": (f"```python\n{right}\n```", False, "no_answer"),
+        "truncated": (answer(right), True, "truncated"),
+        "last block wins": (f"</think>\n```python\n{right}\n```\n```python\nprint(0)\n```", False, "wrong"),
+    }
+    for name, (response, truncated, status) in cases.items():
+        assert verifier.verify(problem(DOUBLE), response, truncated).status == status, name
+
+
+def test_last_python_block() -> None:
+    assert last_python_block("```python\na\n```\ntext\n```\nb\n```") == "a\n"
+    assert last_python_block("```\na\n```\n```cpp\nb\n```") == "a\n"
+    assert last_python_block("```python\na\n```\n```py\nb\n```\n") == "b\n"
+    assert last_python_block("```python\na\n```\n```python\nb") is None
+    assert last_python_block("no code, but `x`") is None
+
+
+BAD_TRUTHS = {
+    "not json": ("{", "not JSON"),
+    "a list": ('["1"]', "JSON of a list"),
+    "unknown kind": ({"tests": []}, "unknown kind: an object with keys ['tests']"),
+    "no tests": ({"inputs": [], "outputs": []}, "no tests"),
+    "mismatch": ({"inputs": ["1"], "outputs": []}, "mismatched: 1 inputs, 0 outputs"),
+    "inputs is text": ({"inputs": "1", "outputs": "2"}, "expected two lists"),
+    "input is a number": ({"inputs": [1], "outputs": ["2"]}, "inputs[0]: found a int"),
+    "call input not json": ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, "inputs[0]: not JSON"),
+    "assert is not python": ({"assert_case": ["assert f("]}, "assert_case[0]: not Python"),
+    "two calls": ({"assert_case": ["assert f(1) == g(1)"]}, "expected `assert CALL == LITERAL`"),
+    "tolerance": ({"assert_case": ["assert abs(f(1) - 2) < 1e-6"]}, "show the expectation"),
+    "helper with expectation": ({"assert_case": ["assert same(f(1), [2])"]}, "show the expectation"),
+    "no check": ({"entry_point": "f", "import_prefix": "", "test_code": "x = 1"}, "check(candidate)"),
+    "no entry point": ({"import_prefix": "", "test_code": "x = 1"}, "entry_point: found None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TRUTHS)
+def test_unusable_ground_truths_are_refused(case: str) -> None:
+    truth, words = BAD_TRUTHS[case]
+    with pytest.raises(ValueError) as caught:
+        parse_code_tests(truth if isinstance(truth, str) else json.dumps(truth))
+    assert words in str(caught.value)
+
+
+def test_no_expectation_is_in_what_the_sandbox_gets() -> None:
+    """The expected values are rare numbers: none occurs in the request, the input or the prefix of any test."""
+    truths = [
+        {"inputs": ["1\n"], "outputs": ["918273"]},
+        {"inputs": [[1]], "outputs": [918273], "fn_name": "f"},
+        {"assert_case": ["assert f(1) == 918273", "assert 918273 == f(1)"]},
+        {
+            "entry_point": "f",
+            "import_prefix": "",
+            "test_code": "def check(candidate):\n    assert candidate(1) == 918273",
+        },
+    ]
+    for truth in truths:
+        parsed = parse_code_tests(json.dumps(truth))
+        assert parsed.tests
+        for test in parsed.tests:
+            assert "918273" in str(test.expected)
+            assert "918273" not in json.dumps(test.request) + test.stdin.decode() + parsed.prefix
+
+
+@needs_bubblewrap
+def test_the_submission_has_three_descriptors_and_an_unprivileged_uid() -> None:
+    sandbox = Sandbox(SandboxLimits(wall_s=5.0))
+    source = (
+        "import os\nprint(os.getuid())\nfound = []\nfor fd in range(100):\n    try: os.fstat(fd)\n"
+        "    except OSError: continue\n    found.append(fd)\nprint(found)"
+    )
+    result = sandbox.run(source, {"kind": "stdin"}, b"")
+    assert result.output.decode().splitlines() == ["65534", "[0, 1, 2]"]
+
+
+def test_without_bubblewrap_code_is_refused_and_math_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SandboxUnavailable, match=r"'code' cannot be verified without it, math can.*apt install bubblewrap"
+    ):
+        build_verifiers(VerifyConfig(), {"math", "code"})
+    assert set(build_verifiers(VerifyConfig(), {"math"})) == {"math"}
+
+
+def test_a_bubblewrap_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(SandboxUnavailable, match="user namespaces"):
+        CodeVerifier()
+
+
+def test_unknown_abilities_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no verifier for ability \['cooking'\]; expected one of: code, math"):
+        build_verifiers(VerifyConfig(), {"math", "cooking"})

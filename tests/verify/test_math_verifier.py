@@ -1,0 +1,173 @@
+"""The math verifier against hand-labelled answers, hangs and deaths of its child process.
+
+The table is small and friendly; how often the verifier errs on real answers it does not say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from or1_megatron.interfaces import Verifier
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.answer import after_reasoning, last_box
+from or1_megatron.verify.exact import decide, rational
+from or1_megatron.verify.math import MathVerifier
+
+sys.path.insert(0, str(Path(__file__).parent))
+from math_table import AFTER_THINK, HANGS, WHOLE
+
+
+def problem(golds: list[str] | str) -> Problem:
+    truth = golds if isinstance(golds, str) else json.dumps(golds)
+    return Problem("id", "s", "math", (Message("user", "q"),), truth, {}, "x.jsonl:1")
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    made = MathVerifier(timeout_s=10.0)  # generous: other tests may share the cores
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("golds", "answer", "status"), AFTER_THINK)
+def test_labelled_answers(verifier: MathVerifier, golds: list[str], answer: str, status: str) -> None:
+    verdict = verifier.verify(problem(golds), f"Let me think.\n</think>\n{answer}", truncated=False)
+    assert (verdict.status, verdict.reward) == (status, float(status == "right")), verdict
+
+
+@pytest.mark.parametrize(("golds", "response", "truncated", "status"), WHOLE)
+def test_labelled_responses(
+    verifier: MathVerifier, golds: list[str], response: str, truncated: bool, status: str
+) -> None:
+    verdict = verifier.verify(problem(golds), response, truncated)
+    assert (verdict.status, verdict.reward) == (status, float(status == "right")), verdict
+
+
+def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) -> None:
+    for golds, answer, _ in AFTER_THINK:
+        assert verifier.verify(problem(golds), f"</think>{answer}", truncated=True).status == "truncated"
+
+
+def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
+    verifier = MathVerifier(timeout_s=1.0)
+    try:
+        for golds, answer in HANGS:
+            started_s = time.perf_counter()
+            verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
+            assert (verdict.status, verdict.reward) == ("timeout", 0.0)
+            assert "1.0 s" in verdict.detail
+            assert time.perf_counter() - started_s < 20  # the limit, and a child's start on a busy machine
+            after = verifier.verify(problem([r"\sqrt{8}"]), r"</think>\boxed{2\sqrt{2}}", truncated=False)
+            assert after.status == "right"
+    finally:
+        verifier.close()
+
+
+def test_a_child_that_is_killed_is_replaced() -> None:
+    """Killed while idle it is not even noticed; its death in a request is covered by the hang above."""
+    verifier = MathVerifier(timeout_s=10.0)
+    try:
+        verifier.verify(problem(["x+y"]), r"</think>\boxed{y+x}", truncated=False)
+        first = verifier.worker_pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        for _ in range(2):
+            verdict = verifier.verify(problem(["x+y"]), r"</think>\boxed{y+x}", truncated=False)
+        assert verdict.status == "right"
+        assert verifier.worker_pid != first
+    finally:
+        verifier.close()
+    assert verifier.worker_pid is None
+    assert not psutil.pid_exists(first)
+
+
+@pytest.mark.parametrize("answer", ["x+y", "10^(10^10)"], ids=["idle", "busy"])
+def test_the_child_dies_with_a_parent_that_is_killed(answer: str) -> None:
+    """Idle it sees the end of its input; busy in one endless operation its own timer ends it."""
+    program = (
+        "import json, threading, time\n"
+        "from or1_megatron.types import Message, Problem\n"
+        "from or1_megatron.verify.math import MathVerifier\n"
+        "v = MathVerifier(timeout_s=4.0)\n"
+        "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
+        "v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
+        "print(v.worker_pid, flush=True)\n"
+        f"v.verify(p, '</think>' + chr(92) + 'boxed{{{answer}}}', False)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(1.0)
+        assert child.is_running()
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.1)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("truth", "words"),
+    [
+        ("5", "JSON list"),
+        ("[]", "JSON list"),
+        ("[5]", "found 5 among the answers"),
+        ('[""]', "found '' among"),
+        ('{"inputs": []}', "JSON list"),
+        ("x=5", "not JSON"),
+        ('["\\\\frac{1}{"]', "braces do not balance"),
+        ('["1}{2"]', "braces do not balance"),
+        ('["@@"]', "expression that Math-Verify can parse"),
+    ],
+)
+def test_unusable_ground_truths_are_refused(verifier: MathVerifier, truth: str, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        verifier.check_ground_truth(problem(truth))
+    assert words in str(caught.value)
+
+
+def test_usable_ground_truths_are_taken(verifier: MathVerifier) -> None:
+    for golds, _, _ in AFTER_THINK:
+        verifier.check_ground_truth(problem(golds))
+
+
+def test_exact_comparison_decides_only_what_it_knows() -> None:
+    assert rational("12") == 12
+    for text in ("1,234", "1.0", "5%", "1/0", r"\frac{1}{0}", "٥", "1_000", "0x1", " 1", "+1", "9" * 301, ""):
+        assert rational(text) is None, text
+    assert decide(["x", "5"], "5") is True
+    assert decide(["x", "5"], "6") is None  # x might be 6 for all it knows
+    assert decide(["4", "5"], "6") is False
+
+
+def test_last_box_reads_balanced_braces() -> None:
+    assert last_box(r"\boxed{\frac{1}{2}} ") == r"\frac{1}{2}"
+    assert last_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_box(r"\boxed{1} \boxedtext{2}") == "1"
+    assert last_box(r"\boxed{1} \boxed{2") == ""
+    assert last_box(r"\boxed 5") == ""
+    assert last_box("none") is None
+    assert after_reasoning("a</think>b") == "b"
+    assert after_reasoning("a") is None
+
+
+def test_short_answers_are_judged_at_400_per_second() -> None:
+    """Plain numbers, the commonest answers, with 3 KB of reasoning before them; the floor asked for, not the speed."""
+    verifier: Verifier = MathVerifier()
+    response = "some reasoning, " * 200 + r"</think>\boxed{%d}"
+    started_s = time.process_time()
+    for n in range(400):
+        verifier.verify(problem([str(n % 7)]), response % (n % 5), truncated=False)
+    assert time.process_time() - started_s < 1.0

@@ -1,0 +1,170 @@
+"""The pool with real Ray actors and real verifiers: order, spread, and what happens when a verifier dies.
+
+Deaths are caused by killing processes from outside; that Ray notices a whole lost node is not shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from or1_megatron.config import VerifyConfig
+from or1_megatron.types import Completion, Message, Problem, VersionSpan
+from or1_megatron.verify.pool import VerifierPool
+
+pytestmark = pytest.mark.usefixtures("small_ray")
+
+
+def problem(gold: str, ability: str = "math") -> Problem:
+    return Problem(f"id{gold}", "s", ability, (Message("user", "q"),), json.dumps([gold]), {}, "x.jsonl:1")
+
+
+def completion(text: str, truncated: bool = False) -> Completion:
+    return Completion(
+        problem_id="id",
+        sample_index=0,
+        token_ids=np.zeros(1, dtype=np.int32),
+        log_probs=np.zeros(1, dtype=np.float32),
+        text=text,
+        finish_reason="length" if truncated else "stop",
+        versions=(VersionSpan(0, 0),),
+        engine=0,
+        seed=0,
+        started_s=0.0,
+        finished_s=1.0,
+    )
+
+
+def with_pool(
+    body: Callable[[VerifierPool], Awaitable[None]],
+    workers: int = 2,
+    timeout_s: float = 10.0,
+    call_timeout_s: float = 60.0,
+) -> None:
+    async def main() -> None:
+        config = VerifyConfig(workers=workers, timeout_s=timeout_s)
+        pool = VerifierPool(config, frozenset({"math"}), {}, call_timeout_s)
+        try:
+            await pool.start()
+            await body(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def processes_of(word: str) -> list[psutil.Process]:
+    """Living descendants of this process, Ray's workers among them, with this word in their command line."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # gone, or a zombie, since the listing
+            continue
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_caller_gets_its_own_verdict(workers: int) -> None:
+    """200 at once, labels by construction; whatever the number of workers."""
+
+    async def body(pool: VerifierPool) -> None:
+        calls = [
+            pool.verify(problem(str(n)), completion(rf"</think>\boxed{{{n + n % 3}}}", truncated=n % 5 == 0))
+            for n in range(200)
+        ]
+        verdicts = await asyncio.gather(*calls)
+        expected = ["truncated" if n % 5 == 0 else "wrong" if n % 3 else "right" for n in range(200)]
+        assert [verdict.status for verdict in verdicts] == expected
+        assert pool.retries == 0
+        assert pool.pending == 0
+
+    with_pool(body, workers)
+
+
+def test_one_hang_does_not_hold_up_the_others() -> None:
+    async def body(pool: VerifierPool) -> None:
+        hang = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        await asyncio.sleep(0.05)
+        started_s = time.perf_counter()
+        verdicts = await asyncio.gather(
+            *(pool.verify(problem("1"), completion(r"</think>\boxed{1}")) for _ in range(40))
+        )
+        assert time.perf_counter() - started_s < 3
+        assert not hang.done()
+        assert {verdict.status for verdict in verdicts} == {"right"}
+        assert (await hang).status == "timeout"
+
+    with_pool(body, workers=2, timeout_s=4.0)
+
+
+def test_a_killed_verifier_is_replaced_and_its_samples_retried() -> None:
+    async def body(pool: VerifierPool) -> None:
+        hang = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        await asyncio.sleep(1.0)
+        (actor,) = processes_of("VerifierActor")
+        os.kill(actor.pid, signal.SIGKILL)
+        assert (await hang).status == "timeout"  # tried again elsewhere, and judged there
+        assert pool.retries == 1
+        assert (await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))).status == "right"
+
+    with_pool(body, workers=1, timeout_s=4.0)
+
+
+def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along() -> None:
+    """The call limit is below the verifier's, so the hanging sample fails both times; its batch-mates do not."""
+
+    async def body(pool: VerifierPool) -> None:
+        await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))
+        answers = [r"\boxed{1}", r"\boxed{2}", r"\boxed{10^(10^10)}", r"\boxed{1}"]
+        verdicts = await asyncio.gather(*(pool.verify(problem("1"), completion("</think>" + a)) for a in answers))
+        assert [verdict.status for verdict in verdicts] == ["right", "wrong", "error", "right"]
+        assert verdicts[2].reward == 0.0
+        assert "TimeoutError" in verdicts[2].detail
+        assert 1 <= pool.retries <= 4
+
+    with_pool(body, workers=1, timeout_s=60.0, call_timeout_s=6.0)
+
+
+def test_close_ends_the_actors() -> None:
+    async def body(pool: VerifierPool) -> None:
+        await pool.verify(problem("x+y"), completion(r"</think>\boxed{y+x}"))
+        assert len(processes_of("VerifierActor")) == 2
+        assert processes_of("math_worker")
+
+    with_pool(body)
+    deadline = time.monotonic() + 10
+    while processes_of("VerifierActor") + processes_of("math_worker") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of("VerifierActor") + processes_of("math_worker") == []
+
+
+def test_what_cannot_be_built_is_refused_at_the_start(small_ray: None) -> None:
+    async def main() -> None:
+        pool = VerifierPool(VerifyConfig(), frozenset({"cooking"}))
+        try:
+            with pytest.raises(RuntimeError, match=r"no verifier for ability \['cooking'\]"):
+                await pool.start()
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+    assert ray.is_initialized()
+
+
+def test_an_ability_that_the_pool_lacks_is_refused() -> None:
+    async def body(pool: VerifierPool) -> None:
+        with pytest.raises(ValueError, match=r"x\.jsonl:1: ability 'code'"):
+            await pool.verify(problem("1", "code"), completion(""))
+
+    with_pool(body, workers=1)
