@@ -112,6 +112,10 @@ class Verifier(Protocol):
         """Never raises for anything that the response holds."""
         ...
 
+    def close(self) -> None:
+        """End what the verifier has started."""
+        ...
+
 
 class Rollouts(Protocol):
     """Samples and verifies: the loop's view of the RolloutManager, which is a process of its own."""

@@ -225,7 +225,8 @@ class HandoffReport:
     bytes_sent: int
     transfer_s: float
     probe_s: float
-    probe_max_abs_diff: float
+    probe_max_abs_diff: float | None
+    """nats; None: this handoff was not probed."""
 
 
 @dataclass(frozen=True, slots=True)

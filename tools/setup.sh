@@ -46,7 +46,7 @@ install_python_packages() {
 }
 
 pip_install() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location "$@"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check --no-warn-script-location "$@"
 }
 
 # need NAME PRESENT-TEST PACKAGE CONSEQUENCE: install a system package where we may, else say what will not work.

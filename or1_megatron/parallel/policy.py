@@ -45,6 +45,8 @@ class MegatronPolicy:
         self.weights = ShardedWeights(network, self.family, self.hf, mesh)
         self.weights.mark_cut_parameters()
         self.weights.load_hf(HFTensors(model.hf))
+        self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
+        """Of the whole model, over all ranks."""
         self.network = network
         self.chunks = [
             DistributedDataParallel(

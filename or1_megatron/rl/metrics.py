@@ -194,12 +194,13 @@ def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, floa
         "entropy/coefficient": step.reading.alpha,
         "entropy/controller": step.reading.controller,
         **update_metrics(step.updates, step.stage.sgd_steps == 1),
-        "handoff/probe_max_abs_diff": step.handoff.probe_max_abs_diff,
         "handoff/bytes": step.handoff.bytes_sent,
         "handoff/transfer_s": step.handoff.transfer_s,
         "handoff/probe_s": step.handoff.probe_s,
         **throughput_metrics(step.batches, step.updates, hardware),
     }
+    if step.handoff.probe_max_abs_diff is not None:
+        metrics["handoff/probe_max_abs_diff"] = step.handoff.probe_max_abs_diff
     if step.filtered is not None:
         metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
     if step.mismatch is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from or1_megatron.config import RolloutConfig, VerifyConfig
+from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import EnginePool
@@ -17,13 +19,16 @@ from or1_megatron.types import Group, Prompt, RolloutReport, Sampling
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
 _PROGRESS_S = 0.2
+_STOP_POLL_S = 0.5
 
 
 class RolloutsClient:
     """``interfaces.Rollouts`` over the manager actor. Every wait has a deadline."""
 
-    def __init__(self, manager: Any, step_timeout_s: float) -> None:
+    def __init__(self, manager: Any, step_timeout_s: float, stop: Callable[[], bool]) -> None:
+        """``stop``: true once the run has been asked to stop; waits then end with ``Stopped``."""
         self._manager = manager
+        self._stop = stop
         self._deadline_s = step_timeout_s + _MARGIN_S
         self._progress = (0, 0)
 
@@ -32,6 +37,7 @@ class RolloutsClient:
 
         Raises:
             RolloutError: as do all methods: an engine or the verification failed, or the deadline passed.
+        Stopped: as does every wait, once a stop has been requested; the roll-out is lost.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
@@ -66,14 +72,18 @@ class RolloutsClient:
         ray.kill(self._manager, no_restart=True)
 
     def _get(self, call: Any) -> Any:
+        deadline = time.monotonic() + self._deadline_s
+        while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
+            if self._stop():
+                raise Stopped("roll-out abandoned: the run has been asked to stop")
+            if time.monotonic() > deadline:
+                raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s")
         try:
-            return ray.get(call, timeout=self._deadline_s)
+            return ray.get(call)
         except RayTaskError as error:
             raise RolloutError(str(error.cause)) from error
         except RayActorError as error:
             raise RolloutError(f"the RolloutManager died: {error}") from error
-        except GetTimeoutError as error:
-            raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s") from error
 
 
 def start_rollouts(
@@ -83,12 +93,14 @@ def start_rollouts(
     abilities: frozenset[str],
     run_id: str,
     ray_options: Mapping[str, Any] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> RolloutsClient:
     """Start the RolloutManager and its verifiers over engines that need not be up yet.
 
     Args:
         abilities: of the problems that will come, e.g. {"math"}.
         ray_options: for manager and verifiers, e.g. a scheduling strategy.
+        stop: true once the run has been asked to stop.
 
     Raises:
         RolloutError: the manager or a verifier did not come up.
@@ -106,4 +118,4 @@ def start_rollouts(
         raise RolloutError(
             f"rollout manager and verifiers were not up after rollout.start_timeout_s = {config.start_timeout_s:g}"
         ) from error
-    return RolloutsClient(manager, config.step_timeout_s)
+    return RolloutsClient(manager, config.step_timeout_s, stop)

@@ -9,6 +9,7 @@ actors of a job whose driver is gone; ``reap_run`` sees to it at the next start.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import ray
 
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
 
 _reaper: subprocess.Popen[bytes] | None = None
 
@@ -56,6 +58,7 @@ def start_ray(address: str | None, run_id: str) -> None:
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
+        _check_answers(address)
         options |= {"address": address}
     try:
         context = ray.init(**options)
@@ -65,10 +68,7 @@ def start_ray(address: str | None, run_id: str) -> None:
                 f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
                 "limits and ports blocked on the loopback device; its logs are under /tmp/ray/session_latest/logs"
             ) from error
-        raise ClusterError(
-            f"no Ray cluster answers at cluster.ray_address = '{address}': {error}. Start one with 'ray start --head' "
-            "(port 6379 unless told otherwise), or leave ray_address empty to run on this machine alone"
-        ) from error
+        raise ClusterError(_no_cluster(address, error)) from error
     if address is None:
         _start_reaper(context.address_info["session_dir"])
     else:
@@ -112,6 +112,26 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
                 f"actors {sorted(left)} of an earlier attempt of run '{run_id}' are still alive after {timeout_s:g} s"
             )
         time.sleep(0.2)
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes before it gives up on a host that does not answer."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(f"cluster.ray_address = '{address}': expected 'auto' or host:port, e.g. 10.0.0.1:6379")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterError(_no_cluster(address, error)) from error
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    return (
+        f"no Ray cluster answers at cluster.ray_address = '{address}': {error}. Start one with 'ray start --head' "
+        "(port 6379 unless told otherwise), or leave ray_address empty to run on this machine alone"
+    )
 
 
 def _start_reaper(session: str) -> None:

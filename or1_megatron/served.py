@@ -1,0 +1,116 @@
+"""The policy as the loop sees it: relayed to all ranks, and in step with the engines that serve its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from or1_megatron.config import Config
+from or1_megatron.handoff.certificate import compare_probe, probe_tokens
+from or1_megatron.handoff.sender import EngineWeightSender
+from or1_megatron.interfaces import Objective
+from or1_megatron.parallel.driver import PolicyDriver
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rollout.pool import RayEngineControl
+from or1_megatron.types import Batch, HandoffReport, Sample, TokenScores, UpdateReport
+
+_PROBE_SEQUENCES = 2
+
+
+class ServedPolicy:
+    """``interfaces.Policy``: the driver's verbs, the handoff with its probe, and turns on shared GPUs.
+
+    A colocated turn (GPU): engines sleep before the trainer's first verb of a step, wake their weights for the
+    handoff, and their KV cache after it. On CPU, and with placement ``separate``, nobody sleeps.
+    """
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        policy: MegatronPolicy,
+        sender: EngineWeightSender,
+        engines: RayEngineControl,
+        config: Config,
+    ) -> None:
+        self._driver = PolicyDriver(lockstep)
+        self._sender, self._engines, self._config = sender, engines, config.handoff
+        self._takes_turns = torch.cuda.is_available() and config.rollout.placement == "colocated"
+        self._asleep = False
+        self._handoffs = 0
+        self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.handoff.probe_tokens // _PROBE_SEQUENCES))
+        parallel = config.parallel
+        layout = BatchLayout(parallel.data, parallel.micro_batch_tokens, 2 * parallel.context * parallel.tensor)
+        self._probe_batch = pack([_scored_whole(ids) for ids in self._probe], layout)
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        self._trainers_turn()
+        return self._driver.score(batch, temperature)
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        self._trainers_turn()
+        return self._driver.update(batch, objective)
+
+    def hand_off(self, version: int) -> HandoffReport:
+        """Send the weights as ``version``; then, at every n-th handoff, compare engines and policy on the probe.
+
+        Raises:
+            HandoffError: an engine failed or did not keep up.
+            HandoffMismatch: an engine does not compute what the policy computes.
+        """
+        started_s = time.perf_counter()
+        if self._asleep:
+            self._engines.wake_up(["weights"])
+        bytes_sent = self._driver.send(version)
+        if self._asleep:
+            self._engines.wake_up(["kv_cache"])
+            self._asleep = False
+        sent_s = time.perf_counter()
+        every = self._config.probe_every_steps
+        difference = self._compare() if every and self._handoffs % every == 0 else None
+        self._handoffs += 1
+        return HandoffReport(
+            version=version,
+            bytes_sent=bytes_sent,
+            transfer_s=sent_s - started_s,
+            probe_s=time.perf_counter() - sent_s,
+            probe_max_abs_diff=difference,
+        )
+
+    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+        self._driver.save(folder, state)
+
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        self._trainers_turn()
+        return self._driver.load(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        self._driver.export_hf(folder)
+
+    def _trainers_turn(self) -> None:
+        if self._takes_turns and not self._asleep:
+            self._engines.sleep()
+            self._asleep = True
+
+    def _compare(self) -> float:
+        engines = self._sender.probe(self._probe)
+        policy = self._driver.score(self._probe_batch, 1.0).log_probs
+        return compare_probe(engines, policy, self._config.probe_bound)
+
+
+def _scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
+    """A sequence of which every token but the first is scored."""
+    rest = token_ids[1:]
+    return Sample(
+        prompt_ids=token_ids[:1],
+        response_ids=rest,
+        old_log_probs=np.zeros(rest.size, dtype=np.float32),
+        advantage=0.0,
+        loss_mask=np.ones(rest.size, dtype=np.bool_),
+    )

@@ -1,0 +1,256 @@
+"""The composition root: every trainer rank runs this module under torchrun.
+
+    or1 train CONFIG                                              (starts it on one machine)
+    torchrun ... -m or1_megatron.train CONFIG --set key=value     (several nodes)
+
+Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop; the other ranks hold
+their share of the policy and serve the verbs that rank 0 relays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from or1_megatron.config import Config
+from or1_megatron.config_file import check_resume, load_config, resolved_yaml
+from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
+from or1_megatron.data.stream import MixtureStream, Source
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.interfaces import Evaluator, Rollouts
+from or1_megatron.parallel.driver import policy_verbs
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.placement import engine_places
+from or1_megatron.report.console import RunConsole, open_console
+from or1_megatron.report.summary import summarise
+from or1_megatron.rl.batch import BatchLayout
+from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.rollout.client import start_rollouts
+from or1_megatron.rollout.cluster import start_ray, stop_ray
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.handoff.sender import EngineWeightSender
+from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
+from or1_megatron.runtime.record import Observers, RunRecord
+from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
+from or1_megatron.runtime.seeds import seed_everything
+from or1_megatron.runtime.signals import StopRequested
+from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.runtime.trackers import Trackers
+from or1_megatron.schemas import check_summary
+from or1_megatron.served import ServedPolicy
+from or1_megatron.types import Prompt, Sampling
+from or1_megatron.verify.registry import build_verifiers
+
+_STARTED_S = time.time()
+_PEAK_BF16_FLOPS = 989e12  # dense, of one H100, H200 or H800
+
+
+def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[str]]:
+    """(training sources, held-out prompts, abilities), every gold answer checked.
+
+    Raises:
+        DataError: a file or row that cannot be used, or no prompt left.
+    """
+    template = ChatTemplate(load_tokenizer(config.model.hf))
+    train = [load_problems(source.path) for source in config.data.train]
+    held_out = [load_problems(source.path) for source in config.evaluate.data]
+    abilities = frozenset(problem.ability for problems in (*train, *held_out) for problem in problems)
+    verifiers = build_verifiers(config.verify, abilities)
+    try:
+        for problems in (*train, *held_out):
+            check_ground_truths(problems, verifiers)
+    finally:
+        for verifier in verifiers.values():
+            verifier.close()
+    longest = config.data.max_prompt_tokens
+    if config.data.difficulty_model is not None:
+        train = [filter_by_difficulty(problems, config.data.difficulty_model) for problems in train]
+    sources = [
+        Source(template.make_prompts(problems, longest)[0], source.repeat)
+        for problems, source in zip(train, config.data.train, strict=True)
+    ]
+    return sources, [p for problems in held_out for p in template.make_prompts(problems, longest)[0]], abilities
+
+
+def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollouts) -> Evaluator | None:
+    """The held-out evaluation at the final stage's T, or none without held-out problems."""
+    if not held_out:
+        return None
+    tokens = config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens
+    sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, tokens)
+    return HeldOut(held_out, rollouts, sampling, config.evaluate.seed)
+
+
+def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> LoopConfig:
+    parallel = config.parallel
+    hardware = None
+    if torch.cuda.is_available():
+        hardware = Hardware(parallel.ranks, _PEAK_BF16_FLOPS, policy.parameter_count)
+    return LoopConfig(
+        seed=config.run.seed,
+        stages=config.stages,
+        algorithm=config.algorithm,
+        evaluation=config.evaluate,
+        checkpoint=config.checkpoint,
+        layout=BatchLayout(parallel.data, parallel.micro_batch_tokens, 2 * parallel.context * parallel.tensor),
+        max_error_fraction=config.verify.max_error_fraction,
+        export_folder=folder.hf,
+        hardware=hardware,
+    )
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and response tokens of the longest sequence that an engine will hold."""
+    responses = [stage.max_response_tokens for stage in config.stages]
+    if config.evaluate.data:
+        responses.append(config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens)
+    return config.data.max_prompt_tokens + max(responses)
+
+
+@contextmanager
+def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
+    """This rank's place in the mesh and its share of the policy."""
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(config.parallel.threads_per_rank or max(1, cores // config.parallel.ranks))
+    start_process_group(config.cluster.verb_timeout_s)
+    try:
+        mesh = build_mesh(config.parallel, config.run.seed)
+        seed_everything(config.run.seed, mesh.rank)
+        yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
+    finally:
+        stop_process_group()
+
+
+def serve(config: Config) -> None:
+    """A rank other than 0: execute verbs until rank 0 is done."""
+    engine_places(config)
+    with trainer_rank(config) as (mesh, policy):
+        sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
+        Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s).serve()
+
+
+def lead(config: Config, stop: StopRequested) -> int:
+    """Rank 0: everything that there is one of. Returns the exit status: 0, or 3 when stopped before the end."""
+    folder = RunFolder(config.run.dir)
+    folder.create()
+    with ExitStack() as stack:
+        stack.enter_context(folder.lock())
+        keeper = CheckpointKeeper(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
+        keeper.clean()
+        config_file = folder.config
+        if keeper.newest() is not None and config_file.is_file():
+            check_resume(load_config(config_file), config)
+        folder.write_config(resolved_yaml(config))
+        sources, held_out, abilities = load_prompts(config)
+        run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
+        start_ray(config.cluster.ray_address, run_id)
+        stack.callback(stop_ray)
+        places = engine_places(config)
+        on_cpu = not torch.cuda.is_available()
+        engines = EnginePool(
+            config.rollout, config.model.hf, config.model.dtype, longest_sequence(config), run_id, on_cpu, places
+        )
+        stack.callback(engines.close)
+        rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)
+        stack.callback(rollouts.close)
+        mesh, policy = stack.enter_context(trainer_rank(config))
+        engines.wait_ready()
+        control = engines.control(config.handoff.timeout_s)
+        sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
+        stack.callback(sender.close)
+        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s)
+        stack.callback(lockstep.close)
+        served = ServedPolicy(lockstep, policy, sender, control, config)
+        return run_loop(config, folder, keeper, stop, served, rollouts, sources, held_out, policy)
+
+
+def run_loop(
+    config: Config,
+    folder: RunFolder,
+    keeper: CheckpointKeeper,
+    stop: StopRequested,
+    served: ServedPolicy,
+    rollouts: Rollouts,
+    sources: Sequence[Source],
+    held_out: Sequence[Prompt],
+    policy: MegatronPolicy,
+) -> int:
+    """Run the loop with its observers, and sum it up."""
+    console, live = open_console(config.track.console)
+    entropy = config.algorithm.entropy
+    total_steps = sum(stage.steps for stage in config.stages)
+    shown = RunConsole(
+        console,
+        live,
+        total_steps=total_steps,
+        stage_names=[stage.name for stage in config.stages],
+        entropy_target=entropy.target if entropy.mode == "adaptive" else None,
+        progress=rollouts.progress,
+    )
+    record = RunRecord(folder, config.track, config.model_dump(mode="json"))
+    try:
+        ports = Ports(
+            policy=served,
+            rollouts=rollouts,
+            stream=MixtureStream(sources, config.run.seed),
+            evaluator=make_evaluator(config, held_out, rollouts),
+            observer=Observers([record, shown]),
+            tracker=Trackers([record, shown]),
+            keeper=keeper,
+            timer=StepTimer(),
+            stop=stop.requested,
+        )
+        startup_s = time.time() - _STARTED_S
+        result = Loop(loop_config(config, policy, folder), ports).run()
+        model = folder.hf if result.finished else None
+        summary = summarise(
+            result, total_steps=total_steps, seed=config.run.seed, model=model, startup_s=startup_s
+        )
+        check_summary(summary)
+        folder.write_summary(summary)
+        shown.finished(summary)
+        return 0 if result.finished else 3
+    finally:
+        record.close()
+        shown.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="or1_megatron.train", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    config = load_config(arguments.config, arguments.overrides)
+    stop = StopRequested(config.checkpoint.signal_grace_s)
+    stop.install()
+    set_up_logging(config.run.dir, rank)
+    try:
+        if rank > 0:
+            serve(config)
+            return 0
+        return lead(config, stop)
+    except Exception as error:
+        if not type(error).__module__.startswith("or1_megatron."):
+            raise
+        print(f"or1: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        stop.uninstall()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
