@@ -266,7 +266,9 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
             f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
             "set rollout.placement=separate"
         )
-    longest = max(stage.max_response_tokens for stage in config.stages) + config.data.max_prompt_tokens
+    responses = [stage.max_response_tokens for stage in config.stages]
+    responses += [config.evaluate.max_response_tokens or 0] if config.evaluate.data else []
+    longest = config.data.max_prompt_tokens + max(responses)
     kv_tokens = _kv_tokens(config, shape)
     if kv_tokens is not None and kv_tokens < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))

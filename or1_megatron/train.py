@@ -31,7 +31,7 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.placement import engine_places
-from or1_megatron.report.console import RunConsole, open_console
+from or1_megatron.report.console import RunConsole, open_console, show_summary
 from or1_megatron.report.summary import summarise
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.loop import Loop
@@ -152,6 +152,8 @@ def lead(config: Config, stop: StopRequested) -> int:
         config_file = folder.config
         if keeper.newest() is not None and config_file.is_file():
             check_resume(load_config(config_file), config)
+        if is_finished(config, folder):
+            return 0
         folder.write_config(resolved_yaml(config))
         sources, held_out, abilities = load_prompts(config)
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
@@ -174,6 +176,19 @@ def lead(config: Config, stop: StopRequested) -> int:
         stack.callback(lockstep.close)
         served = ServedPolicy(lockstep, policy, sender, control, config)
         return run_loop(config, folder, keeper, stop, served, rollouts, sources, held_out, policy)
+
+
+def is_finished(config: Config, folder: RunFolder) -> bool:
+    """Whether the folder holds this run's end; if so, it is shown again."""
+    if not folder.summary.is_file():
+        return False
+    summary = folder.read_summary()
+    if not summary["finished"] or summary["total_steps"] != sum(stage.steps for stage in config.stages):
+        return False
+    console, _ = open_console("plain")
+    console.print(f"{folder.root} holds a finished run; remove it, or set another run.dir, to train again")
+    show_summary(summary, console)
+    return True
 
 
 def run_loop(

@@ -11,7 +11,21 @@ import numpy as np
 import pytest
 
 RUN_ID = "tests"
-WORDS = ["<pad>", "<end>", "<user>", "<think>", "</think>", "\\boxed{", "}", *map(str, range(20)), "+", "=", "so ", "no ", "x"]
+WORDS = [
+    "<pad>",
+    "<end>",
+    "<user>",
+    "<think>",
+    "</think>",
+    "\\boxed{",
+    "}",
+    *map(str, range(20)),
+    "+",
+    "=",
+    "so ",
+    "no ",
+    "x",
+]
 END = WORDS.index("<end>")
 MAX_MODEL_TOKENS = 128
 

@@ -22,9 +22,7 @@ def probe_tokens(vocab_size: int, length: int, sequences: int = 2) -> list[Int32
     return [generator.integers(0, vocab_size, size=length, dtype=np.int32) for _ in range(sequences)]
 
 
-def compare_probe(
-    engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array], bound: float
-) -> float:
+def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array], bound: float) -> float:
     """Largest |engine - policy| log-prob over all engines, sequences and positions.
 
     Args:

@@ -31,25 +31,19 @@ class HandoffError(RuntimeError):
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
     """A store on a free port of this host, which ``address`` must name."""
-    return TCPStore(
-        address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def join_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    return TCPStore(
-        address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def open_group(
-    store: TCPStore, address: str, rank: int, world_size: int, timeout_s: float
-) -> ProcessGroupGloo:
+def open_group(store: TCPStore, address: str, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
     """Form the group; blocks until all ranks are here. ``address`` is the trainer's, as this process reaches it.
 
     gloo would otherwise listen on whatever the host name resolves to, which in a container may be nothing.
     """
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(address))]
     return ProcessGroupGloo(PrefixStore("or1-handoff", store), rank, world_size, options)
@@ -60,7 +54,7 @@ def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> torch.distribute
     options = torch.distributed.BroadcastOptions()
     options.rootRank = TRAINER_RANK
     options.rootTensor = 0
-    return group.broadcast([tensor], options)
+    return group.broadcast([tensor], options)  # type: ignore[attr-defined]  # as above
 
 
 def _own_address(peer: str) -> str:

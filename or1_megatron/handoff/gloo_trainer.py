@@ -216,5 +216,3 @@ def register() -> None:
     """Make the backend known to vLLM's trainer factory in this process."""
     if BACKEND not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine(BACKEND, GlooTrainerEngine)
-
-

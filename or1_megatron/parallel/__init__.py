@@ -4,6 +4,10 @@ This is the only package that imports megatron. ``import or1_megatron.parallel``
 there is no CUDA, because Megatron decides some things at import time.
 """
 
+import warnings
+
 from or1_megatron.parallel.cpu_device import install_without_cuda
 
+# Megatron warns once per module and process that apex and Transformer Engine are absent; ``or1 doctor`` says it once.
+warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", module="megatron")
 install_without_cuda()

@@ -106,7 +106,7 @@ def start_rollouts(
         RolloutError: the manager or a verifier did not come up.
     """
     options = {"name": "rollout-manager", "namespace": namespace(run_id), **(ray_options or {})}
-    manager = ManagerActor.options(**options).remote(  # type: ignore[attr-defined]
+    manager = ManagerActor.options(**options).remote(
         engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
     )
     try:

@@ -11,13 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from or1_megatron.interfaces import Engine
 from or1_megatron.types import Completion
 
 T = TypeVar("T")
-EngineT = TypeVar("EngineT", bound=Engine)
 
-_LINGER_S = 0.03  # finished responses are handed out together, not one call each; an engine that runs dry does not linger
+# Finished responses are handed out together, not one call each; an engine that runs dry does not linger.
+_LINGER_S = 0.03
 
 
 class EngineFailed(RuntimeError):
@@ -70,9 +69,7 @@ class EngineThread:
         with self._state:
             self._state.wait_for(lambda: self._completions or self._failure is not None, timeout=wait_s)
             if self._completions:
-                self._state.wait_for(
-                    lambda: self._busy_since_s is None or self._failure is not None, timeout=_LINGER_S
-                )
+                self._state.wait_for(lambda: self._busy_since_s is None or self._failure is not None, timeout=_LINGER_S)
             if self._failure is not None:
                 raise EngineFailed(self._failure)
             harvest = Harvest(tuple(self._completions), tuple(self._busy_s))

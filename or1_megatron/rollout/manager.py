@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from or1_megatron.config import VerifyConfig
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.sampler import RequestKey, assemble_groups, plan_requests, union_s
-from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Sampling, Verdict
+from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Verdict
 from or1_megatron.verify.pool import VerifierPool
 
 _HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
@@ -104,9 +104,7 @@ class RolloutManager:
         if len(keys) != len(requests):
             raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
         self._busy_s = [[] for _ in self._engines]
-        self._current = _RollOut(
-            prompts, group_size, requests, keys, deque(requests.values()), self._verifiers.retries
-        )
+        self._current = _RollOut(prompts, group_size, requests, keys, deque(requests.values()), self._verifiers.retries)
         self._feed(self._current)
 
     async def wait_decoded(self) -> None:

@@ -215,9 +215,7 @@ def _result(call: Any, index: int, what: str) -> Any:
         raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error
 
 
-def _actor_options(
-    config: RolloutConfig, place: EnginePlace, index: int, run_id: str, on_cpu: bool
-) -> dict[str, Any]:
+def _actor_options(config: RolloutConfig, place: EnginePlace, index: int, run_id: str, on_cpu: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": f"engine-{index}",
         "namespace": namespace(run_id),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from or1_megatron.handoff.buckets import TensorSpec, plan_buckets
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+
 from or1_megatron.config import HandoffConfig
 from or1_megatron.handoff.sender import EngineWeightSender
 
@@ -42,6 +43,7 @@ def main() -> None:
     control = None
     if rank == 0:
         import ray
+
         from or1_megatron.rollout import cluster
         from or1_megatron.rollout.pool import RayEngineControl
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 import problem
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel import checkpoint

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 import problem
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.driver import PolicyDriver, policy_verbs

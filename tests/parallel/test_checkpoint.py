@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 from checkpoint_worker import STATE
 from or1_megatron.parallel.checkpoint import MANIFEST, CheckpointError, check_manifest

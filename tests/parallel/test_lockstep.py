@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 import problem
 import ranks
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from or1_megatron.rollout import reaper
 
 DRIVER = """

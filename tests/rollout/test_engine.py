@@ -1,4 +1,4 @@
-"""A real vLLM engine on CPU, in fp32, against transformers. CUDA options, tensor parallelism and sleep are not tried."""
+"""A real vLLM engine on CPU, fp32, against transformers. CUDA options, tensor parallelism, sleep are not tried."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import ray
 from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
-from or1_megatron.types import Completion, Request, Sampling
 from ray.exceptions import RayTaskError
+
+from or1_megatron.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
 
@@ -83,7 +84,7 @@ def test_same_seed_same_tokens_on_any_engine_and_other_seed_other_tokens(engine_
 
 
 def test_stop_and_length_and_what_the_text_holds(engine_pool: Any) -> None:
-    """stop: ends with the end token, which the text lacks; length: exactly T tokens. Special tokens stay in the text."""
+    """stop: ends with the end token, which the text lacks; length: exactly T tokens. Special tokens stay in it."""
     sent = requests(Sampling(1.0, 1.0, 40), seed=9, each=10)
     completions = decode(engine_pool.handles[1], sent)
     reasons = {completion.finish_reason for completion in completions}
@@ -136,7 +137,7 @@ def test_weights_cannot_change_under_running_requests(engine_pool: Any) -> None:
 
     handle = engine_pool.handles[0]
     handle.submit.remote(pickle.dumps(requests(Sampling(1.0, 1.0, 100), each=8)))
-    with pytest.raises(RayTaskError, match="engine 0 cannot update weights: .* requests are being decoded"):
+    with pytest.raises(RayTaskError, match=r"engine 0 cannot update weights: .* requests are being decoded"):
         ray.get(handle.call.remote("start_weight_update"), timeout=30)
     while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
         ray.get(handle.harvest.remote(1.0), timeout=30)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from or1_megatron.rollout.engine_thread import EngineFailed, EngineThread
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
+
 from or1_megatron.config import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
@@ -80,7 +81,9 @@ def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
     config = rollout_config(step_timeout_s=0.02)
     client = start_rollouts(engine_pool, config, VerifyConfig(workers=1), frozenset({"math"}), f"{RUN_ID}-hasty")
     client.roll_out(PROMPTS, 8, Sampling(1.0, 1.0, 100), seed=3)
-    with pytest.raises(RolloutError, match=r"step_timeout_s = 0.02 s, \d+ of 40 .*problem\d sample \d+ \(on engine \d\)"):
+    with pytest.raises(
+        RolloutError, match=r"step_timeout_s = 0.02 s, \d+ of 40 .*problem\d sample \d+ \(on engine \d\)"
+    ):
         client.collect()
     client.close()
     for handle in engine_pool.handles:  # other tests use these engines
@@ -109,6 +112,8 @@ def test_engine_that_cannot_start_says_why(tmp_path: Any, ray_cluster: None) -> 
     from or1_megatron.rollout.pool import EngineError
 
     pool = EnginePool(rollout_config(engines=1), tmp_path, "float32", 64, f"{RUN_ID}-none", on_cpu=True)
-    with pytest.raises(EngineError, match=rf"(?s)engine 0 did not start.*{re.escape(str(tmp_path))} is not an HF model"):
+    with pytest.raises(
+        EngineError, match=rf"(?s)engine 0 did not start.*{re.escape(str(tmp_path))} is not an HF model"
+    ):
         pool.wait_ready()
     pool.close()

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from engine_fixtures import prompt
+
 from or1_megatron.rollout.sampler import assemble_groups, derive_seed, plan_requests, union_s
 from or1_megatron.types import Completion, Sampling, Verdict, VersionSpan
 

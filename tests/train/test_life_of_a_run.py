@@ -1,0 +1,99 @@
+"""One run of the whole trainer, killed and stopped in four ways and always gone on with to its end.
+
+Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
+GPUs, several nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training import Training, read_rows
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_life_of_a_run(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = small_config(run)
+    metrics = run / "metrics.jsonl"
+
+    # A rank dies.
+    training = train(config)
+    training.wait_for_step(metrics, 1)
+    training.rank(1).kill()
+    status, output = training.finish()
+    assert status != 0
+    assert "rank 1" in output and "SIGKILL" in output, output[-3000:]
+    assert training.survivors() == []
+
+    # The launcher is killed: nobody is left to tell the ranks.
+    training = train(config)
+    training.wait_for_step(metrics, 2)
+    assert "rank 0" not in training.survivors(0)
+    training.process.send_signal(signal.SIGKILL)
+    _, output = training.finish()
+    assert "resumed from the checkpoint of step 1" in output, output[-3000:]
+    assert training.survivors() == []
+
+    # Pre-emption: save and exit.
+    training = train(config)
+    training.wait_for_step(metrics, 3)
+    training.process.send_signal(signal.SIGUSR1)
+    status, output = training.finish()
+    assert status == 128 + signal.SIGUSR1, output[-3000:]
+    assert training.survivors() == []
+    stopped_at = int(max((run / "checkpoints").glob("step_*")).name.removeprefix("step_"))
+    assert stopped_at >= 3
+
+    # To the end, with whatever was left.
+    training = train(config)
+    status, output = training.finish()
+    assert status == 0, output[-3000:]
+    assert f"resumed from the checkpoint of step {stopped_at}" in output
+    assert training.survivors() == []
+    check_folder(run)
+
+    # Once more: nothing to do.
+    status, output = train(config).finish(timeout_s=60)
+    assert status == 0
+    assert "holds a finished run" in output
+
+
+def check_folder(run: Path) -> None:
+    """Every step once, times that add up, a summary, rollouts, checkpoints, and a model that transformers loads."""
+    rows = read_rows(run / "metrics.jsonl")
+    steps = [row for row in rows if "reward/mean" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for row in steps:
+        verbs = sum(value for name, value in row.items() if name.startswith("time/") and name not in
+                    ("time/step", "time/other"))
+        assert verbs == pytest.approx(row["time/step"], rel=0.02)
+        assert row["handoff/probe_max_abs_diff"] < 1e-3
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == 6 and summary["seed"] == 1
+    assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert len(list((run / "rollouts").glob("step_*.parquet"))) == 6
+    assert (run / "config.yaml").is_file()
+    assert 1 <= len([p for p in (run / "checkpoints").glob("step_*") if not p.is_symlink()]) <= 3
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(run / "hf").config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(run / "hf").chat_template
+    shown = subprocess.run(
+        [sys.executable, "-m", "or1_megatron.cli", "rollouts", str(run), "--step", "6", "--limit", "2"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "120"},
+        check=True,
+    ).stdout
+    assert "Compute" in shown and "advantage" in shown

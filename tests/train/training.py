@@ -1,0 +1,101 @@
+"""Whole runs of ``or1 train`` as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Training:
+    """A running ``or1 train``, with every process that it starts."""
+
+    def __init__(self, config: Path, *overrides: str) -> None:
+        sets = [part for override in overrides for part in ("--set", override)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "or1_megatron.cli", "train", str(config), *sets],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._seen: dict[int, float] = {}
+
+    def descendants(self) -> list[psutil.Process]:
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        for child in found:
+            try:
+                self._seen[child.pid] = child.create_time()
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def rank(self, index: int) -> psutil.Process:
+        """The process of a trainer rank."""
+        for child in self.descendants():
+            try:
+                if child.environ().get("RANK") == str(index) and "or1_megatron.train" in child.cmdline():
+                    return child
+            except psutil.Error:
+                continue
+        raise AssertionError(f"no process of rank {index}")
+
+    def wait_for_step(self, metrics: Path, step: int, timeout_s: float = 240) -> None:
+        """Until the step's row has been written."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.descendants()
+            if self.process.poll() is not None:
+                raise AssertionError(f"training ended early:\n{self.process.communicate()[0][-4000:]}")
+            if any(row["step"] >= step for row in read_rows(metrics)):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"step {step} was not reached within {timeout_s} s")
+
+    def finish(self, timeout_s: float = 240) -> tuple[int, str]:
+        """(exit status, output) of a run that ends by itself or has been told to."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"hung:\n{self.process.communicate()[0][-4000:]}") from None
+        return self.process.returncode, output
+
+    def survivors(self, patience_s: float = 20) -> list[str]:
+        """Processes of the run that still live after some seconds."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = [process for process in map(self._alive, self._seen.items()) if process is not None]
+            if not alive or time.monotonic() > deadline:
+                return [f"{process.pid} {process.cmdline()[:4]}" for process in alive]
+            time.sleep(0.2)
+
+    @staticmethod
+    def _alive(item: tuple[int, float]) -> psutil.Process | None:
+        pid, created_s = item
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == created_s and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        except psutil.NoSuchProcess:
+            pass
+        return None
+
+
+def read_rows(metrics: Path) -> list[dict[str, float]]:
+    """Whole lines of a metrics file that may be in the making."""
+    if not metrics.is_file():
+        return []
+    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
