@@ -154,14 +154,15 @@ class ProblemStream(Protocol):
 class WeightShards(Protocol):
     """A policy's weights in HF names, whole tensor by whole tensor.
 
-    Iteration is collective over the ranks that share a tensor; every rank iterates in the same order.
+    Iteration is collective over the ranks that share a tensor; every rank iterates in the same order. Rank 0 gets every
+    tensor; another rank may get None in its place.
     """
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank, in the order of iteration."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]: ...
 
 
 class WeightSender(Protocol):

@@ -13,9 +13,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
-from or1_megatron.runtime.signals import StopRequested
+from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
@@ -133,12 +134,24 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         stop_process_group()
 
 
-def serve(config: Config) -> None:
+@contextmanager
+def stopping_in_order(stop: StopRequested) -> Iterator[None]:
+    """From here on a stop signal means save and exit; before, there is nothing to save and it simply kills."""
+    stop.install()
+    try:
+        yield
+    finally:
+        stop.uninstall()
+
+
+def serve(config: Config, stop: StopRequested) -> None:
     """A rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
-        Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s).serve()
+        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s)
+        with stopping_in_order(stop):
+            lockstep.serve()
 
 
 def lead(config: Config, stop: StopRequested) -> int:
@@ -152,8 +165,6 @@ def lead(config: Config, stop: StopRequested) -> int:
         config_file = folder.config
         if keeper.newest() is not None and config_file.is_file():
             check_resume(load_config(config_file), config)
-        if is_finished(config, folder):
-            return 0
         folder.write_config(resolved_yaml(config))
         sources, held_out, abilities = load_prompts(config)
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
@@ -175,20 +186,24 @@ def lead(config: Config, stop: StopRequested) -> int:
         lockstep = Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s)
         stack.callback(lockstep.close)
         served = ServedPolicy(lockstep, policy, sender, control, config)
-        return run_loop(config, folder, keeper, stop, served, rollouts, sources, held_out, policy)
+        with stopping_in_order(stop):
+            return run_loop(config, folder, keeper, stop, served, rollouts, sources, held_out, policy)
 
 
-def is_finished(config: Config, folder: RunFolder) -> bool:
-    """Whether the folder holds this run's end; if so, it is shown again."""
+def finished_before(config: Config) -> Mapping[str, Any] | None:
+    """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
+    folder = RunFolder(config.run.dir)
     if not folder.summary.is_file():
-        return False
+        return None
     summary = folder.read_summary()
-    if not summary["finished"] or summary["total_steps"] != sum(stage.steps for stage in config.stages):
-        return False
+    ended = summary["finished"] and summary["total_steps"] == sum(stage.steps for stage in config.stages)
+    return summary if ended else None
+
+
+def show_again(config: Config, summary: Mapping[str, Any]) -> None:
     console, _ = open_console("plain")
-    console.print(f"{folder.root} holds a finished run; remove it, or set another run.dir, to train again")
+    console.print(f"{config.run.dir} holds a finished run; remove it, or set another run.dir, to train again")
     show_summary(summary, console)
-    return True
 
 
 def run_loop(
@@ -247,15 +262,19 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    die_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
     config = load_config(arguments.config, arguments.overrides)
     stop = StopRequested(config.checkpoint.signal_grace_s)
-    stop.install()
     set_up_logging(config.run.dir, rank)
     try:
+        if (summary := finished_before(config)) is not None:
+            if rank == 0:
+                show_again(config, summary)
+            return 0
         if rank > 0:
-            serve(config)
+            serve(config, stop)
             return 0
         return lead(config, stop)
     except Exception as error:
@@ -263,8 +282,6 @@ def main() -> int:
             raise
         print(f"or1: error: {error}", file=sys.stderr, flush=True)
         return 2
-    finally:
-        stop.uninstall()
 
 
 if __name__ == "__main__":

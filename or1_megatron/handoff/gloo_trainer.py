@@ -48,7 +48,10 @@ class ShardsSource(WeightSource):
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._shards.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._shards)
+        for name, tensor in self._shards:
+            if tensor is None:
+                raise ValueError(f"weights: the sending rank was given no tensor for '{name}'")
+            yield name, tensor
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import random
 import shutil
 import warnings
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from or1_megatron.parallel.policy import MegatronPolicy
 
@@ -28,6 +30,11 @@ _LOOP = "loop.json"
 _RANDOM = "random.pt"
 _FORMAT = 1
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+# Megatron would spawn a manager process to hold the writers' results: seconds at the first save, and a process that
+# outlives a killed rank. Our saves collect the results in the process that started them.
+filesystem_async._results_queue = queue.Queue()
 
 
 class CheckpointError(ValueError):

@@ -37,7 +37,7 @@ class RolloutsClient:
 
         Raises:
             RolloutError: as do all methods: an engine or the verification failed, or the deadline passed.
-        Stopped: as does every wait, once a stop has been requested; the roll-out is lost.
+            Stopped: as does every wait, once a stop has been requested; the roll-out is lost.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:

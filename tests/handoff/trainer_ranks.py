@@ -28,12 +28,12 @@ class HalvedShards:
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, dtype, shape) for name, (dtype, shape) in self.shapes.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, half in self.halves.items():
             parts = [torch.empty_like(half), torch.empty_like(half)]
             dist.all_gather(parts, half)
             whole = torch.cat(parts).view(self.shapes[name][1])
-            yield name, whole if dist.get_rank() == 0 else None  # type: ignore[misc]
+            yield name, whole if dist.get_rank() == 0 else None
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -
     completions = [c for group in groups for c in group.completions]
     assert {c.engine for c in completions} == {0, 1}
     per_engine = np.bincount([c.engine for c in completions])
-    assert per_engine.min() > 0.35 * len(completions)
+    assert per_engine.min() >= 36  # the first 72 are dealt out evenly; who is faster gets more of the rest
     assert report.response_tokens == sum(len(c.token_ids) for c in completions)
     assert report.prompt_tokens == 120 * 3
     assert max(report.engine_busy_s) <= report.decode_s + 1e-6 <= sum(report.engine_busy_s) + 1e-5

@@ -52,17 +52,17 @@ class Training:
                 continue
         raise AssertionError(f"no process of rank {index}")
 
-    def wait_for_step(self, metrics: Path, step: int, timeout_s: float = 240) -> None:
-        """Until the step's row has been written."""
+    def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = 240) -> None:
+        """Until the checkpoint of this step, or a later one, is complete."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.descendants()
             if self.process.poll() is not None:
                 raise AssertionError(f"training ended early:\n{self.process.communicate()[0][-4000:]}")
-            if any(row["step"] >= step for row in read_rows(metrics)):
+            if newest_checkpoint(run) >= step:
                 return
             time.sleep(0.1)
-        raise AssertionError(f"step {step} was not reached within {timeout_s} s")
+        raise AssertionError(f"no checkpoint of step {step} within {timeout_s} s")
 
     def finish(self, timeout_s: float = 240) -> tuple[int, str]:
         """(exit status, output) of a run that ends by itself or has been told to."""
@@ -92,6 +92,12 @@ class Training:
         except psutil.NoSuchProcess:
             pass
         return None
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest complete checkpoint; 0 without any."""
+    manifests = (run / "checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
