@@ -122,5 +122,17 @@ def rollouts(
         show_rollouts(run, step=step, limit=limit, status=status, console=Console())
 
 
+@app.command()
+def picture(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path, typer.Argument(help="The picture to write, an .svg file.")],
+) -> None:
+    """Draw a run: accuracy, entropy against its target, length and truncation over the steps."""
+    with explained(FileNotFoundError, ValueError):
+        from or1_megatron.report.figure import draw_run
+
+        draw_run(run, out)
+
+
 if __name__ == "__main__":
     app()

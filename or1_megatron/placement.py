@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config import Config
+from or1_megatron.rollout.cluster import node_of
 from or1_megatron.rollout.pool import EnginePlace
 
 
@@ -23,6 +24,7 @@ def engine_places(config: Config) -> list[EnginePlace] | None:
 
     Raises:
         PlacementError: the engines need more GPUs than there are ranks, or an engine would span nodes.
+        ClusterError: a trainer's node is not part of the Ray cluster.
     """
     if config.rollout.placement == "separate" or not torch.cuda.is_available():
         return None
@@ -52,16 +54,5 @@ def _consecutive(config: Config, ranks: list[tuple[str, str]]) -> list[EnginePla
                 f"rollout: engine {engine} (tensor_parallel {size}) would span the nodes {sorted(hosts)}; let "
                 "tensor_parallel divide the GPUs of a node"
             )
-        places.append(EnginePlace(_ray_node(hosts.pop()), tuple(f"GPU-{uuid}" for _, uuid in part)))
+        places.append(EnginePlace(node_of(hosts.pop()), tuple(f"GPU-{uuid}" for _, uuid in part)))
     return places
-
-
-def _ray_node(host: str) -> str | None:
-    import ray
-
-    if not ray.is_initialized():
-        return None
-    for node in ray.nodes():
-        if node["Alive"] and host in (node["NodeManagerAddress"], node["NodeManagerHostname"]):
-            return str(node["NodeID"])
-    raise PlacementError(f"trainer node {host} is not part of the Ray cluster: run 'ray start --address=...' there")

@@ -26,6 +26,7 @@ from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Evaluator, Rollouts
 from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
@@ -41,7 +42,6 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rollout.client import start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
@@ -245,9 +245,7 @@ def run_loop(
         startup_s = time.time() - _STARTED_S
         result = Loop(loop_config(config, policy, folder), ports).run()
         model = folder.hf if result.finished else None
-        summary = summarise(
-            result, total_steps=total_steps, seed=config.run.seed, model=model, startup_s=startup_s
-        )
+        summary = summarise(result, total_steps=total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
         check_summary(summary)
         folder.write_summary(summary)
         shown.finished(summary)

@@ -35,12 +35,13 @@ from demonstrations import demonstrations
 from tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
 SEED = 0
-STEPS = 3000
+STEPS = 3600
 BATCH_DEMONSTRATIONS = 128
-CAREFUL_FIRST_STEPS = 600
+CAREFUL_FIRST_STEPS = 2400
 MAX_RESPONSE_TOKENS = 97
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
+BETA2 = 0.98
 ROW_TOKENS = 4096
 REPORT_EVERY_STEPS = 50
 
@@ -115,7 +116,7 @@ def main() -> None:
     if mesh.rank == 0:
         create_model(scratch, arguments.seed)
     torch.distributed.barrier()
-    optimizer = OptimizerConfig(lr=LEARNING_RATE, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
+    optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
     loss = warm_up(policy, scratch, arguments.seed, arguments.steps)
     export_hf(policy, arguments.out)

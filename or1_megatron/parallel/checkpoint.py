@@ -128,9 +128,7 @@ def save(policy: MegatronPolicy, folder: Path, loop_state: Mapping[str, Any]) ->
     dist.barrier(policy.mesh.control)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist_checkpointing.save(
-            _sharded_state(policy, is_loading=False), str(aside), validate_access_integrity=False
-        )
+        dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(aside), validate_access_integrity=False)
     states: list[Any] = [None] * policy.mesh.world
     dist.all_gather_object(states, _random_state(), group=policy.mesh.control)
     if policy.mesh.rank == 0:

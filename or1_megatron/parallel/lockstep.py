@@ -50,7 +50,7 @@ class Lockstep:
     def __init__(self, mesh: Mesh, verbs: Mapping[str, Verb], deadline_s: float) -> None:
         self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
         self._store = _shared_store(mesh)
-        self._watch_store = self._store.clone()
+        self._watch_store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stub
         self._count = 0
         self._running: tuple[str, float] | None = None
         self._closed = threading.Event()
@@ -66,16 +66,18 @@ class Lockstep:
             shared: sent to every rank (small).
             per_replica: one payload for each data-parallel index; each rank receives its own replica's only.
         """
-        header = pickle.dumps((verb, shared, per_replica is not None))
-        self._store.set(f"verb/{self._count}", header)
+        self._announce((verb, shared, per_replica is not None))
         return self._execute(verb, shared, per_replica, per_replica is not None)
+
+    def _announce(self, header: tuple[str, Any, bool]) -> None:
+        self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
         """Release the other ranks from serve."""
         if self._closed.is_set():
             return
         if self._mesh.rank == 0:
-            self._store.set(f"verb/{self._count}", pickle.dumps((STOP, None, False)))
+            self._announce((STOP, None, False))
         self._closed.set()
 
     # -- the other ranks -----------------------------------------------------------------------------------------
@@ -194,10 +196,10 @@ class Lockstep:
         os._exit(1)
 
 
-def _shared_store(mesh: Mesh) -> dist.Store:
+def _shared_store(mesh: Mesh) -> dist.TCPStore:
     """A TCP store of our own, hosted by rank 0; its address travels over the control group."""
     address: list[Any] = [None]
-    store: dist.Store | None = None
+    store: dist.TCPStore | None = None
     timeout = datetime.timedelta(seconds=300)
     if mesh.rank == 0:
         host = "127.0.0.1" if mesh.world == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())

@@ -128,7 +128,7 @@ def padded_vocabulary(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
+class PolicyModel(GPTModel):
     """A GPTModel stage that ends in hidden states; logits are the head's business (``kernels``), tile by tile."""
 
     def __init__(self, hf: Mapping[str, Any], family: ModelFamily, config: TransformerConfig, mesh: Mesh) -> None:
@@ -148,7 +148,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self.rotary_pos_emb = PackedRotary(family.head_dim(hf), family.rope_base(hf))
         self.true_vocab_size = int(hf["vocab_size"])
 
-    def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:  # type: ignore[override]
+    def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
         """[1, T] token ids to [T, 1, H] hidden states (T / TP of them under sequence parallelism)."""
         return super().forward(
             input_ids=token_ids, position_ids=row.position_ids[None], attention_mask=None, packed_seq_params=row

@@ -50,7 +50,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
         first = [self.state[p]["exp_avg"] for p in params]
         second = [self.state[p]["exp_avg_sq"] for p in params]
         beta1, beta2 = group["betas"]
@@ -105,7 +105,7 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
-    """lr of SGD step ``sgd_step`` (0-based): linear over ``warmup_steps``, then constant or linear to ``decay_steps``."""
+    """lr of SGD step ``sgd_step`` (from 0): rises over ``warmup_steps``, then stays, or falls to ``decay_steps``."""
     if sgd_step < config.warmup_steps:
         return config.lr * (sgd_step + 1) / config.warmup_steps
     if config.decay_steps == 0:

@@ -10,6 +10,7 @@ of this TP rank, D head dimension.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,7 @@ def _bucket_sequences(lengths: list[int], slack: float) -> list[list[int]]:
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, slack: float = 0.2) -> PackedRow:
     """The row described by ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T]; both on the model's device."""
     bounds = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
     buckets = []
     for members in _bucket_sequences(lengths, slack):
         longest = lengths[members[0]]

@@ -125,22 +125,24 @@ class MegatronPolicy:
         Names that start with ``max_`` are maxima, the rest sums.
         """
         speaks = self.mesh.last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
-        local: dict[str, float] = {}
-        if speaks:
-            for sums in per_micro_batch:
-                for name, value in sums.items():
-                    fold = max if name.startswith("max_") else float.__add__
-                    local[name] = fold(local[name], float(value)) if name in local else float(value)
+        local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if speaks else [])
         if self.mesh.world == 1:
             return local
         everyone: list[dict[str, float]] = [{} for _ in range(self.mesh.world)]
         dist.all_gather_object(everyone, local, group=self.mesh.control)
-        total: dict[str, float] = {}
-        for part in everyone:
-            for name, value in part.items():
-                fold = max if name.startswith("max_") else float.__add__
-                total[name] = fold(total[name], value) if name in total else value
-        return total
+        return _folded(everyone)
+
+
+def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The parts' values by name: the maximum of those that start with ``max_``, the sum of the others."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in total:
+                total[name] = value
+            else:
+                total[name] = max(total[name], value) if name.startswith("max_") else total[name] + value
+    return total
 
 
 def unpack_scores(

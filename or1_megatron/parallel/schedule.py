@@ -111,7 +111,7 @@ def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss:
 def forward_backward(
     chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective
 ) -> list[Mapping[str, Tensor]]:
-    """Accumulate the gradient of the objective's global token mean; the objective's sums per micro-batch (last stage)."""
+    """Accumulate the gradient of the objective's global token mean; its sums per micro-batch on the last stage."""
 
     def loss(row: DeviceRow, model: PolicyModel, hidden: Tensor) -> Any:
         return _objective_loss(row, model, objective, hidden)

@@ -93,7 +93,9 @@ class ShardedWeights:
         if missing := sorted(wanted - tensors.names()):
             raise ModelError(f"the model's safetensors lack {missing[0]} ({len(missing)} tensors missing in all)")
         if extra := sorted(n for n in tensors.names() - wanted - known_extra if not n.endswith("inv_freq")):
-            raise ModelError(f"the model's safetensors hold {extra[0]}, for which {self._family.architecture} has no row")
+            raise ModelError(
+                f"the model's safetensors hold {extra[0]}, which is not in {self._family.architecture}'s table"
+            )
         for row, parameter in self.local_rows():
             whole = row.layout.fuse([tensors.get(name) for name in row.hf], self._hf)
             shard = cut(whole, row.cut, self._mesh.tensor_rank, self._mesh.tensor)

@@ -86,6 +86,18 @@ def stop_ray() -> None:
         _reaper = None
 
 
+def node_of(host: str) -> str:
+    """The Ray node id of a host, by address or name.
+
+    Raises:
+        ClusterError: the host is not part of the cluster.
+    """
+    for node in ray.nodes():
+        if node["Alive"] and host in (node["NodeManagerAddress"], node["NodeManagerHostname"]):
+            return str(node["NodeID"])
+    raise ClusterError(f"trainer node {host} is not part of the Ray cluster: run 'ray start --address=...' there")
+
+
 def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
     """End the actors that an earlier attempt of this run left behind, and wait until their names are free.
 

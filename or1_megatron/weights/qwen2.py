@@ -9,9 +9,7 @@ from or1_megatron.weights.table import ModelFamily, Row, untied
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 
-EMBEDDING = Row(
-    ("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary()
-)
+EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary())
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Cut.WHOLE)
 OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary(), when=untied)
 

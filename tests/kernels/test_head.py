@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from or1_megatron.kernels.head import (
     VocabularyShard,
     log_probs_and_entropies,
@@ -95,7 +96,9 @@ def test_padded_rows_get_no_probability() -> None:
 def test_no_tokens() -> None:
     weight = torch.ones(4, 2, requires_grad=True)
     x = torch.ones(0, 2, requires_grad=True)
-    log_probs, entropies = log_probs_and_entropies(x, weight, torch.empty(0, dtype=torch.int64), 1.0, VocabularyShard(0, 4))
+    log_probs, entropies = log_probs_and_entropies(
+        x, weight, torch.empty(0, dtype=torch.int64), 1.0, VocabularyShard(0, 4)
+    )
     (log_probs.sum() + entropies.sum()).backward()
     assert log_probs.shape == (0,)
     assert weight.grad.abs().max() == 0.0
@@ -119,10 +122,12 @@ def test_tensor_parallel_equals_whole(tmp_path: Path) -> None:
     """Vocabulary cut over two gloo ranks: equal statistics on both, input gradients that add up."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    processes = [context.Process(target=_one_rank, args=(rank, str(tmp_path / "meeting"), results)) for rank in range(2)]
+    processes = [
+        context.Process(target=_one_rank, args=(rank, str(tmp_path / "meeting"), results)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
-    found = dict((item[0], [torch.from_numpy(a) for a in item[1:]]) for item in (results.get() for _ in processes))
+    found = {item[0]: [torch.from_numpy(a) for a in item[1:]] for item in (results.get() for _ in processes)}
     for process in processes:
         process.join()
     x, weight, targets, *up = problem(13, 16, 31)

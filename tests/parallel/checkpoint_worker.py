@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import problem
 import torch
 
-import problem
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group

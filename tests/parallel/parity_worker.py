@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+import problem
 import torch
 
-import problem
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep

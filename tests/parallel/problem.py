@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from or1_megatron.rl.batch import BatchLayout, pack
 from or1_megatron.types import Batch, Sample
 

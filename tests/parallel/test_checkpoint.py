@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 import ranks
 from checkpoint_worker import STATE
+
 from or1_megatron.parallel.checkpoint import MANIFEST, CheckpointError, check_manifest
 
 TP2 = {"ranks": 2, "tensor": 2}
@@ -77,10 +76,10 @@ def test_cut_and_missing_files_are_named(saved: Saved, tmp_path: Path) -> None:
     copy = damaged(saved, tmp_path)
     file = copy / "loop.json"
     file.write_text(file.read_text()[:-1])
-    with pytest.raises(CheckpointError, match=r"loop.json has \d+ bytes; the manifest says"):
+    with pytest.raises(CheckpointError, match=r"loop\.json has \d+ bytes; the manifest says"):
         check_manifest(copy)
     file.unlink()
-    with pytest.raises(CheckpointError, match="loop.json is missing"):
+    with pytest.raises(CheckpointError, match=r"loop\.json is missing"):
         check_manifest(copy)
     (copy / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="not finished"):

@@ -5,12 +5,10 @@ Not proven here: the same under NCCL, where a collective does not notice a dead 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-
 import ranks
 
 

@@ -6,17 +6,15 @@ Not proven here: bf16, context and interleaved parallelism, NCCL, Transformer En
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-
 import problem
+import pytest
 import ranks
+import torch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"ranks": 1},

@@ -20,9 +20,7 @@ from training import Training, newest_checkpoint, read_rows
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_life_of_a_run(
-    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
-) -> None:
+def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = small_config(run)
 
@@ -73,8 +71,9 @@ def check_folder(run: Path) -> None:
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     for row in steps:
-        verbs = sum(value for name, value in row.items() if name.startswith("time/") and name not in
-                    ("time/step", "time/other"))
+        verbs = sum(
+            value for name, value in row.items() if name.startswith("time/") and name not in ("time/step", "time/other")
+        )
         assert verbs == pytest.approx(row["time/step"], rel=0.02)
         assert row["handoff/probe_max_abs_diff"] < 1e-3
     summary = json.loads((run / "summary.json").read_text())

