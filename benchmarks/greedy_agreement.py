@@ -68,10 +68,7 @@ def main() -> None:
     ours = engine_answers(arguments.model, prompts)
     same_tokens = np.mean([a == b for a, b in zip(ours, theirs, strict=True)])
     same_answer = np.mean(
-        [
-            answer(tokenizer.decode(a)) == answer(tokenizer.decode(b))
-            for a, b in zip(ours, theirs, strict=True)
-        ]
+        [answer(tokenizer.decode(a)) == answer(tokenizer.decode(b)) for a, b in zip(ours, theirs, strict=True)]
     )
     print(f"{len(prompts)} problems: same tokens {same_tokens:.1%}, same answer {same_answer:.1%}")
 

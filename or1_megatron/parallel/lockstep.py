@@ -32,6 +32,7 @@ Verb = Callable[[Any, Any], Any]
 
 STOP = "stop"
 _FAILURE = "failure"
+_STALLED = "stalled"
 _POLL_S = 0.5
 
 
@@ -66,10 +67,11 @@ class Lockstep:
             shared: sent to every rank (small).
             per_replica: one payload for each data-parallel index; each rank receives its own replica's only.
         """
-        self._announce((verb, shared, per_replica is not None))
+        self._announce((verb, per_replica is not None))
         return self._execute(verb, shared, per_replica, per_replica is not None)
 
-    def _announce(self, header: tuple[str, Any, bool]) -> None:
+    def _announce(self, header: tuple[str, bool]) -> None:
+        """(verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
         self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -77,7 +79,7 @@ class Lockstep:
         if self._closed.is_set():
             return
         if self._mesh.rank == 0:
-            self._announce((STOP, None, False))
+            self._announce((STOP, False))
         self._closed.set()
 
     # -- the other ranks -----------------------------------------------------------------------------------------
@@ -89,17 +91,17 @@ class Lockstep:
             LockstepError: rank 0 is gone.
         """
         while True:
-            verb, shared, has_payload = pickle.loads(self._next_header())
+            verb, has_payload = pickle.loads(self._next_header())
             if verb == STOP:
                 self._closed.set()
                 return
-            self._execute(verb, shared, None, has_payload)
+            self._execute(verb, None, None, has_payload)
 
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
         while True:
             try:
-                self._store.wait([key], datetime.timedelta(seconds=60))
+                self._store.wait([key], datetime.timedelta(days=1))
                 return self._store.get(key)
             except dist.DistStoreError:
                 continue  # rank 0 is rolling out; no news is no failure
@@ -112,6 +114,10 @@ class Lockstep:
         self._count += 1
         self._running = (verb, time.monotonic())
         try:
+            if self._mesh.world > 1:
+                box = [shared]
+                dist.broadcast_object_list(box, src=0, group=self._mesh.control)
+                shared = box[0]
             mine = self._distribute(per_replica) if has_payload else None
             return self._verbs[verb](shared, mine)
         except Exception as error:
@@ -162,30 +168,35 @@ class Lockstep:
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S):
+            running = self._running
             try:
                 if self._watch_store.check([_FAILURE]):
-                    self._die(self._watch_store.get(_FAILURE).decode(), grace_s=5.0)
+                    report = self._watch_store.get(_FAILURE).decode()
+                    self._die(self._everyone_is_at() if report == _STALLED else report, grace_s=5.0)
+                elif running is not None and time.monotonic() - running[1] > self._deadline_s:
+                    self._watch_store.compare_set(_FAILURE, "", _STALLED)
+                    self._die(self._everyone_is_at(), grace_s=0.0)
             except dist.DistError:
-                if self._closed.wait(5.0):
-                    return
-                self._die(f"rank {self._mesh.rank}: rank 0, which hosts the store, is gone", grace_s=5.0)
-            running = self._running
-            if running is not None and time.monotonic() - running[1] > self._deadline_s:
-                self._report_stall(running[0])
+                if not self._closed.wait(5.0):
+                    self._die(f"rank {self._mesh.rank}: rank 0, which hosts the store, is gone", grace_s=5.0)
 
-    def _report_stall(self, verb: str) -> None:
+    def _everyone_is_at(self) -> str:
+        """After a stall: where each rank is. Each tells the others, and waits a moment for them to tell."""
         frame = sys._current_frames().get(self._main_thread)
-        where = "".join(traceback.format_stack(frame)) if frame else "(unknown)"
-        report = (
-            f"rank {self._mesh.rank} stalled in '{verb}': not finished after {self._deadline_s:g} s "
-            f"(cluster.verb_timeout_s); it is at\n{where}"
-        )
-        log.error("%s", report)
-        try:
-            self._watch_store.compare_set(_FAILURE, "", report)
-        except dist.DistError:
-            log.error("the store is gone; the report above reached this rank alone")
-        self._die(report, grace_s=3 * _POLL_S)
+        running = self._running
+        verb = "waiting for a verb" if running is None else f"in '{running[0]}'"
+        stack = "".join(traceback.format_stack(frame)) if frame else "(unknown)"
+        self._watch_store.set(f"where/{self._mesh.rank}", f"rank {self._mesh.rank}, {verb}, is at\n{stack}")
+        keys = [f"where/{rank}" for rank in range(self._mesh.world)]
+        told_by = time.monotonic() + 6 * _POLL_S
+        while time.monotonic() < told_by and not self._watch_store.check(keys):
+            time.sleep(_POLL_S / 5)
+        told = [self._watch_store.get(key).decode() for key in keys if self._watch_store.check([key])]
+        silent = [key.removeprefix("where/") for key in keys if not self._watch_store.check([key])]
+        if silent:
+            told.append(f"not heard from: rank {', '.join(silent)}")
+        head = f"a verb was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
+        return "\n".join([head, *told])
 
     def _die(self, report: str, grace_s: float) -> None:
         """Let the main thread fail by itself for a moment (it may be raising already), then end the process."""

@@ -30,7 +30,10 @@ def test_payloads(tmp_path: Path) -> None:
     ("verb", "expected"),
     [
         ("raise", ["rank 1 failed in 'raise'", "KeyError: 'the tensor that was not there'"]),
-        ("stall", ["stalled in 'stall': not finished after 3 s", "time.sleep(600)"]),
+        (
+            "stall",
+            ["was not finished after 3 s", "rank 1, in 'stall', is at", "time.sleep(600)", "rank 2, in 'stall', is at"],
+        ),
         ("die", ["rank      : 1 (local_rank: 1)", "exitcode  : -9"]),
         ("driver dies", ["rank 0"]),
     ],
