@@ -70,8 +70,11 @@ def train(
 
     SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once.
     """
-    with explained():
+    from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+
+    with explained(*USER_OS_ERRORS):
         from or1_megatron.config_file import load_config
+        from or1_megatron.door import check_inputs
         from or1_megatron.dry_run import plan_run, print_plan
 
         loaded = load_config(config, overrides or ())
@@ -83,6 +86,7 @@ def train(
 
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
+        check_inputs(loaded)
         code = launch_training(config, overrides or (), loaded.parallel, loaded.checkpoint)
     raise typer.Exit(code)
 

@@ -123,6 +123,18 @@ class EntropyConfig(Section):
     minimum: NonNegativeFloat = 0.0
     maximum: PositiveFloat | None = None
 
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        highest = float("inf") if self.maximum is None else self.maximum
+        if self.minimum > highest:
+            raise ValueError(f"entropy: minimum = {self.minimum} is above maximum = {self.maximum}")
+        if self.mode == "adaptive" and not self.minimum <= self.coefficient <= highest:
+            raise ValueError(
+                f"entropy: coefficient (c_0) = {self.coefficient:g} is outside [minimum, maximum] = "
+                f"[{self.minimum:g}, {highest:g}]"
+            )
+        return self
+
 
 class AlgorithmConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()

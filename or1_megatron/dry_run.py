@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -34,7 +35,10 @@ def _count_rows(source: SourceConfig, key: str) -> int:
     if not path.is_file():
         raise ConfigError(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":
-        return int(pq.read_metadata(path).num_rows) * source.repeat
+        try:
+            return int(pq.read_metadata(path).num_rows) * source.repeat
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"{key}: {path} is not a readable parquet file: {error}") from None
     with path.open("rb") as lines:
         return sum(1 for line in lines if not line.isspace()) * source.repeat
 

@@ -8,6 +8,7 @@ own helpers and exit (``runtime.signals``). Ctrl-C and a closed terminal mean th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -34,7 +35,11 @@ PASSED_ON: Final = {
 KILL_MARGIN_S: Final = 30.0
 """Beyond the grace period, in which a rank ends by itself, before what is left of it is killed."""
 
+USER_ERROR: Final = 2
+"""Exit code of a rank that has said what the user can mend."""
+
 _MARK: Final = "OR1_LAUNCH"
+_AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
 
 
 def launch_training(
@@ -55,6 +60,7 @@ def run_ranks(module: str, arguments: Sequence[str], parallel: ParallelConfig, g
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or torchrun sets 1, and says so at length
     shepherd = _Shepherd(module, parallel.ranks, grace_s)
     os.environ[_MARK] = shepherd.mark  # the ranks and all that they start inherit it
+    logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # how a rank ended is said here, in one line
     previous = {number: signal.signal(number, shepherd.heard) for number in PASSED_ON}
     options = ["--standalone", "--nproc-per-node", str(parallel.ranks), "--max-restarts", "0"]
     # An empty list of signals is not possible; those of PASSED_ON must not be among them.
@@ -158,6 +164,8 @@ def _failed(error: ChildFailedError, shepherd: _Shepherd) -> int:
         return 128 + shepherd.number
     rank, failure = error.get_first_failure()
     code = failure.exitcode
+    if code == USER_ERROR:  # said in a sentence, which the rest would bury
+        return code
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))
     print(

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from or1_megatron.config import Config
+from or1_megatron.config import HandoffConfig
 from or1_megatron.handoff.certificate import compare_probe, probe_tokens
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Objective
@@ -37,16 +36,21 @@ class ServedPolicy:
         policy: MegatronPolicy,
         sender: EngineWeightSender,
         engines: RayEngineControl,
-        config: Config,
+        config: HandoffConfig,
+        layout: BatchLayout,
+        takes_turns: bool,
     ) -> None:
+        """
+        Args:
+            layout: for the probe's batch.
+            takes_turns: engines and trainer share their devices and must not use them at once.
+        """
         self._driver = PolicyDriver(lockstep)
-        self._sender, self._engines, self._config = sender, engines, config.handoff
-        self._takes_turns = torch.cuda.is_available() and config.rollout.placement == "colocated"
+        self._sender, self._engines, self._config = sender, engines, config
+        self._takes_turns = takes_turns
         self._asleep = False
         self._handoffs = 0
-        self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.handoff.probe_tokens // _PROBE_SEQUENCES))
-        parallel = config.parallel
-        layout = BatchLayout(parallel.data, parallel.micro_batch_tokens, 2 * parallel.context * parallel.tensor)
+        self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.probe_tokens // _PROBE_SEQUENCES))
         self._probe_batch = pack([_scored_whole(ids) for ids in self._probe], layout)
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:

@@ -10,6 +10,7 @@ their share of the policy and serve the verbs that rank 0 relays.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -20,14 +21,19 @@ from typing import Any
 
 import torch
 
-from or1_megatron.config import Config
-from or1_megatron.config_file import check_resume, load_config, resolved_yaml
-from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
+from or1_megatron.config import Config, ParallelConfig
+from or1_megatron.config_file import load_config, resolved_yaml
+from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty
+from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.door import abilities_of, check_resumable, read_problems
+from or1_megatron.dry_run import plan_run
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Evaluator, Rollouts
+from or1_megatron.parallel.agreement import AgreedError
+from or1_megatron.parallel.checkpoint import check_manifest
 from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
@@ -44,15 +50,17 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
+from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
 from or1_megatron.served import ServedPolicy
-from or1_megatron.types import Prompt, Sampling
+from or1_megatron.types import Problem, Prompt, Sampling
 from or1_megatron.verify.registry import build_verifiers
+
+log = logging.getLogger(__name__)
 
 _STARTED_S = time.time()
 _PEAK_BF16_FLOPS = 989e12  # dense, of one H100, H200 or H800
@@ -65,9 +73,8 @@ def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[
         DataError: a file or row that cannot be used, or no prompt left.
     """
     template = ChatTemplate(load_tokenizer(config.model.hf))
-    train = [load_problems(source.path) for source in config.data.train]
-    held_out = [load_problems(source.path) for source in config.evaluate.data]
-    abilities = frozenset(problem.ability for problems in (*train, *held_out) for problem in problems)
+    train, held_out = read_problems(config)
+    abilities = abilities_of([*train, *held_out])
     verifiers = build_verifiers(config.verify, abilities)
     try:
         for problems in (*train, *held_out):
@@ -75,14 +82,55 @@ def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[
     finally:
         for verifier in verifiers.values():
             verifier.close()
-    longest = config.data.max_prompt_tokens
     if config.data.difficulty_model is not None:
         train = [filter_by_difficulty(problems, config.data.difficulty_model) for problems in train]
+    longest = config.data.max_prompt_tokens
     sources = [
-        Source(template.make_prompts(problems, longest)[0], source.repeat)
+        Source(short_prompts(template, problems, source.path, longest), source.repeat)
         for problems, source in zip(train, config.data.train, strict=True)
     ]
-    return sources, [p for problems in held_out for p in template.make_prompts(problems, longest)[0]], abilities
+    kept = sum(len(source.prompts) for source in sources)
+    if (wanted := max(stage.prompts_per_step for stage in config.stages)) > kept:
+        raise DataError(
+            f"data.train: {kept} problems are left after filtering, fewer than prompts_per_step = {wanted}; "
+            "add problems, raise data.max_prompt_tokens or lower prompts_per_step"
+        )
+    evaluated = [
+        prompt
+        for problems, source in zip(held_out, config.evaluate.data, strict=True)
+        for prompt in short_prompts(template, problems, source.path, longest)
+    ]
+    warn_of_leaks(sources, evaluated)
+    return sources, evaluated, abilities
+
+
+def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> None:
+    """Say when a held-out prompt is trained on as well, word for word."""
+    trained = {prompt.token_ids.tobytes(): prompt.problem.origin for source in sources for prompt in source.prompts}
+    leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]
+    if leaked:
+        log.warning(
+            "%d of %d held-out prompts are in the training data too, the first is %s and %s: their accuracy will flatter",
+            len(leaked),
+            len(evaluated),
+            leaked[0].problem.origin,
+            trained[leaked[0].token_ids.tobytes()],
+        )
+
+
+def short_prompts(template: ChatTemplate, problems: Sequence[Problem], path: Path, longest: int) -> list[Prompt]:
+    """The prompts within the limit; how many are not is said on the console and in the log."""
+    prompts, report = template.make_prompts(problems, longest)
+    if report.too_long:
+        log.warning(
+            "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
+            path,
+            report.too_long,
+            len(problems),
+            longest,
+            report.longest_tokens,
+        )
+    return prompts
 
 
 def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollouts) -> Evaluator | None:
@@ -92,6 +140,10 @@ def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollout
     tokens = config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens
     sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, tokens)
     return HeldOut(held_out, rollouts, sampling, config.evaluate.seed)
+
+
+def batch_layout(parallel: ParallelConfig) -> BatchLayout:
+    return BatchLayout(parallel.data, parallel.micro_batch_tokens, alignment=2 * parallel.context * parallel.tensor)
 
 
 def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> LoopConfig:
@@ -105,7 +157,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> Lo
         algorithm=config.algorithm,
         evaluation=config.evaluate,
         checkpoint=config.checkpoint,
-        layout=BatchLayout(parallel.data, parallel.micro_batch_tokens, 2 * parallel.context * parallel.tensor),
+        layout=batch_layout(parallel),
         max_error_fraction=config.verify.max_error_fraction,
         export_folder=folder.hf,
         hardware=hardware,
@@ -127,7 +179,7 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     torch.set_num_threads(config.parallel.threads_per_rank or max(1, cores // config.parallel.ranks))
     start_process_group(config.cluster.verb_timeout_s)
     try:
-        mesh = build_mesh(config.parallel, config.run.seed)
+        mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
         seed_everything(config.run.seed, mesh.rank)
         yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
     finally:
@@ -162,9 +214,10 @@ def lead(config: Config, stop: StopRequested) -> int:
         stack.enter_context(folder.lock())
         keeper = CheckpointKeeper(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         keeper.clean()
-        config_file = folder.config
-        if keeper.newest() is not None and config_file.is_file():
-            check_resume(load_config(config_file), config)
+        plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+        check_resumable(config, folder)
+        if (newest := keeper.newest()) is not None:
+            check_manifest(newest, digests=False)  # those take a while; the load compares them
         folder.write_config(resolved_yaml(config))
         sources, held_out, abilities = load_prompts(config)
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
@@ -179,58 +232,20 @@ def lead(config: Config, stop: StopRequested) -> int:
         rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)
         stack.callback(rollouts.close)
         mesh, policy = stack.enter_context(trainer_rank(config))
+        lockstep = Lockstep(
+            mesh, policy_verbs(policy, lambda version: sender.send(version)), config.cluster.verb_timeout_s
+        )
+        stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
         engines.wait_ready()
         control = engines.control(config.handoff.timeout_s)
         sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
         stack.callback(sender.close)
-        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s)
-        stack.callback(lockstep.close)
-        served = ServedPolicy(lockstep, policy, sender, control, config)
-        with stopping_in_order(stop):
-            return run_loop(config, folder, keeper, stop, served, rollouts, sources, held_out, policy)
-
-
-def finished_before(config: Config) -> Mapping[str, Any] | None:
-    """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
-    folder = RunFolder(config.run.dir)
-    if not folder.summary.is_file():
-        return None
-    summary = folder.read_summary()
-    ended = summary["finished"] and summary["total_steps"] == sum(stage.steps for stage in config.stages)
-    return summary if ended else None
-
-
-def show_again(config: Config, summary: Mapping[str, Any]) -> None:
-    console, _ = open_console("plain")
-    console.print(f"{config.run.dir} holds a finished run; remove it, or set another run.dir, to train again")
-    show_summary(summary, console)
-
-
-def run_loop(
-    config: Config,
-    folder: RunFolder,
-    keeper: CheckpointKeeper,
-    stop: StopRequested,
-    served: ServedPolicy,
-    rollouts: Rollouts,
-    sources: Sequence[Source],
-    held_out: Sequence[Prompt],
-    policy: MegatronPolicy,
-) -> int:
-    """Run the loop with its observers, and sum it up."""
-    console, live = open_console(config.track.console)
-    entropy = config.algorithm.entropy
-    total_steps = sum(stage.steps for stage in config.stages)
-    shown = RunConsole(
-        console,
-        live,
-        total_steps=total_steps,
-        stage_names=[stage.name for stage in config.stages],
-        entropy_target=entropy.target if entropy.mode == "adaptive" else None,
-        progress=rollouts.progress,
-    )
-    record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-    try:
+        takes_turns = config.rollout.placement == "colocated" and not on_cpu
+        layout = batch_layout(config.parallel)
+        served = ServedPolicy(lockstep, policy, sender, control, config.handoff, layout, takes_turns)
+        shown, record = watchers(config, folder, rollouts)
+        stack.callback(shown.close)
+        stack.callback(record.close)
         ports = Ports(
             policy=served,
             rollouts=rollouts,
@@ -242,17 +257,55 @@ def run_loop(
             timer=StepTimer(),
             stop=stop.requested,
         )
-        startup_s = time.time() - _STARTED_S
-        result = Loop(loop_config(config, policy, folder), ports).run()
-        model = folder.hf if result.finished else None
-        summary = summarise(result, total_steps=total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
-        check_summary(summary)
-        folder.write_summary(summary)
-        shown.finished(summary)
-        return 0 if result.finished else 3
-    finally:
-        record.close()
-        shown.close()
+        with stopping_in_order(stop):
+            return run_loop(config, folder, Loop(loop_config(config, policy, folder), ports), shown)
+
+
+def finished_before(config: Config) -> Mapping[str, Any] | None:
+    """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
+    folder = RunFolder(config.run.dir)
+    if not folder.summary.is_file():
+        return None
+    summary = folder.read_summary()
+    ended = summary["finished"] and summary["total_steps"] == total_steps(config)
+    return summary if ended else None
+
+
+def show_again(config: Config, summary: Mapping[str, Any]) -> None:
+    console, _ = open_console("plain")
+    console.print(f"{config.run.dir} holds a finished run; remove it, or set another run.dir, to train again")
+    show_summary(summary, console)
+
+
+def watchers(config: Config, folder: RunFolder, rollouts: Rollouts) -> tuple[RunConsole, RunRecord]:
+    """What shows the run, and what writes it down."""
+    console, live = open_console(config.track.console)
+    entropy = config.algorithm.entropy
+    shown = RunConsole(
+        console,
+        live,
+        total_steps=total_steps(config),
+        stage_names=[stage.name for stage in config.stages],
+        entropy_target=entropy.target if entropy.mode == "adaptive" else None,
+        progress=rollouts.progress,
+    )
+    return shown, RunRecord(folder, config.track, config.model_dump(mode="json"))
+
+
+def total_steps(config: Config) -> int:
+    return sum(stage.steps for stage in config.stages)
+
+
+def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:
+    """Train, and sum it up; the exit status of ``lead``."""
+    startup_s = time.time() - _STARTED_S
+    result = loop.run()
+    model = folder.hf if result.finished else None
+    summary = summarise(result, total_steps=total_steps(config), seed=config.run.seed, model=model, startup_s=startup_s)
+    check_summary(summary)
+    folder.write_summary(summary)
+    shown.finished(summary)
+    return 0 if result.finished else 3
 
 
 def main() -> int:
@@ -263,10 +316,10 @@ def main() -> int:
     die_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
-    config = load_config(arguments.config, arguments.overrides)
-    stop = StopRequested(config.checkpoint.signal_grace_s)
-    set_up_logging(config.run.dir, rank)
     try:
+        config = load_config(arguments.config, arguments.overrides)
+        stop = StopRequested(config.checkpoint.signal_grace_s)
+        set_up_logging(RunFolder(config.run.dir).logs, rank)
         if (summary := finished_before(config)) is not None:
             if rank == 0:
                 show_again(config, summary)
@@ -276,8 +329,10 @@ def main() -> int:
             return 0
         return lead(config, stop)
     except Exception as error:
-        if not type(error).__module__.startswith("or1_megatron."):
+        if not (type(error).__module__.startswith("or1_megatron.") or isinstance(error, USER_OS_ERRORS)):
             raise
+        if rank > 0 and isinstance(error, AgreedError):
+            return 0  # rank 0 says it and fails; a failure here would have it killed before its engines have ended
         print(f"or1: error: {error}", file=sys.stderr, flush=True)
         return 2
 

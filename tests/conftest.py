@@ -1,11 +1,14 @@
-"""What every test shares: no network, few threads, GPU tests skipped where there is none."""
+"""What every test shares: no network, few threads, GPU tests skipped where there is none, no process left behind."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests of several packages share the engines of engine_fixtures
@@ -26,3 +29,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Everything that a test starts inherits this mark, whatever becomes of its parents.
+_MARK = "OR1_TEST_SESSION"
+_SESSION = os.environ.setdefault(_MARK, uuid.uuid4().hex)
+_PATIENCE_S = 20.0  # Ray's daemons take some seconds to go after ray.shutdown()
+
+
+def _left_behind() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get(_MARK) == _SESSION
+            if not marked or process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if "resource_tracker" in " ".join(process.cmdline()):  # Python's own; it ends with this process
+                continue
+            found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tests leave no process behind: what is still there when all fixtures are down fails the session."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := _left_behind()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        lines = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
+        print("\nprocesses left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

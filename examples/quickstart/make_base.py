@@ -9,6 +9,7 @@ cross-entropy in the place of the clipped loss.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import os
@@ -121,8 +122,13 @@ def main() -> None:
     loss = warm_up(policy, scratch, arguments.seed, arguments.steps)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
-        command = "make base-model"
-        record = {"command": command, "seed": arguments.seed, "steps": arguments.steps, "loss_per_token": loss}
+        record = {
+            "command": "make base-model",
+            "seed": arguments.seed,
+            "steps": arguments.steps,
+            "loss_per_token": loss,
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
+        }
         (arguments.out / "how_made.json").write_text(json.dumps(record, indent=2) + "\n")
         shutil.rmtree(scratch)
     stop_process_group()

@@ -70,11 +70,11 @@ class MixtureStream:
         """The next ``count`` prompts, all of different problems; crosses the ends of epochs.
 
         An entry whose problem is already in this batch (a repeat, or the next epoch's) waits for the next one; no
-        more than ``repeat`` entries of a problem ever wait. Raises ValueError when fewer than ``count`` problems
+        more than ``repeat`` entries of a problem ever wait. Raises DataError when fewer than ``count`` problems
         are left.
         """
         if count > len(self):
-            raise ValueError(
+            raise DataError(
                 f"asked for {count} different problems, but only {len(self)} are left of {len(self._prompts)} "
                 f"({int(self._excluded.sum())} are excluded); lower prompts_per_step or give more data"
             )

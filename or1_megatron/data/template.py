@@ -15,6 +15,7 @@ from or1_megatron.types import Int32Array, Message, Problem, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _BATCH = 1024  # prompts given to the tokenizer at once: its fast implementation spreads them over threads
 
 
@@ -98,6 +99,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
     if not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder; expected a model in HF format with its tokenizer")
+    # Without any of these transformers makes an empty tokenizer from config.json, and says nothing.
+    if not any((Path(folder) / name).is_file() for name in _VOCABULARIES):
+        raise DataError(f"{folder}: holds no tokenizer; expected one of {', '.join(_VOCABULARIES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

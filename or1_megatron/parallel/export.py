@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+from or1_megatron.parallel.agreement import AgreedError
+
+_COPIED = (  # what belongs to a model whatever its weights; a source's own notes do not
+    *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model", "*.tiktoken"),
+)
 _WEIGHT_INDEX = "model.safetensors.index.json"
+
+
+class ExportError(AgreedError):
+    """The HF folder could not be written."""
 
 
 class HFWriter:
@@ -21,13 +33,14 @@ class HFWriter:
         source: the HF folder whose config, tokenizer, chat template and generation config are carried along.
         target: the folder to make; an older one of that name is replaced.
         shard_bytes: a new file is begun beyond this many bytes.
+
+    Its methods raise ExportError when something cannot be written; what they wrote is deleted then.
     """
 
     def __init__(self, source: Path, target: Path, shard_bytes: int = 4 << 30) -> None:
         self._source, self._target, self._shard_bytes = source, target, shard_bytes
         self._aside = target.with_name(target.name + ".partial")
         shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir(parents=True)
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
@@ -37,13 +50,26 @@ class HFWriter:
         """Take one tensor, by its HF name; it is copied to host memory."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
-            self._flush()
+            with self._writing():
+                self._flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
         self._total_bytes += size
         self._dtype = tensor.dtype
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            raise ExportError(
+                f"the model could not be exported to {self._target}: {error}. The checkpoints are intact: when "
+                "there is room, the same command exports it"
+            ) from error
+
     def _flush(self) -> None:
+        self._aside.mkdir(parents=True, exist_ok=True)
         path = self._aside / f"shard-{len(self._shards)}.safetensors"
         save_file(self._pending, path, metadata={"format": "pt"})
         with path.open("rb") as file:
@@ -53,6 +79,10 @@ class HFWriter:
 
     def finish(self) -> None:
         """Write what is left, name the files as HF does, carry the rest along, and rename into place."""
+        with self._writing():
+            self._finish()
+
+    def _finish(self) -> None:
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -62,8 +92,7 @@ class HFWriter:
             weight_map.update(dict.fromkeys(names, file))
         for pattern in _COPIED:
             for path in self._source.glob(pattern):
-                if path.name != _WEIGHT_INDEX:
-                    shutil.copy2(path, self._aside / path.name)
+                shutil.copy2(path, self._aside / path.name)
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._aside / _WEIGHT_INDEX).write_text(json.dumps(index, indent=2))

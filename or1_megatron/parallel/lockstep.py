@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from or1_megatron.parallel.agreement import AgreedError
 from or1_megatron.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Lockstep:
         A peer's death shows as a broken collective, so the first report is given a moment to arrive.
         """
         report = f"rank {self._mesh.rank} failed in '{verb}':\n{''.join(traceback.format_exception(error))}"
-        if self._mesh.world == 1:
+        if self._mesh.world == 1 or isinstance(error, AgreedError):
             return error
         secondary = isinstance(error, RuntimeError) and "onnection" in str(error)
         if secondary:

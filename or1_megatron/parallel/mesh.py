@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from dataclasses import dataclass
 
@@ -62,8 +63,10 @@ def start_process_group(timeout_s: float) -> None:
         dist.init_process_group("gloo", timeout=timeout)
 
 
-def build_mesh(config: ParallelConfig, seed: int) -> Mesh:
+def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Mesh:
     """Cut the started world into Megatron's groups and seed each model-parallel rank.
+
+    A collective of these groups that takes longer than ``timeout_s`` fails.
 
     Raises:
         ValueError: the number of processes is not the number of ranks that the config asks for.
@@ -79,10 +82,11 @@ def build_mesh(config: ParallelConfig, seed: int) -> Mesh:
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
             context_parallel_size=config.context,
+            distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=True,
         )
     model_parallel_cuda_manual_seed(seed)
-    control, replica, leaders = _control_groups()
+    control, replica, leaders = _control_groups(timeout_s)
     return Mesh(
         rank=dist.get_rank(),
         world=world,
@@ -100,17 +104,18 @@ def build_mesh(config: ParallelConfig, seed: int) -> Mesh:
     )
 
 
-def _control_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]]:
+def _control_groups(timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]]:
     """(all ranks, this rank's replica, every replica's first rank), over gloo."""
     mine = parallel_state.get_data_parallel_rank()
     by_rank: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(by_rank, mine)
-    control = dist.new_group(backend="gloo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    control = dist.new_group(backend="gloo", timeout=timeout)
     leaders = []
     for replica in range(max(by_rank) + 1):
         members = [rank for rank, index in enumerate(by_rank) if index == replica]
         leaders.append(members[0])
-        group = dist.new_group(members, backend="gloo")
+        group = dist.new_group(members, backend="gloo", timeout=timeout)
         if replica == mine:
             own = group
     return control, own, tuple(leaders)

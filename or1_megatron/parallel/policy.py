@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
+from or1_megatron.parallel.agreement import raise_together
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel, transformer_config
@@ -44,7 +45,7 @@ class MegatronPolicy:
         network = PolicyModel(self.hf, self.family, config, mesh).to(device())
         self.weights = ShardedWeights(network, self.family, self.hf, mesh)
         self.weights.mark_cut_parameters()
-        self.weights.load_hf(HFTensors(model.hf))
+        self.weights.load_hf(HFTensors(model.hf, self.hf))
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Of the whole model, over all ranks."""
         self.network = network
@@ -171,16 +172,27 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """Write the policy's weights as an HF folder (aside, then renamed), everything else copied from the source model.
 
     Collective over all ranks; rank 0 writes.
+
+    Raises:
+        ExportError: on every rank, when the folder cannot be written, as on a full disk. An older one stays.
     """
-    from or1_megatron.parallel.export import HFWriter
+    from or1_megatron.parallel.export import ExportError, HFWriter
 
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
-    for name, tensor in policy.weights:
-        if writer is not None:
+    problem: ExportError | None = None
+    for name, tensor in policy.weights:  # to the end in any case: the other ranks send all of theirs
+        if writer is not None and problem is None:
             assert tensor is not None
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.finish()
+            try:
+                writer.add(name, tensor)
+            except ExportError as error:
+                problem = error
+    if writer is not None and problem is None:
+        try:
+            writer.finish()
+        except ExportError as error:
+            problem = error
+    raise_together(policy.mesh, problem)
 
 
 __all__: list[Any] = ["MegatronPolicy", "export_hf", "unpack_scores"]

@@ -65,11 +65,6 @@ class EntropyController:
         self._highest = float("inf") if config.maximum is None else config.maximum
         self.coefficient = config.coefficient
         """c_k."""
-        if config.mode == "adaptive" and not config.minimum <= config.coefficient <= self._highest:
-            raise ValueError(
-                f"algorithm.entropy: coefficient (c_0) = {config.coefficient:g} is outside "
-                f"[minimum, maximum] = [{config.minimum:g}, {self._highest:g}]"
-            )
 
     def alpha(self, entropy: float) -> float:
         """alpha_k for e_k = ``entropy``."""

@@ -83,6 +83,7 @@ class Loop:
             )
             if self._saved_at != self.steps_done:
                 self._write_checkpoint(best=False)
+        self._lap([])  # the last save and export belong to no row, but to the run
         return self.result()
 
     def train_step(self) -> None:

@@ -40,7 +40,7 @@ class StageSchedule:
 
 
 class PassRateLedger:
-    """How many of its samples each problem had right, by stage, at its latest occurrence in that stage.
+    """How many of its samples each problem had right, by stage, over all its occurrences in that stage.
 
     Recorded before rejection: a group that was all right is rejected, and it is the very one the filter looks for.
     """
@@ -49,22 +49,15 @@ class PassRateLedger:
         self._stages: dict[int, dict[str, tuple[int, int]]] = {}
 
     def record(self, stage: int, groups: Sequence[Group]) -> None:
-        """Note each group's (right, samples) under its problem; an earlier note of the same stage is replaced."""
+        """Add each group's (right, samples) to its problem's."""
         rates = self._stages.setdefault(stage, {})
         for group in groups:
             rewards = group.rewards
-            rates[group.prompt.problem.id] = (int((rewards > 0).sum()), rewards.size)
-
-    def pass_rate(self, stage: int, problem_id: str) -> float | None:
-        """None when the stage has not sampled the problem."""
-        rate = self._stages.get(stage, {}).get(problem_id)
-        return None if rate is None else rate[0] / rate[1]
+            right, samples = rates.get(group.prompt.problem.id, (0, 0))
+            rates[group.prompt.problem.id] = (right + int((rewards > 0).sum()), samples + rewards.size)
 
     def solved(self, stage: int) -> frozenset[str]:
-        """Problems whose every sample was right at their latest occurrence in ``stage``.
-
-        The latest speaks for the policy as it leaves the stage; a problem failed early and solved since is solved.
-        """
+        """Problems whose every sample in ``stage`` was right."""
         return frozenset(
             problem for problem, (right, samples) in self._stages.get(stage, {}).items() if right == samples
         )

@@ -21,6 +21,8 @@ import ray
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+_HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
+_SETTINGS_TYPE = b"\x04"
 
 _reaper: subprocess.Popen[bytes] | None = None
 
@@ -127,19 +129,29 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for minutes before it gives up on a host that does not answer."""
+    """Ray itself tries for minutes before it gives up on a host that does not answer, or on a port of another service.
+
+    Ray's head speaks gRPC, that is HTTP/2, whose server answers the client's opening with a SETTINGS frame (RFC 9113,
+    section 3.4): 3 bytes of length, then the type.
+    """
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(f"cluster.ray_address = '{address}': expected 'auto' or host:port, e.g. 10.0.0.1:6379")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connection.sendall(_HTTP2_OPENING)
+            answer = connection.recv(4)
     except OSError as error:
         raise ClusterError(_no_cluster(address, error)) from error
+    if answer[3:] != _SETTINGS_TYPE:
+        raise ClusterError(_no_cluster(address, "another service, which is not Ray, listens there"))
 
 
-def _no_cluster(address: str, error: Exception) -> str:
+def _no_cluster(address: str, error: Exception | str) -> str:
     return (
         f"no Ray cluster answers at cluster.ray_address = '{address}': {error}. Start one with 'ray start --head' "
         "(port 6379 unless told otherwise), or leave ray_address empty to run on this machine alone"

@@ -242,7 +242,13 @@ class RolloutManager:
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop itself keeps weak references only
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by an error it did not expect would otherwise leave its waiters waiting."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(RolloutError(f"the RolloutManager itself failed: {type(error).__name__}: {error}"))
 
 
 ManagerActor = ray.remote(num_cpus=0)(RolloutManager)

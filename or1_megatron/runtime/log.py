@@ -56,6 +56,17 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)  # a closed terminal must not stop the run
 
 
+class _FileHandler(logging.StreamHandler[TextIO]):
+    """Writes to the log file; where that fails, as on a full disk, it says so once and the run goes on without."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not self._failed:
+            self._failed = True
+            print(f"or1: log lines cannot be written to {self.stream.name}: {sys.exc_info()[1]}", file=sys.stderr)
+
+
 def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.log"
 
@@ -74,7 +85,7 @@ def set_up_logging(folder: Path, rank: int, *, who: str | None = None, level: in
         os.environ.setdefault(variable, value)
 
     stream = path.open("a", encoding="utf-8")
-    to_file = logging.StreamHandler(stream)
+    to_file = _FileHandler(stream)
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [{name}] %(levelname).1s %(name)s: %(message)s"))
     to_console = _ConsoleHandler(level=logging.WARNING)
     to_console.setFormatter(logging.Formatter(f"[{name}] %(levelname)s %(message)s"))

@@ -37,6 +37,10 @@ MANIFEST: Final = "manifest.json"
 _STEP = re.compile(r"step_(\d+)")
 
 
+USER_OS_ERRORS: Final = (NotADirectoryError, PermissionError, FileExistsError)
+"""Of making a folder where the user said: their own messages name the path."""
+
+
 class RunFolderBusy(RuntimeError):
     """Another trainer is writing to the run folder."""
 

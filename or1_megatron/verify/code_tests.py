@@ -155,7 +155,18 @@ def _assert_test(number: int, node: ast.stmt, entry_point: str | None) -> CodeTe
 
 
 def _split(test: ast.expr) -> tuple[str, Any, Comparison] | None:
-    """(expression for the sandbox, expected value, how to compare), or None when no side is a literal."""
+    """(expression for the sandbox, expected value, how to compare), or None when that cannot be had.
+
+    It cannot when no side is a literal, and when the side that would go into the sandbox compares by itself: the
+    submission's objects decide there what they are equal to.
+    """
+    split = _split_sides(test)
+    if split is None or any(isinstance(node, ast.Compare | ast.BoolOp) for node in ast.walk(ast.parse(split[0]))):
+        return None
+    return split
+
+
+def _split_sides(test: ast.expr) -> tuple[str, Any, Comparison] | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and _is_submission_call(test.operand):
         return f"bool({ast.unparse(test.operand)})", False, "python"
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):

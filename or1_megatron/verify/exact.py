@@ -13,6 +13,10 @@ from fractions import Fraction
 _DIGITS = "[0-9]{1,300}"  # bounded: Python refuses to convert integers of more than 4300 digits
 _INTEGER = re.compile(rf"-?{_DIGITS}")
 _SLASH = re.compile(rf"(-?{_DIGITS})/({_DIGITS})")
+_UNEVALUATED = re.compile(
+    r"(?=.*[0-9)]\s*(?:[-+*]|\\(?:times|cdot)))"  # a binary operator somewhere
+    r"(?:[-+*/().0-9\s]|\\(?:times|cdot|left|right)(?![a-zA-Z]))+"  # and nothing but arithmetic
+)
 _FRAC = re.compile(rf"(-?)\\[dt]?frac\{{(-?{_DIGITS})\}}\{{({_DIGITS})\}}")
 
 
@@ -33,9 +37,15 @@ def rational(text: str) -> Fraction | None:
 
 
 def decide(golds: Sequence[str], answer: str) -> bool | None:
-    """Whether ``answer`` equals one of the golds; None where only Math-Verify can tell."""
+    """Whether ``answer`` equals one of the golds; None where only Math-Verify can tell.
+
+    Where every gold is a plain number, a sum, difference or product of numbers is no answer, whatever its value: a
+    policy would otherwise learn to copy the question into the box.
+    """
     if answer in golds:
         return True
+    if _UNEVALUATED.fullmatch(answer) and all(rational(gold) is not None for gold in golds):
+        return False
     value = rational(answer)
     if value is None:
         return None

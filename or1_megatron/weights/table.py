@@ -25,6 +25,8 @@ class Row:
     """One Megatron tensor and the HF tensors that it is made of."""
 
     hf: tuple[str, ...]
+    axes: tuple[str, ...]
+    """Of each HF tensor, one letter per axis: see ``axis_sizes``."""
     megatron: str
     cut: Cut
     layout: Layout = Same()
@@ -35,6 +37,7 @@ class Row:
         """The row of one layer, placeholders filled in."""
         return Row(
             tuple(name.format(layer=layer) for name in self.hf),
+            self.axes,
             self.megatron.format(layer=layer),
             self.cut,
             self.layout,
@@ -61,6 +64,15 @@ class ModelFamily:
             yield from (row.at(layer) for row in self.layers if row.when(hf))
         yield from (row for row in self.after if row.when(hf))
 
+    def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
+        """Every HF tensor of a model, with the shape that its config implies."""
+        size = axis_sizes(hf)
+        return {
+            name: tuple(size[axis] for axis in axes)
+            for row in self.rows(hf)
+            for name, axes in zip(row.hf, row.axes, strict=True)
+        }
+
     @staticmethod
     def head_dim(hf: HFConfig) -> int:
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
@@ -70,6 +82,19 @@ class ModelFamily:
         """RoPE's theta, from either of the two places where HF configs have kept it."""
         parameters = hf.get("rope_parameters") or {}
         return float(parameters.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+
+
+def axis_sizes(hf: HFConfig) -> dict[str, int]:
+    """V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head."""
+    head_dim = ModelFamily.head_dim(hf)
+    return {
+        "V": hf["vocab_size"],
+        "H": hf["hidden_size"],
+        "F": hf["intermediate_size"],
+        "Q": hf["num_attention_heads"] * head_dim,
+        "K": hf["num_key_value_heads"] * head_dim,
+        "D": head_dim,
+    }
 
 
 def tied(hf: HFConfig) -> bool:

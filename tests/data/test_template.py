@@ -60,6 +60,9 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
         ChatTemplate(tokenizer()).make_prompts([problem("w1", "tool", 7)], max_prompt_tokens=9)
     with pytest.raises(DataError, match="no such folder"):
         load_tokenizer(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"holds no tokenizer; expected one of tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="its tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
 

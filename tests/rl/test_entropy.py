@@ -37,7 +37,7 @@ def test_maximum_and_nonzero_minimum() -> None:
     coefficients, _ = drive(EntropyController(config), [0.1, 0.1, 0.3, 0.3])
     assert coefficients == pytest.approx([0.001, 0.002, 0.002, 0.001], abs=1e-15)
     with pytest.raises(ValueError, match=r"c_0.*outside.*\[0.001, 0.002\]"):
-        EntropyController(EntropyConfig(minimum=0.001, maximum=0.002))
+        EntropyConfig(minimum=0.001, maximum=0.002)
 
 
 def test_fixed_and_off() -> None:

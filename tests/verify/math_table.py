@@ -20,6 +20,13 @@ AFTER_THINK: list[tuple[list[str], str, str]] = [
     ([r"-\frac{1}{2}"], r"\boxed{\frac{-1}{2}}", "right"),
     ([r"-\frac{1}{2}"], r"\boxed{\frac{1}{2}}", "wrong"),
     (["2"], r"\boxed{\frac{4}{2}}", "right"),
+    # arithmetic that was not worked out is no answer to a plain number
+    (["35"], r"\boxed{7*(11-(1+5*1))}", "wrong"),
+    (["35"], r"\boxed{7*5}", "wrong"),
+    (["35"], r"\boxed{40-5}", "wrong"),
+    (["35"], r"\boxed{5 \times 7}", "wrong"),
+    (["-35"], r"\boxed{-35}", "right"),
+    (["35"], r"\boxed{35.0}", "right"),
     # several acceptable golds
     (["5", "6"], r"\boxed{6}", "right"),
     (["5", "6"], r"\boxed{7}", "wrong"),

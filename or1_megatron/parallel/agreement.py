@@ -1,0 +1,20 @@
+"""A failure that rank 0 finds and every rank raises alike, so that none is left waiting for another."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from or1_megatron.parallel.mesh import Mesh
+
+
+class AgreedError(RuntimeError):
+    """Raised on all ranks at once with the same message, which rank 0 shows."""
+
+
+def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
+    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is not looked at."""
+    told = [error]
+    if mesh.world > 1:
+        dist.broadcast_object_list(told, src=0, group=mesh.control)
+    if told[0] is not None:
+        raise told[0]

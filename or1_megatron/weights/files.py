@@ -1,0 +1,83 @@
+"""The weight files of an HF folder against what its config implies, from their headers alone: nothing is loaded.
+
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and the
+bytes' range), and the bytes (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from or1_megatron.weights.families import ModelError, family_of
+from or1_megatron.weights.table import HFConfig, tied
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_INDEX = "model.safetensors.index.json"
+
+
+def check_weight_files(folder: Path, hf: HFConfig) -> None:
+    """Every tensor that the config implies is there, whole, with its shape, and no other.
+
+    Raises:
+        ModelError: names the file, or the tensor with what was found and what was expected; also for a model of an
+            unknown architecture.
+    """
+    family = family_of(hf)
+    wanted = family.shapes(hf)
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in _weight_files(folder):
+        found.update({name: (path, shape) for name, shape in read_shapes(path).items()})
+    for name, shape in wanted.items():
+        if name not in found:
+            missing = len(wanted.keys() - found.keys())
+            raise ModelError(f"{folder}: its safetensors lack {name} ({missing} of {len(wanted)} tensors are missing)")
+        if found[name][1] != shape:
+            raise ModelError(f"{found[name][0]}: {name} has shape {found[name][1]}; config.json implies {shape}")
+    # A tied model may carry its output layer all the same, and old files carry RoPE's frequencies.
+    extra = {"lm_head.weight"} if tied(hf) else set()
+    unknown = sorted(name for name in found.keys() - wanted.keys() - extra if not name.endswith("inv_freq"))
+    if unknown:
+        raise ModelError(f"{found[unknown[0]][0]}: {unknown[0]} is no tensor of a {family.architecture}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """All of a folder's safetensors, among them those that its index names."""
+    paths = sorted(folder.glob("*.safetensors"))
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} cannot be read ({error!r}); expected a JSON object with weight_map") from error
+        if missing := [name for name in named if not (folder / name).is_file()]:
+            raise ModelError(
+                f"{folder / missing[0]} is missing ({len(missing)} of {len(named)} files that {_INDEX} names): "
+                "the download may be incomplete"
+            )
+    if not paths:
+        raise ModelError(f"{folder} holds no *.safetensors file; expected the model's weights in that format")
+    return paths
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name to shape. Raises ModelError when the header cannot be read, or the file is cut or too long."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise ModelError(f"{path} is no safetensors file, or cut: {size} bytes, of which {length} for the header")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+    expected = _LENGTH_BYTES + length + end
+    if size != expected:
+        how = "cut: the download may be incomplete" if size < expected else "longer than its header says"
+        raise ModelError(f"{path} has {size} bytes, but its header tells of {expected}; it is {how}")
+    return shapes
