@@ -24,7 +24,7 @@ from or1_megatron.types import Prompt, Request, Sampling
 from or1_megatron.verify.answer import after_reasoning, last_box
 
 MAX_TOKENS = 96
-MAX_PROMPT_TOKENS = 40
+MAX_PROMPT_TOKENS = 32
 
 
 def engine_answers(model: Path, prompts: list[Prompt]) -> list[list[int]]:

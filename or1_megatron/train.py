@@ -110,7 +110,7 @@ def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> Non
     leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]
     if leaked:
         log.warning(
-            "%d of %d held-out prompts are in the training data too, the first is %s and %s: their accuracy will flatter",
+            "%d of %d held-out prompts are in the training data too (first: %s and %s): their accuracy will flatter",
             len(leaked),
             len(evaluated),
             leaked[0].problem.origin,

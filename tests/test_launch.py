@@ -120,12 +120,20 @@ def test_ranks_that_do_not_end_are_killed(tmp_path: Path, started: list[Launched
 
 
 def test_the_exit_code_of_a_failed_rank_comes_through(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(tmp_path, "exit2")
+    run = Launched(tmp_path, "exit7")
     started.append(run)
     code, errors = run.end()
-    assert code == 2, errors
+    assert code == 7, errors
     assert "rank 1 (pid" in errors
-    assert "exited with code 2" in errors
+    assert "exited with code 7" in errors
+    assert run.left() == []
+
+
+def test_a_rank_that_has_said_what_to_mend_is_not_drowned_out(tmp_path: Path, started: list[Launched]) -> None:
+    """Exit code 2: its one message is all that there is to read."""
+    run = Launched(tmp_path, "exit2")
+    started.append(run)
+    assert run.end() == (2, "")
     assert run.left() == []
 
 

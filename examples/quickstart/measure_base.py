@@ -28,7 +28,7 @@ from or1_megatron.types import Completion, Prompt, Request, Sampling
 from or1_megatron.verify.math import MathVerifier
 
 CONTEXTS_TOKENS = (56, 96)  # T of the two stages
-MAX_PROMPT_TOKENS = 40
+MAX_PROMPT_TOKENS = 32
 SAMPLES = 8
 SEED = 20250522
 

@@ -71,7 +71,8 @@ class ChatTemplate:
                     prompts.append(Prompt(problem, ids))
         if not prompts:
             raise DataError(
-                f"none of {len(problems)} prompts fits into max_prompt_tokens = {max_prompt_tokens}; "
+                f"none of {len(problems)} prompts ({_where(problems)}) fits into max_prompt_tokens = "
+                f"{max_prompt_tokens}; "
                 f"the longest has {longest} tokens"
             )
         return prompts, PromptReport(len(prompts), len(problems) - len(prompts), longest_kept, longest)
@@ -91,6 +92,10 @@ class ChatTemplate:
         # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
         encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def _where(problems: Sequence[Problem]) -> str:
+    return f"from {problems[0].origin} on" if problems else "there are no problems"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

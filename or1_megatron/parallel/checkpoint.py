@@ -194,7 +194,7 @@ def _not_written(aside: Path, reason: BaseException | str) -> CheckpointError:
     shutil.rmtree(aside, ignore_errors=True)
     if not isinstance(reason, str):
         last_line = text.strip().splitlines()[-1] if text.strip() else repr(reason)
-        text = f"the disk is full ({last_line})" if full else last_line
+        text = "the disk is full" if full else last_line
     folder = aside.with_name(aside.name.removesuffix(".partial"))
     return CheckpointError(
         f"checkpoint {folder} could not be written: {text}. The checkpoints before it are intact: free some space and "

@@ -70,6 +70,11 @@ def start_ray(address: str | None, run_id: str) -> None:
                 f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
                 "limits and ports blocked on the loopback device; its logs are under /tmp/ray/session_latest/logs"
             ) from error
+        if "AuthToken" in str(error.__cause__):
+            raise ClusterError(
+                f"the Ray cluster at cluster.ray_address = '{address}' asks for a token that this process does not "
+                "give: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the cluster's token file"
+            ) from error
         raise ClusterError(_no_cluster(address, error)) from error
     if address is None:
         _start_reaper(context.address_info["session_dir"])

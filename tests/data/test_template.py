@@ -49,7 +49,9 @@ def test_long_prompts_are_dropped_and_counted() -> None:
     prompts, report = ChatTemplate(tokenizer()).make_prompts(problems, max_prompt_tokens=6)
     assert [prompt.problem.messages[0].content for prompt in prompts] == ["w1", "w1 w2"]
     assert (report.kept, report.too_long, report.longest_kept_tokens, report.longest_tokens) == (2, 1, 6, 8)
-    with pytest.raises(DataError, match="none of 3 prompts fits into max_prompt_tokens = 4; the longest has 8"):
+    with pytest.raises(
+        DataError, match=r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"
+    ):
         ChatTemplate(tokenizer()).make_prompts(problems, max_prompt_tokens=4)
 
 

@@ -1,0 +1,392 @@
+"""What users get wrong, and what machines do to them: one clear message, exit code 2, no traceback, no hang.
+
+Tested elsewhere: ranks and launchers that die (test_life_of_a_run), keys and values of the configuration
+(test_config_file), rows of every wrong kind (data/test_problems), responses that never close ``</think>`` and gold
+answers (verify), full disks under metrics and rollouts (runtime), engines that cannot start (rollout/test_manager).
+Not proven here: disks with quotas, file systems that are shared between nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from training import ROOT, Training
+from typer.testing import CliRunner
+
+from or1_megatron.cli import app
+from or1_megatron.config_file import load_config
+from or1_megatron.door import check_inputs
+from or1_megatron.runtime.run_folder import RunFolder
+
+MODEL = ROOT / "examples" / "quickstart" / "base_model"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+SmallConfig = Callable[[Path], Path]
+
+
+def refused(config: Path, *overrides: str) -> str:
+    """What ``or1 train`` says, which must refuse before it starts any rank."""
+    options = [part for override in overrides for part in ("--set", override)]
+    result = CliRunner().invoke(app, ["train", str(config), *options])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("or1: error: ") and result.stderr.count("or1: error") == 1
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the quickstart's model, to be damaged."""
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def cut(model: Path) -> str:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2_000_000])
+    return r"model\.safetensors has 2000000 bytes, but its header tells of 3266240; it is cut"
+
+
+def no_header(model: Path) -> str:
+    (model / "model.safetensors").write_bytes(b"version https://git-lfs")
+    return r"model\.safetensors is no safetensors file, or cut: 23 bytes"
+
+
+def wrong_shape(model: Path) -> str:
+    tensors = load_file(model / "model.safetensors")
+    tensors[DOWN] = tensors[DOWN][:-1].contiguous()
+    save_file(tensors, model / "model.safetensors")
+    return r"model\.safetensors: " + re.escape(f"{DOWN} has shape (127, 384); config.json implies (128, 384)")
+
+
+def missing_tensor(model: Path) -> str:
+    tensors = load_file(model / "model.safetensors")
+    del tensors[DOWN]
+    save_file(tensors, model / "model.safetensors")
+    return re.escape(f"its safetensors lack {DOWN} (1 of 51 tensors are missing)")
+
+
+def unknown_tensor(model: Path) -> str:
+    tensors = load_file(model / "model.safetensors")
+    tensors["score.weight"] = tensors[DOWN].clone()
+    save_file(tensors, model / "model.safetensors")
+    return r"score\.weight is no tensor of a Qwen2ForCausalLM"
+
+
+def missing_shard(model: Path) -> str:
+    names = {DOWN: "model.safetensors", "x": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return r"model-00002-of-00002\.safetensors is missing \(1 of 2 files"
+
+
+def no_weights(model: Path) -> str:
+    (model / "model.safetensors").unlink()
+    return r"holds no \*\.safetensors file"
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, no_header, wrong_shape, missing_tensor, unknown_tensor, missing_shard, no_weights]
+)
+def test_a_damaged_model(damage: Callable[[Path], str], small_config: SmallConfig, model: Path, tmp_path: Path) -> None:
+    said = damage(model)
+    assert re.search(said, refused(small_config(tmp_path / "run"), f"model.hf={model}"))
+
+
+ROW = '{"prompt": "1+%d?", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "1+1?"}', "train.jsonl:9: field 'data_source': Field required"),
+        ('{"prompt": "1+1?", "answer": true}', "train.jsonl:9: field 'answer"),
+        ('{"prompt": "2+2?", "answer": "[4]", "ability": "chess"}', "train.jsonl:9: field 'ability': found 'chess'"),
+        ("{", "train.jsonl:9: not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named(small_config: SmallConfig, tmp_path: Path, row: str, said: str) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(ROW % i for i in range(8)) + row)
+    assert said in refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
+
+
+def test_a_parquet_file_that_is_none(small_config: SmallConfig, tmp_path: Path) -> None:
+    data = tmp_path / "train.parquet"
+    data.write_text("PAR1")
+    said = refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
+    assert f"data.train: {data} is not a readable parquet file" in said
+
+
+def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is refused with what to install; math needs none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = small_config(tmp_path / "run")
+    check_inputs(load_config(config))
+    code = {"prompt": "Print 1.", "ability": "code", "answer": json.dumps({"inputs": [""], "outputs": ["1"]})}
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(ROW % i for i in range(8)) + json.dumps(code))
+    said = refused(config, f"data.train=[{{path: {data}}}]")
+    assert "bubblewrap is not installed" in said and "apt install bubblewrap" in said
+
+
+def test_a_run_folder_that_is_a_file(small_config: SmallConfig, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert f"{tmp_path / 'run'} is a file, a folder was expected" in refused(small_config(tmp_path / "run"))
+
+
+def test_a_run_folder_in_use(small_config: SmallConfig, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with folder.lock():
+        said = refused(small_config(folder.root))
+    assert f"run folder {folder.root} is in use by pid {os.getpid()} on host" in said
+
+
+def begun(config: Path, root: Path) -> Path:
+    """The run's folder with a checkpoint of step 1, as far as its manifest goes; the checkpoint's folder."""
+    from or1_megatron.config_file import resolved_yaml
+
+    folder = RunFolder(root)
+    folder.create()
+    folder.write_config(resolved_yaml(load_config(config)))
+    checkpoint = folder.checkpoints / "step_000001"
+    checkpoint.mkdir()
+    (checkpoint / "loop.json").write_text("{}")
+    entry = {"bytes": 2, "sha256": "0"}
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "files": {"loop.json": entry}}))
+    return checkpoint
+
+
+def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    begun(config, tmp_path / "run")
+    said = refused(config, "optimizer.lr=1e-6", "checkpoint.keep_last=3")
+    assert re.search(r"optimizer\.lr: was 0\.\d+, now 1e-06", said)
+    assert "keep_last" not in said and "--set run.dir=" in said
+
+
+def test_what_rank_0_finds_ends_both_ranks(
+    small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """A damaged checkpoint, then (the checkpoint removed, as the message says) a gold answer that is none."""
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(ROW % i for i in range(8)) + '{"prompt": "2+2?", "answer": "\\\\frac{1"}')
+    config = small_config(tmp_path / "run")
+    checkpoint = begun(config, tmp_path / "run")
+    (checkpoint / "loop.json").write_text("{")
+    status, output = train(config).finish()
+    lines = output.strip().splitlines()
+    assert status == 2
+    assert len(lines) == 1 and lines[0].startswith(f"or1: error: {checkpoint / 'loop.json'} has 1 bytes"), output
+    assert "remove this checkpoint's folder to go on from the one before it" in output
+
+    shutil.rmtree(checkpoint)
+    training = train(config, f"data.train=[{{path: {data}}}]")
+    status, output = training.finish()
+    assert status == 2
+    assert output.strip() == (
+        f"or1: error: {data}:9: field 'ground_truth': unparsable gold '\\\\frac{{1': its braces do not balance"
+    )
+    assert training.survivors() == []
+
+
+def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path: Path) -> None:
+    """Prompts over the limit are dropped and counted; tokenizers that are missing, broken or without a template."""
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(ROW % i for i in range(9)) + '{"prompt": "1+1+1+1+1+1+1+1?", "answer": "8"}\n')
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    (broken / "tokenizer.json").write_text("{")
+    bare = Path(shutil.copytree(model, tmp_path / "bare"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    (model / "chat_template.jinja").unlink()
+    cases = {
+        f"data.train.0.path={data} data.max_prompt_tokens=12 evaluate.data=[]": "[9] 0 ['math']",
+        f"data.train.0.path={data} data.max_prompt_tokens=2": f"none of 10 prompts (from {data}:1 on) fits",
+        f"data.train.0.path={data} data.max_prompt_tokens=12 stages.0.prompts_per_step=16": (
+            "data.train: 9 problems are left after filtering, fewer than prompts_per_step = 16"
+        ),
+        f"model.hf={broken}": f"{broken}: its tokenizer cannot be loaded",
+        f"model.hf={bare}": f"{bare}: holds no tokenizer",
+        f"model.hf={model}": f"tokenizer of '{model}' has no chat template",
+    }
+    worker = [sys.executable, str(Path(__file__).with_name("bad_prompts.py")), small_config(tmp_path / "run")]
+    output = subprocess.run(
+        [*map(str, worker), str(tmp_path / "logs"), *cases],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=120,
+    ).stdout
+    said = dict(part.split("\n", 1) for part in output.split("CASE ")[1:])
+    for case, expected in cases.items():
+        assert expected in said[case], output
+    dropped = f"{data}: 1 of 10 prompts are longer than data.max_prompt_tokens = 12 and were dropped"
+    assert dropped in said[next(iter(cases))]
+    assert dropped in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a tmpfs here (needs root)")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    """The writers' failure, no room from the start, and an export: each says so, and the old checkpoint loads."""
+    worker = Path(__file__).with_name("full_disk.py")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "parallel")])
+    ended = subprocess.run(
+        [sys.executable, str(worker), str(MODEL), str(small_disk)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = {what: (result, left) for what, result, left in map(json.loads, ended.stdout.splitlines())}
+    assert said["first save"] == (None, ["step_000000"])
+    for what in ("writers", "no room"):
+        message, left = said[what]
+        assert message.startswith(f"checkpoint {small_disk / 'step_000001'} could not be written: the disk is full")
+        assert "The checkpoints before it are intact" in message and "\n" not in message
+        assert left == ["fill", "step_000000"]
+    message, left = said["export"]
+    assert message.startswith(f"the model could not be exported to {small_disk / 'hf'}") and "No space left" in message
+    assert left == ["fill", "step_000000"]
+    assert said["load"][0] == {"step": 0}
+
+
+@contextmanager
+def listener(answer: bytes) -> Iterator[int]:
+    """A service that answers every connection so and closes it; its port."""
+    script = (
+        "import socket, sys\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "print(server.getsockname()[1], flush=True)\n"
+        "while True:\n"
+        "    peer, _ = server.accept()\n"
+        f"    peer.sendall({answer!r})\n"
+        "    peer.close()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_ray_address_is_another_service() -> None:
+    """Ray itself would try for minutes. Nothing listening at all: rollout/test_cluster."""
+    from or1_megatron.rollout.cluster import ClusterError, start_ray
+
+    with (
+        listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port,
+        pytest.raises(ClusterError, match=rf"'127\.0\.0\.1:{port}': another service, which is not Ray, listens there"),
+    ):
+        start_ray(f"127.0.0.1:{port}", "x")
+
+
+RAY_DRIVER = """
+import sys, ray
+from or1_megatron.rollout import cluster
+cluster.start_ray(None, sys.argv[1])
+
+@ray.remote(num_cpus=0)
+class Counter:
+    count = 0
+    def add(self):
+        self.count += 1
+        return self.count
+
+counter = Counter.options(name="rollout-manager", namespace=cluster.namespace(sys.argv[1])).remote()
+for _ in range(2):
+    print(ray.get(counter.add.remote()), ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.readline()
+cluster.stop_ray()
+"""
+
+
+def test_a_ray_that_runs_already_is_left_alone() -> None:
+    """Two runs at once, even of the same name, and RAY_ADDRESS naming the other: each has a Ray of its own."""
+
+    def driver(**environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", RAY_DRIVER, "same-run"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )
+
+    def reading(process: subprocess.Popen[str]) -> list[str]:
+        assert process.stdout is not None
+        return process.stdout.readline().split()
+
+    first = driver()
+    count, address = reading(first)
+    assert count == "1"
+    second = driver(RAY_ADDRESS=address)
+    count, other = reading(second)
+    assert count == "1" and other != address
+    second.communicate("\n\n", timeout=60)
+    assert second.returncode == 0
+    first.stdin.write("\n")  # type: ignore[union-attr]
+    first.stdin.flush()  # type: ignore[union-attr]
+    assert reading(first) == ["2", address]
+    first.communicate("\n", timeout=60)
+    assert first.returncode == 0
+
+
+RANKS_DRIVER = """
+import sys
+from or1_megatron.config import ParallelConfig
+from or1_megatron.launch import run_ranks
+sys.exit(run_ranks("or1_port_rank", [], ParallelConfig(ranks=2), 5.0))
+"""
+PORT_RANK = """
+from or1_megatron.parallel.mesh import start_process_group, stop_process_group
+start_process_group(30)
+stop_process_group()
+"""
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """``or1 train`` takes free ports, whatever MASTER_PORT says; bare torchrun fails at once and names the port."""
+    (tmp_path / "or1_port_rank.py").write_text(PORT_RANK)
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ours = subprocess.run([sys.executable, "-c", RANKS_DRIVER], env=environment, timeout=120)
+        assert ours.returncode == 0
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+        ended = subprocess.run(
+            [*torchrun, "-m", "or1_port_rank"], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert ended.returncode != 0
+    assert f"port: {port}" in ended.stderr and "address already in use" in ended.stderr
