@@ -19,10 +19,10 @@ quickstart: setup  ## train a tiny model from the committed base to high accurac
 base-model: setup  ## make the quickstart's base model anew (up to an hour on 2 cores)
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" examples/quickstart/make_base.sh
 
-test: setup  ## the tests that take seconds each
+test: setup  ## the tests, some minutes
 	@$(PYTEST) -q -m "not slow and not gpu"
 
-test-slow: setup  ## the tests that take minutes
+test-slow: setup  ## a whole quickstart, and what it promises
 	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800
 
 lint: setup  ## ruff, import rules, mypy; changes nothing

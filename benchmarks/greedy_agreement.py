@@ -67,10 +67,14 @@ def main() -> None:
     theirs = transformers_answers(arguments.model, prompts, tokenizer.eos_token_id)
     ours = engine_answers(arguments.model, prompts)
     same_tokens = np.mean([a == b for a, b in zip(ours, theirs, strict=True)])
+    answered = np.mean([answer(tokenizer.decode(a)) is not None for a in ours])
     same_answer = np.mean(
         [answer(tokenizer.decode(a)) == answer(tokenizer.decode(b)) for a, b in zip(ours, theirs, strict=True)]
     )
-    print(f"{len(prompts)} problems: same tokens {same_tokens:.1%}, same answer {same_answer:.1%}")
+    print(
+        f"{len(prompts)} problems: same tokens {same_tokens:.1%}, same answer {same_answer:.1%}, "
+        f"answered {answered:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -68,13 +68,15 @@ def machine() -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        "| seed | accuracy before | after | entropy / target, 2nd half | other | steps | whole command |",
-        "|---|---|---|---|---|---|---|",
+        "| seed | accuracy before | after | truncated at first | entropy / target, 2nd half | other | worst step's "
+        "breakdown gap | steps | whole command |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         lines.append(
-            f"| {r['seed']} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['entropy_over_target']:.2f} "
-            f"| {r['other_share']:.1%} | {r['steps']} | {r['command_wall_s']:.0f} s |"
+            f"| {r['seed']} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['truncated_first_step']:.1%} "
+            f"| {r['entropy_over_target']:.2f} | {r['other_share']:.1%} | {r['worst_breakdown_gap']:.2%} "
+            f"| {r['steps']} | {r['command_wall_s']:.0f} s |"
         )
     return "\n".join(lines)
 

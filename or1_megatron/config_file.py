@@ -26,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from or1_megatron.config import Config
-from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.yaml_reader import Origins, YamlError, dump, read_file, read_value
 
 RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
@@ -97,11 +96,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def resolved_yaml(config: Config) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back equal."""
     return dump(config.model_dump(mode="json"))
-
-
-def save_resolved(config: Config, path: Path) -> None:
-    """Write ``resolved_yaml`` to ``path``, whole or not at all. Raises DiskFullError, or what else the write raises."""
-    write_atomically(path, resolved_yaml(config).encode(), "the resolved configuration")
 
 
 def check_resume(old: Config, new: Config) -> None:

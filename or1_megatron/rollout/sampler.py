@@ -17,8 +17,10 @@ RequestKey = tuple[int, int]
 _SEED_BITS = 63  # torch generators take 64 bits; signed 64-bit integers survive every serialisation on the way
 
 
-def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2**63) from integers, e.g. (run seed, step), or (roll-out seed, prompt index, sample index).
+def request_seed(*parts: int) -> int:
+    """A request's seed in [0, 2**63), from (roll-out seed, prompt index, sample index).
+
+    So many bits because all the thousands of seeds of a roll-out must differ.
 
     Stable over processes, Python versions and machines (BLAKE2b of the decimal digits); unlike a sum of the parts,
     neighbouring parts give unrelated seeds.
@@ -39,7 +41,7 @@ def plan_requests(
             prompt=prompt,
             sample_index=sample_index,
             sampling=sampling,
-            seed=derive_seed(seed, prompt_index, sample_index),
+            seed=request_seed(seed, prompt_index, sample_index),
         )
         for prompt_index, prompt in enumerate(prompts)
         for sample_index in range(group_size)

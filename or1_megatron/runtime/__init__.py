@@ -1,1 +1,1 @@
-"""What every process of a run needs: its folder, its records on disk, logging, seeds, signals, deadlines."""
+"""What every process of a run needs: its folder, its records on disk, logging, seeds, signals."""

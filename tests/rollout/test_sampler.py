@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_fixtures import prompt
 
-from or1_megatron.rollout.sampler import assemble_groups, derive_seed, plan_requests, union_s
+from or1_megatron.rollout.sampler import assemble_groups, plan_requests, request_seed, union_s
 from or1_megatron.types import Completion, Sampling, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
@@ -28,16 +28,16 @@ def test_seed_is_blake2b_of_the_decimal_parts_in_any_process() -> None:
     import hashlib
 
     expected = int.from_bytes(hashlib.blake2b(b"3,0,15", digest_size=8).digest(), "big") // 2
-    code = "from or1_megatron.rollout.sampler import derive_seed; print(derive_seed(3, 0, 15))"
+    code = "from or1_megatron.rollout.sampler import request_seed; print(request_seed(3, 0, 15))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert derive_seed(3, 0, 15) == expected == int(other)
+    assert request_seed(3, 0, 15) == expected == int(other)
 
 
 def test_seeds_of_a_roll_out_differ_within_it_and_between_steps() -> None:
     """Does not prove statistical independence of the streams that the seeds start."""
     prompts = [prompt([2, 7], name=str(index)) for index in range(50)]
-    first = {request.seed for request in plan_requests(prompts, 16, SAMPLING, derive_seed(1, 0)).values()}
-    second = {request.seed for request in plan_requests(prompts, 16, SAMPLING, derive_seed(1, 1)).values()}
+    first = {request.seed for request in plan_requests(prompts, 16, SAMPLING, request_seed(1, 0)).values()}
+    second = {request.seed for request in plan_requests(prompts, 16, SAMPLING, request_seed(1, 1)).values()}
     assert len(first) == len(second) == 800
     assert not first & second
     assert all(0 <= seed < 2**63 for seed in first)

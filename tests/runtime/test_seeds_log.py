@@ -1,60 +1,17 @@
-"""Deadlines, seeds and logging. Seeds: equal draws prove repeatability, not independence of the streams."""
+"""Seeds and logging. Seeds: equal draws prove repeatability, not independence of the streams."""
 
 from __future__ import annotations
 
-import pickle
 import random
 import subprocess
 import sys
-import time
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from or1_megatron.runtime.deadlines import Deadline, DeadlineExceeded, wait_for
 from or1_megatron.runtime.seeds import derive_seed, seed_everything
-
-
-def test_wait_for_returns_what_came() -> None:
-    answers = iter([None, False, None, 0])  # 0 is an answer: only None and False are not
-    assert wait_for(lambda: next(answers), what="a", owner="b", timeout_s=5, interval_s=0.001) == 0
-
-
-def test_wait_for_names_what_and_whom() -> None:
-    started_s = time.monotonic()
-    with pytest.raises(
-        DeadlineExceeded, match=r"waited 0\.2 s for 3 verdicts from verifier 1 \(pid 42\); last heard of at step 7"
-    ):
-        wait_for(
-            lambda: None,
-            what="3 verdicts",
-            owner="verifier 1 (pid 42)",
-            timeout_s=0.2,
-            detail=lambda: "last heard of at step 7",
-        )
-    assert 0.2 <= time.monotonic() - started_s < 2
-
-
-def test_wait_for_asks_once_more_at_the_end() -> None:
-    """With no time at all there is still one try."""
-    assert wait_for(lambda: "there", what="a", owner="b", timeout_s=0) == "there"
-
-
-def test_a_deadline_counts_down_and_crosses_process_borders() -> None:
-    deadline = Deadline("an update", "rank 3", 0.05)
-    deadline.check()
-    assert 0 < deadline.remaining_s <= 0.05
-    time.sleep(0.06)
-    assert deadline.passed
-    with pytest.raises(DeadlineExceeded) as caught:
-        deadline.check("its heartbeat stopped")
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert (copy.what, copy.owner, copy.timeout_s) == ("an update", "rank 3", 0.05)
-    assert str(copy) == "waited 0.05 s for an update from rank 3; its heartbeat stopped"
-    assert isinstance(copy, TimeoutError)
 
 
 def test_derived_seeds_are_fixed_distinct_and_fit() -> None:
