@@ -63,7 +63,7 @@ from or1_megatron.verify.registry import build_verifiers
 log = logging.getLogger(__name__)
 
 _STARTED_S = time.time()
-_PEAK_BF16_FLOPS = 989e12  # dense, of one H100, H200 or H800
+_PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
 
 
 def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[str]]:
@@ -139,7 +139,7 @@ def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollout
         return None
     tokens = config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens
     sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, tokens)
-    return HeldOut(held_out, rollouts, sampling, config.evaluate.seed)
+    return HeldOut(held_out, rollouts, sampling, config.evaluate.seed, config.verify.max_error_fraction)
 
 
 def batch_layout(parallel: ParallelConfig) -> BatchLayout:
@@ -150,7 +150,9 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> Lo
     parallel = config.parallel
     hardware = None
     if torch.cuda.is_available():
-        hardware = Hardware(parallel.ranks, _PEAK_BF16_FLOPS, policy.parameter_count)
+        name = torch.cuda.get_device_name()
+        peak = next((flops for part, flops in _PEAK_BF16_FLOPS.items() if part in name), None)
+        hardware = Hardware(parallel.ranks, peak, policy.parameter_count)
     return LoopConfig(
         seed=config.run.seed,
         stages=config.stages,

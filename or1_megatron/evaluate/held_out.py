@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from or1_megatron.interfaces import Rollouts
+from or1_megatron.rl.checks import check_verdicts
 from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, Sampling
 
 
@@ -21,6 +22,7 @@ class HeldOut:
         rollouts: Rollouts,
         sampling: Sampling,
         seed: int,
+        max_error_fraction: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``sampling``: at the final stage's T, whatever stage training is in. ValueError without prompts."""
@@ -30,14 +32,16 @@ class HeldOut:
         self._rollouts = rollouts
         self._sampling = sampling
         self._seed = seed
+        self._max_error_fraction = max_error_fraction
         self._clock = clock
 
     def evaluate(self, samples: int) -> EvaluationResult:
-        """avg@``samples``; raises what the roll-out raises."""
+        """avg@``samples``; raises what the roll-out raises, and VerificationFailing."""
         started_s = self._clock()
         self._rollouts.roll_out(self._prompts, samples, self._sampling, self._seed)
         self._rollouts.wait_decoded()
         groups, report = self._rollouts.collect()
+        check_verdicts(groups, self._max_error_fraction)
         return summarise(groups, report, self._clock() - started_s)
 
 

@@ -141,7 +141,8 @@ class Hardware:
     """What MFU is measured against; given only where the trainer runs on GPUs."""
 
     gpus: int
-    peak_flops_per_gpu: float
+    peak_flops_per_gpu: float | None
+    """None: not known of this GPU; there is no MFU then."""
     parameters: int
 
 
@@ -308,11 +309,10 @@ def throughput_metrics(
     if hardware is None:
         return {"train/tokens_per_s": tokens_per_s}
     per_gpu = tokens_per_s / hardware.gpus
-    return {
-        "train/tokens_per_s": tokens_per_s,
-        "train/tokens_per_s_per_gpu": per_gpu,
-        "train/mfu": 6 * hardware.parameters * per_gpu / hardware.peak_flops_per_gpu,
-    }
+    metrics = {"train/tokens_per_s": tokens_per_s, "train/tokens_per_s_per_gpu": per_gpu}
+    if hardware.peak_flops_per_gpu is not None:
+        metrics["train/mfu"] = 6 * hardware.parameters * per_gpu / hardware.peak_flops_per_gpu
+    return metrics
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:

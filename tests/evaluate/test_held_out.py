@@ -64,7 +64,7 @@ def test_average_at_k() -> None:
     rollouts, times = Recorded(), iter([10.0, 14.0])
     sampling = Sampling(1.0, 1.0, 32)
     prompts = [prompt(j) for j in range(3)]
-    result = HeldOut(prompts, rollouts, sampling, seed=7, clock=lambda: next(times)).evaluate(3)
+    result = HeldOut(prompts, rollouts, sampling, seed=7, max_error_fraction=0.4, clock=lambda: next(times)).evaluate(3)
     assert (result.accuracy, result.non_truncated_accuracy) == (pytest.approx(1 / 3), 0.5)
     assert (result.truncation_ratio, result.mean_length_tokens) == (pytest.approx(1 / 3), 3.0)
     assert (result.problems, result.samples, result.decode_s, result.wall_s) == (3, 3, 1.5, 4.0)
@@ -73,4 +73,4 @@ def test_average_at_k() -> None:
 
 def test_without_problems_is_refused() -> None:
     with pytest.raises(ValueError, match="no held-out problem"):
-        HeldOut([], Recorded(), Sampling(1.0, 1.0, 32), seed=7)
+        HeldOut([], Recorded(), Sampling(1.0, 1.0, 32), seed=7, max_error_fraction=0.0)

@@ -7,11 +7,19 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen2(tmp_path_factory.mktemp("tiny_qwen2"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen2(tmp_path_factory.mktemp("tied_qwen2"), tied=True)
+
+
+def make_tiny_qwen2(folder: Path, tied: bool) -> Path:
     """A random Qwen2: 4 layers, grouped queries, biases, a vocabulary (61) that two ranks cannot share evenly."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny_qwen2")
     config = Qwen2Config(
         vocab_size=61,
         hidden_size=64,
@@ -21,7 +29,7 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=128,
         rope_theta=500.0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).float()

@@ -5,6 +5,7 @@ Not proven here: bf16, context and interleaved parallelism, NCCL, Transformer En
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Reference:
+    gradient: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor]
     log_probs: list[torch.Tensor]
     entropies: list[torch.Tensor]
     losses: list[float]
@@ -50,21 +53,24 @@ def score(model: Any) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_qwen2: Path) -> Reference:
+@functools.cache
+def reference_of(folder: Path) -> Reference:
+    """What transformers and torch's AdamW make of the same batch and steps."""
     from transformers import Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     with torch.no_grad():
         scored = score(model)
-    found = Reference([s[0] for s in scored], [s[1] for s in scored], [], [], {})
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = Reference({}, start, [s[0] for s in scored], [s[1] for s in scored], [], [], {})
     for _ in range(3):
         optimizer.zero_grad()
         log_probs, entropies, advantages = (torch.cat(x) for x in zip(*score(model), strict=True))
         loss, _ = problem.WeightedLogProb()(log_probs, entropies, log_probs, advantages)
         loss = loss / len(log_probs)
         loss.backward()
+        found.gradient = found.gradient or {name: p.grad.clone() for name, p in model.named_parameters()}
         found.losses.append(loss.item())
         found.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
@@ -72,15 +78,13 @@ def reference(tiny_qwen2: Path) -> Reference:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_equals_transformers(name: str, reference: Reference, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """Log-probs, entropies, loss, gradient norm, and the exported parameters after three AdamW steps."""
+def check(layout: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """Log-probs, entropies, every element of the gradient, and losses, norms and parameters over three AdamW steps."""
     from transformers import Qwen2ForCausalLM
 
-    layout, exported = LAYOUTS[name], tmp_path / "hf"
-    found = ranks.run_json(
-        "parity_worker.py", layout["ranks"], tmp_path / "out.json", str(tiny_qwen2), json.dumps(layout), str(exported)
-    )
+    reference, exported = reference_of(folder), tmp_path / "hf"
+    arguments = (str(folder), json.dumps(layout), str(exported))
+    found = ranks.run_json("parity_worker.py", layout["ranks"], tmp_path / "out.json", *arguments)
     if layout.get("micro_batch_tokens"):
         assert found["micro_batches"] > 1
     for mine, theirs in [(found["log_probs"], reference.log_probs), (found["entropies"], reference.entropies)]:
@@ -89,8 +93,24 @@ def test_equals_transformers(name: str, reference: Reference, tiny_qwen2: Path, 
             torch.testing.assert_close(torch.tensor(one), other, rtol=0, atol=1e-5)
     assert found["losses"] == pytest.approx(reference.losses, abs=1e-5)
     assert found["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
-    model = Qwen2ForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    for parameter_name, parameter in model.named_parameters():
+
+    stepped = Qwen2ForCausalLM.from_pretrained(tmp_path / "gradient", dtype=torch.float32)
+    for name, parameter in stepped.named_parameters():
+        g = reference.gradient[name]
+        torch.testing.assert_close(reference.start[name] - parameter, g / (g.abs() + 1), rtol=1e-4, atol=1e-6)
+    trained = Qwen2ForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    for name, parameter in trained.named_parameters():
         # Adam divides by the gradient's size: where that is rounding noise, a step of lr = 1e-3 may point anywhere
-        wrong = (parameter - reference.parameters[parameter_name]).abs() > 1e-5
-        assert wrong.float().mean() < 0.01, f"{parameter_name} at {name}"
+        wrong = (parameter - reference.parameters[name]).abs() > 1e-5
+        assert wrong.float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_transformers(name: str, tiny_qwen2: Path, tmp_path: Path) -> None:
+    check(LAYOUTS[name], tiny_qwen2, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["TP2", "PP2"])
+def test_tied_embeddings_equal_transformers(name: str, tied_qwen2: Path, tmp_path: Path) -> None:
+    """One tensor, two uses: under PP its two copies share their gradient."""
+    check(LAYOUTS[name], tied_qwen2, tmp_path)

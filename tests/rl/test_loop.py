@@ -61,9 +61,8 @@ class World:
         self.rollouts = TableRollouts(self.clock)
         self.policy = TablePolicy(PROBLEMS, self.rollouts, self.clock)
         self.stream = RiddleStream(PROBLEMS)
-        held_out = HeldOut(
-            [problem(j) for j in range(PROBLEMS)], self.rollouts, self._sampling(), seed=99, clock=self.clock
-        )
+        prompts = [problem(j) for j in range(PROBLEMS)]
+        held_out = HeldOut(prompts, self.rollouts, self._sampling(), 99, max_error_fraction=0.05, clock=self.clock)
         self.loop = Loop(
             LoopConfig(
                 seed=5,
