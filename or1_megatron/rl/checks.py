@@ -15,6 +15,19 @@ class StaleRollout(RuntimeError):
     """A response was sampled, in part or whole, from other weights than those about to be updated."""
 
 
+class PastTheEnd(ValueError):
+    """The run to be resumed has done more steps than its stages now have."""
+
+
+def check_steps(done: int, total: int) -> None:
+    """Raise PastTheEnd when a checkpoint is of a later step than the schedule's last."""
+    if done > total:
+        raise PastTheEnd(
+            f"the newest checkpoint is of step {done}, but the stages now have {total} steps in all; give stages.*.steps"
+            f" at least {done}, or start a new run with another run.dir"
+        )
+
+
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
     """Raise VerificationFailing when the share of verdicts ``error`` is above ``max_error_fraction``.
 

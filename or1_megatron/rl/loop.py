@@ -20,7 +20,7 @@ from or1_megatron.config import StageConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.batch import check_log_probs, make_batches, pack, to_samples
-from or1_megatron.rl.checks import check_verdicts, check_versions
+from or1_megatron.rl.checks import check_steps, check_verdicts, check_versions
 from or1_megatron.rl.entropy import EntropyController, EntropyReading
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.metrics import (
@@ -301,6 +301,7 @@ class Loop:
         if newest is None:
             return
         self.restore(self.ports.policy.load(newest))
+        check_steps(self.steps_done, self.schedule.total_steps)
         self._saved_at = self.steps_done
         self.ports.observer.resumed(self.steps_done)
 

@@ -24,7 +24,7 @@ from or1_megatron.config import (
 )
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.batch import BatchLayout
-from or1_megatron.rl.checks import StaleRollout, VerificationFailing
+from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.metrics import METRICS, VERBS, Hardware
@@ -353,3 +353,12 @@ def test_one_seed_per_step(tmp_path: Path) -> None:
     world.loop.run()
     assert seeds[0] == seeds[-1] == 99 and len(set(seeds[1:-1])) == 6
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_resuming_past_the_end_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of step 3 where the stages now have 2 steps: it cannot be gone on with, and nothing is trained."""
+    World(tmp_path, [STAGE]).loop.run()
+    shorter = World(tmp_path, [STAGE.model_copy(update={"steps": 2})])
+    with pytest.raises(PastTheEnd, match="checkpoint is of step 3, but the stages now have 2 steps"):
+        shorter.loop.run()
+    assert not shorter.policy.updates
