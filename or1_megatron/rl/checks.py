@@ -23,8 +23,8 @@ def check_steps(done: int, total: int) -> None:
     """Raise PastTheEnd when a checkpoint is of a later step than the schedule's last."""
     if done > total:
         raise PastTheEnd(
-            f"the newest checkpoint is of step {done}, but the stages now have {total} steps in all; give stages.*.steps"
-            f" at least {done}, or start a new run with another run.dir"
+            f"the newest checkpoint is of step {done}, but the stages now have {total} steps in all; "
+            f"give stages.*.steps at least {done}, or start a new run with another run.dir"
         )
 
 
