@@ -136,7 +136,8 @@ def test_weights_cannot_change_under_running_requests(engine_pool: Any) -> None:
     import pickle
 
     handle = engine_pool.handles[0]
-    handle.submit.remote(pickle.dumps(requests(Sampling(1.0, 1.0, 100), each=8)))
+    # The actor has several threads: only what has been answered is known to come before the next call.
+    ray.get(handle.submit.remote(pickle.dumps(requests(Sampling(1.0, 1.0, 100), each=64))), timeout=30)
     with pytest.raises(RayTaskError, match=r"engine 0 cannot update weights: .* requests are being decoded"):
         ray.get(handle.call.remote("start_weight_update"), timeout=30)
     while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
