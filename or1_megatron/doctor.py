@@ -187,7 +187,7 @@ def check_cores_and_memory() -> list[Finding]:
     if cores < 2:
         findings = [Finding("cores", "warning", str(cores), "trainer and engines take turns: slow")]
     found = f"{free / _GIB:.1f} GiB free of {total / _GIB:.1f}"
-    # Two trainer ranks, two engines, Ray and the verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
+    # Trainer ranks, engines, Ray and verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
     if free < 4 * _GIB:
         return [*findings, Finding("memory", "warning", found, "the quickstart needs about 4 GiB")]
     return [*findings, Finding("memory", "ok", found)]
