@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -48,6 +49,8 @@ def run(seed: int) -> dict[str, Any]:
         "entropy_over_target": sum(late) / len(late) / target,
         "truncated_first_step": steps[0]["truncation/ratio"],
         "worst_breakdown_gap": max(gaps),
+        "other_share_median_step": statistics.median(row["other_share"] for row in steps),
+        "other_share_worst_step": max(row["other_share"] for row in steps),
     }
 
 
@@ -59,7 +62,7 @@ def machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "table_made_at_commit": commit.stdout.strip(),  # a run read from disk may be older
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -67,15 +70,16 @@ def machine() -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "| seed | accuracy before | after | truncated at first | entropy / target, 2nd half | other | worst step's "
-        "breakdown gap | steps | whole command |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    headings = (
+        *("seed", "accuracy before", "after", "truncated at first", "entropy / target, 2nd half"),
+        *("other: run", "median step", "worst step", "worst breakdown gap", "steps", "whole command"),
+    )
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
     for r in results:
         lines.append(
             f"| {r['seed']} | {r['accuracy_before']:.1%} | {r['accuracy_after']:.1%} | {r['truncated_first_step']:.1%} "
-            f"| {r['entropy_over_target']:.2f} | {r['other_share']:.1%} | {r['worst_breakdown_gap']:.2%} "
+            f"| {r['entropy_over_target']:.2f} | {r['other_share']:.1%} | {r['other_share_median_step']:.1%} | "
+            f"{r['other_share_worst_step']:.1%} | {r['worst_breakdown_gap']:.2%} "
             f"| {r['steps']} | {r['command_wall_s']:.0f} s |"
         )
     return "\n".join(lines)
