@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from or1_megatron.config import Config, StageConfig
+from or1_megatron.config import Config, ParallelConfig, StageConfig
 
 Device = Literal["cpu", "cuda"]
 
@@ -60,6 +60,16 @@ class Shape:
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
 
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights that multiply every token: all but an input embedding of its own; a tied one is the output layer."""
+        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def attention_width(self) -> int:
+        """Query channels of all layers."""
+        return self.layers * self.heads * self.head_dim
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of one token in all layers, unsharded."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES[dtype]
@@ -99,6 +109,8 @@ class Plan:
     context: int
     data: int
     sequence: bool
+    virtual_pipeline: int
+    recompute: str
     micro_batch_tokens: int
     longest_sequence: int  # longest prompt + longest T, padded to the row multiple
     engines: int
@@ -123,7 +135,7 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
     """
     shape = Shape.of(hf)
     conflicts = [
-        *_layout_conflicts(config, shape),
+        *layout_conflicts(config.parallel, shape),
         *_length_conflicts(config, shape),
         *_engine_conflicts(config, shape, device),
         *_batch_conflicts(config, prompt_count),
@@ -144,6 +156,8 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         context=parallel.context,
         data=parallel.data,
         sequence=parallel.sequence,
+        virtual_pipeline=parallel.virtual_pipeline,
+        recompute=parallel.recompute,
         micro_batch_tokens=parallel.micro_batch_tokens,
         longest_sequence=max(_longest(config, stage) for stage in config.stages),
         engines=rollout.engines,
@@ -168,6 +182,7 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
     longest = _longest(config, stage)
     # A row is closed only when the next sequence does not fit, so it holds at least this many.
     per_row = config.parallel.micro_batch_tokens // longest
+    rows_multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
     return StagePlan(
         name=stage.name,
         steps=stage.steps,
@@ -180,7 +195,7 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
         samples_per_update=samples,
         samples_per_rank=per_rank,
         max_tokens_per_step=responses * (config.data.max_prompt_tokens + stage.max_response_tokens),
-        max_micro_batches=_ceil(per_rank, per_row),
+        max_micro_batches=_ceil(_ceil(per_rank, per_row), rows_multiple) * rows_multiple,
         waves=responses / (config.rollout.engines * config.rollout.max_concurrent),
         prompts_total=stage.steps * stage.prompts_per_step,
         epochs=stage.steps * stage.prompts_per_step / prompt_count if prompt_count else None,
@@ -193,8 +208,9 @@ def _longest(config: Config, stage: StageConfig) -> int:
     return _ceil(config.data.max_prompt_tokens + stage.max_response_tokens, multiple) * multiple
 
 
-def _layout_conflicts(config: Config, shape: Shape) -> Iterator[str]:
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
+    """Why a model of this shape cannot be cut so; nothing when it can."""
+    tensor = parallel.tensor
     for name, count in (
         ("num_attention_heads", shape.heads),
         ("num_key_value_heads", shape.kv_heads),
@@ -205,13 +221,10 @@ def _layout_conflicts(config: Config, shape: Shape) -> Iterator[str]:
                 f"parallel.tensor = {tensor} does not divide the model's {name} = {count}; "
                 f"tensor sizes that do: {_divisors(count)}"
             )
-    if shape.layers % pipeline:
-        yield (
-            f"parallel.pipeline = {pipeline} does not divide the model's num_hidden_layers = {shape.layers}; "
-            f"pipeline sizes that do: {_divisors(shape.layers)}"
-        )
-    if config.parallel.context > 1:
-        yield f"parallel.context = {config.parallel.context}: context parallelism is not supported yet; set it to 1"
+    try:
+        parallel.chunk_layers(shape.layers)
+    except ValueError as error:
+        yield str(error)
 
 
 def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
@@ -309,6 +322,12 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
         yield (
             f"handoff.probe_bound = {config.handoff.probe_bound:g} is tight for bfloat16, where engine and policy "
             "differ by 0.02 to 0.2 per token: the run may stop; about 0.3 is usual"
+        )
+    longest, budget = max(_longest(config, stage) for stage in config.stages), config.parallel.micro_batch_tokens
+    if 2 * budget < 3 * longest and any(stage.max_micro_batches > 1 for stage in stages):
+        yield (
+            f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
+            "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
     for stage in stages:
         if stage.sgd_steps >= 4 and config.algorithm.entropy.mode == "adaptive":

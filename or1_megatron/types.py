@@ -169,8 +169,10 @@ class MicroBatch:
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
     per-token arrays are aligned with the *predicting* position, so a response token's values stand one to the left of
     it. ``counted`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
-    packed sequence to its place in the list of samples that was batched; padding belongs to one last sequence that
-    ``cu_seqlens`` includes and ``sample_index`` does not.
+    packed sequence to its place in the list of samples that was batched. Sequence k lies at ``cu_seqlens[k]``; its first
+    ``lengths[k]`` positions hold its tokens, those up to ``cu_seqlens[k + 1]`` the padding that context parallelism
+    asks for. The row's own padding belongs to one last sequence that ``cu_seqlens`` includes and ``sample_index`` does
+    not.
     """
 
     token_ids: Int64Array  # [T]
@@ -181,6 +183,7 @@ class MicroBatch:
     advantages: Float32Array  # [T]
     old_log_probs: Float32Array  # [T]
     sample_index: Int32Array  # [S]
+    lengths: Int32Array  # [S], prompt and response tokens of each sequence, its padding left out
 
 
 @dataclass(frozen=True, slots=True)

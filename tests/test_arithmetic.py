@@ -63,7 +63,7 @@ def test_the_batch_arithmetic_of_or1_7b() -> None:
     assert (found.data, found.devices, found.longest_sequence) == (16, 32, 34816)
     assert (found.rollout_steps, found.optimizer_steps) == (1320, 660 + 1320)
     assert found.responses_total == 660 * 4096 + 660 * 5120
-    assert found.warnings == ()
+    assert len(found.warnings) == 1 and "micro_batch_tokens = 36864 is close to the longest sequence" in found.warnings[0]
 
 
 def test_parameters_and_bytes_of_a_7b() -> None:
@@ -90,8 +90,11 @@ def test_separate_placement_adds_devices() -> None:
          ["tensor = 8 does not divide", "num_attention_heads = 28", "1, 2, 4, 7, 14, 28"]),
         ({"parallel": {"ranks": 28, "tensor": 28, "micro_batch_tokens": 36864}}, ["num_key_value_heads = 4"]),
         ({"parallel": {"ranks": 8, "pipeline": 8, "micro_batch_tokens": 36864}},
-         ["pipeline = 8 does not divide", "num_hidden_layers = 28"]),
-        ({"parallel": {"ranks": 32, "context": 2, "micro_batch_tokens": 36864}}, ["context = 2", "not supported yet"]),
+         ["8 * 1 = 8 does not divide", "num_hidden_layers = 28"]),
+        ({"parallel": {"ranks": 8, "pipeline": 4, "virtual_pipeline": 2, "micro_batch_tokens": 36864}},
+         ["4 * 2 = 8 does not divide", "num_hidden_layers = 28"]),
+        ({"parallel": {"ranks": 4, "pipeline": 4, "layers_per_stage": [6, 8, 8, 5], "micro_batch_tokens": 36864}},
+         ["layers_per_stage = [6, 8, 8, 5] holds 27 layers", "is 28"]),
         ({"parallel": {"ranks": 32, "micro_batch_tokens": 20000}},
          ["stage '2'", "micro_batch_tokens = 20000", "2048 + max_response_tokens 32768", "34816"]),
         ({"rollout": {"engines": 1, "tensor_parallel": 8}}, ["tensor_parallel = 8", "num_attention_heads = 28"]),
