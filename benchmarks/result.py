@@ -64,14 +64,17 @@ def figure(
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """A figure for people: three significant digits, shares in percent, yes and no."""
+    """A figure for people: three significant digits, ratios to three places, shares in percent, yes and no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
         return f"{value} {unit}".rstrip()
     if unit == "share":
-        return f"{100 * value:.3g}%"
-    digits = f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+        return "< 0.001%" if 0 < abs(value) < 1e-5 else f"{100 * value:.3g}%"
+    if isinstance(value, int) or abs(value) >= 1000:
+        digits = f"{value:,.0f}"
+    else:
+        digits = f"{value:.3f}" if unit == "" and 0.1 <= abs(value) < 10 else f"{value:.3g}"  # ratios are near 1
     return f"{digits} {unit}".rstrip()
 
 

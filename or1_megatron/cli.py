@@ -104,6 +104,69 @@ def _device(named: str | None) -> Device:
 
 
 @app.command()
+def check_parity(
+    model: Annotated[Path, typer.Argument(help="An HF folder.")],
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout", metavar="LAYOUT", help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of the probe.")] = 24,
+    longest: Annotated[int, typer.Option(min=4, help="Tokens of its longest sequence, at most.")] = 48,
+    seed: Annotated[int, typer.Option(help="Of the probe.")] = 1,
+    tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
+) -> None:
+    """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
+
+    Exits with 1 and names what differs when a layout computes something else.
+    """
+    with explained():
+        from or1_megatron.check_parity import check_parity as check
+        from or1_megatron.config import ModelConfig
+
+        if dtype not in ("float32", "bfloat16"):
+            raise typer.BadParameter(f"'{dtype}' is neither float32 nor bfloat16", param_hint="--dtype")
+        settings = ModelConfig.model_validate({"hf": model, "dtype": dtype})
+        code = check(
+            settings,
+            layouts or (),
+            Console(),
+            sequences=sequences,
+            longest=longest,
+            seed=seed,
+            tolerance=tolerance,
+            out=out,
+        )
+    raise typer.Exit(code)
+
+
+@app.command()
+def replay(
+    dump: Annotated[Path, typer.Argument(help="A folder in a run's dumps/.")],
+    layout: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="E.g. 'TP2 PP2'; 1: one process; run: as in the run that dumped it.")
+    ] = "1",
+    model: Annotated[Path | None, typer.Option(help="HF folder of the weights, if not those in the dump.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Of loss and gradient norm, relative; by default what the dtype needs.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write what came out as JSON too.")] = None,
+) -> None:
+    """Make a dumped SGD step again, at any layout: loss, gradient norm, and where log-probs are not finite.
+
+    Exits with 1, saying what differs, when it does not come out as in the run.
+    """
+    with explained():
+        from or1_megatron.replay import replay as make_again
+
+        code = make_again(dump, layout, model, tolerance, Console(), out)
+    raise typer.Exit(code)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has and lacks, and what follows from it."""
     from or1_megatron.doctor import CHECKS, print_findings, stops_training

@@ -7,6 +7,7 @@ object is in ``config_file``.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -164,10 +165,35 @@ class ParallelConfig(Section):
     """Trainer ranks in all (torchrun processes)."""
     tensor: Positive = 1
     pipeline: Positive = 1
+    virtual_pipeline: Positive = 1
+    """Model chunks per pipeline stage (interleaved 1F1B); layers go round the stages this many times."""
+    layers_per_stage: tuple[Positive, ...] | None = None
+    """Decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order, where they are not equal:
+    the first and last stages also hold the embedding and the head."""
     context: Positive = 1
+    """Context parallelism: every sequence is cut zig-zag over this many ranks."""
     sequence: bool = False
     """Sequence parallelism within the tensor-parallel group."""
     distributed_optimizer: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass. selective: MLPs (and norms, under
+    Transformer Engine), where most of the memory is; full: whole layers."""
+    head: Literal["recompute", "one_pass"] = "recompute"
+    """The fused head. recompute: logits are computed again in the backward pass, smallest workspace; one_pass: the
+    gradient is formed in the forward pass, three products of tokens and vocabulary instead of four."""
+    layers: Literal["auto", "own", "transformer_engine"] = "auto"
+    """Whose linears, norms and attention. auto: Transformer Engine's on a GPU where it is installed, else ours."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass instead of in the step; pays only where one follows at
+    once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""
+    overlap_tensor: bool = False
+    """Overlap tensor parallelism's communication with the products around it (Transformer Engine's userbuffers). Needs
+    its layers and sequence parallelism, and pads every row to micro_batch_tokens."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Move optimizer state and gradients to the host before the engines wake, and parameters once they are handed over.
+    auto: where engines take turns with the trainer on its GPUs."""
     micro_batch_tokens: Positive = 8192
     """Token budget of one packed micro-batch row; never below the longest prompt + response."""
     threads_per_rank: Positive | None = None
@@ -183,7 +209,50 @@ class ParallelConfig(Section):
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel: sequence needs tensor > 1 (sequence parallelism splits within the TP group)")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel: virtual_pipeline = {self.virtual_pipeline} needs pipeline > 1 (it interleaves stages)"
+            )
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("parallel: overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.overlap_tensor and not self.sequence:
+            raise ValueError("parallel: overlap_tensor needs sequence (and tensor > 1): there is nothing to overlap")
+        if self.overlap_tensor and self.layers == "own":
+            raise ValueError("parallel: overlap_tensor needs Transformer Engine's layers; layers is 'own'")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.chunks:
+            raise ValueError(
+                f"parallel: layers_per_stage has {len(self.layers_per_stage)} numbers; expected one for each of the "
+                f"pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} chunks"
+            )
         return self
+
+    @property
+    def chunks(self) -> int:
+        """Pieces into which the pipeline cuts the model: PP * VPP."""
+        return self.pipeline * self.virtual_pipeline
+
+    def chunk_layers(self, layers: int) -> tuple[range, ...]:
+        """The decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
+
+        Raises:
+            ValueError: a model of ``layers`` layers cannot be cut so.
+        """
+        sizes = self.layers_per_stage
+        if sizes is None:
+            if layers % self.chunks:
+                raise ValueError(
+                    f"parallel.pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} "
+                    f"does not divide the model's num_hidden_layers = {layers}; choose another, or say in "
+                    "parallel.layers_per_stage how many layers each chunk has"
+                )
+            sizes = (layers // self.chunks,) * self.chunks
+        if sum(sizes) != layers:
+            raise ValueError(
+                f"parallel.layers_per_stage = {list(sizes)} holds {sum(sizes)} layers; the model's num_hidden_layers "
+                f"is {layers}"
+            )
+        ends = list(itertools.accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @property
     def data(self) -> int:
@@ -247,13 +316,41 @@ class EvaluationConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Positive = 10
+    asynchronous: bool = True
+    """Copy the state and write the copy while training goes on: the loop waits for the copy alone. It takes host
+    memory, in all 12 bytes per parameter in fp32, 14 in bf16. False: the loop waits until all is on disk."""
     keep_last: Positive = 2
     keep_best: bool = True
     """Keep the checkpoint with the best evaluation beside the newest."""
+    keep_every_steps: NonNegative = 0
+    """Keep every checkpoint whose step is a multiple of this for good. 0: none."""
     export_hf_every_steps: NonNegative = 0
     """0: only at the end of the run."""
     signal_grace_s: PositiveFloat = 120.0
     """After SIGTERM or SIGUSR1: finish or abandon the current verb, save and exit within this time."""
+
+
+class SafetyConfig(Section):
+    """When numbers go wrong. The report gives no thresholds: these are ours."""
+
+    max_skipped_in_a_row: Positive = 3
+    """SGD steps without finite loss or gradient are skipped; so many in a row end the run."""
+    keep_dumps: NonNegative = 2
+    """A skipped step's batch is set aside for ``or1 replay``; of these the newest stay. 0: none is made."""
+    dump_weights: bool = True
+    """With the weights that it was computed on, as an HF folder: the model's size on disk for each dump."""
+    dump_steps: tuple[Positive, ...] = ()
+    """Rollout steps whose batches are set aside in any case, to be looked into; these dumps all stay."""
+    alarms: bool = True
+    grad_norm_factor: PositiveFloat = 10.0
+    """Alarm when the gradient norm is more than this many times its running median."""
+    mismatch_mean: PositiveFloat | None = None
+    """Alarm when engine and policy differ by more nats per token, on average over a step's sampled tokens. None: 1e-4
+    in float32, 0.05 in bfloat16."""
+    mismatch_max: PositiveFloat | None = None
+    """The same of the token that differs most. None: 0.01 in float32, 5 in bfloat16."""
+    low_entropy: NonNegativeFloat = 0.05
+    """nats per token: below this the rollouts' entropy counts as near zero."""
 
 
 class TrackConfig(Section):
@@ -288,5 +385,6 @@ class Config(Section):
     handoff: HandoffConfig = HandoffConfig()
     evaluate: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    safety: SafetyConfig = SafetyConfig()
     track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()

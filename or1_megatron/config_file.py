@@ -33,13 +33,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "run.dir",
     "stages.*.steps",
     # How the work is spread: any layout loads any other's checkpoint, and the loss does not depend on the cut.
-    "parallel.ranks",
-    "parallel.tensor",
-    "parallel.pipeline",
-    "parallel.context",
-    "parallel.sequence",
-    "parallel.micro_batch_tokens",
-    "parallel.threads_per_rank",
+    "parallel.*",
     "rollout.*",
     "handoff.*",
     "cluster.*",
@@ -49,6 +43,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "evaluate.every_steps",
     "evaluate.samples_during",
     "checkpoint.*",
+    "safety.*",
     "track.*",
 )
 """Dotted keys (``*``: any part) that a resumed run may have otherwise than the run it resumes. All else must agree."""

@@ -6,6 +6,7 @@ from or1_megatron.config import Config
 from or1_megatron.config_file import check_resume, load_config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
+from or1_megatron.layouts import choose_layers
 from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
 from or1_megatron.types import Problem
 from or1_megatron.verify.registry import ABILITIES, build_verifiers
@@ -18,6 +19,7 @@ def check_inputs(config: Config) -> None:
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
+        LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError, DataError, SandboxUnavailable: of the model, the problems, or the means to verify them.
         OSError: the folder cannot be made.
     """
@@ -25,6 +27,7 @@ def check_inputs(config: Config) -> None:
     folder.create()
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
+    choose_layers(config.parallel.layers)
     check_weight_files(config.model.hf, read_hf_config(config.model.hf))
     train, held_out = read_problems(config)
     for verifier in build_verifiers(config.verify, abilities_of([*train, *held_out])).values():
@@ -33,9 +36,13 @@ def check_inputs(config: Config) -> None:
 
 def check_resumable(config: Config, folder: RunFolder) -> None:
     """Raise ConfigError when the folder holds checkpoints of a run whose configuration was another."""
-    keeper = CheckpointKeeper(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-    if keeper.newest() is not None and folder.config.is_file():
+    if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
         check_resume(load_config(folder.config), config)
+
+
+def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
+    keep = config.checkpoint
+    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps)
 
 
 def read_problems(config: Config) -> tuple[list[list[Problem]], list[list[Problem]]]:

@@ -66,14 +66,16 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
     shape = found.shape
     devices = f"{found.devices} {'GPUs' if found.device == 'cuda' else 'processes at work at once'}"
     kv = "sized by vLLM" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens per engine"
-    sequence = ", sequence parallel" if found.sequence else ""
+    extras = ", sequence parallel" if found.sequence else ""
+    extras += f", {found.virtual_pipeline} chunks per stage" if found.virtual_pipeline > 1 else ""
+    extras += f", {found.recompute} recompute" if found.recompute != "none" else ""
     problems = "not counted" if found.prompt_count is None else f"{found.prompt_count:,} per epoch"
     return [
         ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}"),
         (
             "trainer",
             f"{found.ranks} ranks = TP {found.tensor} x PP {found.pipeline} x CP {found.context} x DP {found.data}"
-            + sequence,
+            + extras,
         ),
         ("state per rank", f"{_bytes(found.state_bytes_per_rank)} of weights, gradients and optimizer state"),
         ("micro-batch", f"{found.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"),

@@ -71,15 +71,26 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Write parameters, optimizer, RNG and ``state`` (JSON-able, of the loop) aside, then rename to ``folder``."""
+        """Begin to save parameters, optimizer, RNG and ``state`` (JSON-able, of the loop) as ``folder``.
+
+        Returns once they are copied; they are written, aside and then renamed, while training goes on. A save that is
+        still being written is waited for.
+        """
+        ...
+
+    def finish_save(self, wait: bool) -> float | None:
+        """Seconds that the save which has completed since the last call took to write; None when none has.
+
+        Raises what it failed of. With ``wait``, waits for a save that is still being written.
+        """
         ...
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """The inverse of save; returns the loop's state."""
+        """The inverse of save, of a checkpoint that is known to be intact; returns the loop's state."""
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """Write the current weights as an HF folder that transformers loads."""
+        """Write the current weights as an HF folder that transformers loads. OSError when it cannot be written."""
         ...
 
 
@@ -209,6 +220,10 @@ class Observer(Protocol):
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
+    def alarmed(self, text: str) -> None:
+        """Something looks wrong: which step, what was seen against what, and what to do about it."""
+        ...
+
     def resumed(self, step: int) -> None:
         """A checkpoint of ``step`` has been loaded: what was recorded of later steps is void."""
         ...
@@ -223,7 +238,9 @@ class CheckpointKeeper(Protocol):
         """The checkpoint of ``step`` is complete; ``best``: it has the best evaluation so far. Drop the dispensable."""
         ...
 
-    def newest(self) -> Path | None: ...
+    def newest_intact(self) -> Path | None:
+        """The newest whose files are those that were saved; None when nothing was ever saved."""
+        ...
 
 
 class VerbTimer(Protocol):

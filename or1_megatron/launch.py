@@ -54,8 +54,15 @@ def launch_training(
     return run_ranks("or1_megatron.train", arguments, parallel, checkpoint.signal_grace_s)
 
 
-def run_ranks(module: str, arguments: Sequence[str], parallel: ParallelConfig, grace_s: float) -> int:
-    """``launch_training`` for any module."""
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    parallel: ParallelConfig,
+    grace_s: float,
+    task: str = "training",
+    way_on: str = ". Run the same command again to go on from the last checkpoint.",
+) -> int:
+    """``launch_training`` for any module; ``task`` and ``way_on`` are for the message when a rank fails."""
     threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // parallel.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or torchrun sets 1, and says so at length
     shepherd = _Shepherd(module, parallel.ranks, grace_s)
@@ -69,7 +76,7 @@ def run_ranks(module: str, arguments: Sequence[str], parallel: ParallelConfig, g
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
         shepherd.know(failure.pid for failure in error.failures.values())
-        return _failed(error, shepherd)
+        return _failed(error, shepherd, task, way_on)
     finally:
         shepherd.end()
         for number, handler in previous.items():
@@ -158,7 +165,7 @@ def _send(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _failed(error: ChildFailedError, shepherd: _Shepherd) -> int:
+def _failed(error: ChildFailedError, shepherd: _Shepherd, task: str, way_on: str) -> int:
     """Say which rank failed first and how; its own message or traceback stands above on stderr."""
     if shepherd.number:
         return 128 + shepherd.number
@@ -169,9 +176,9 @@ def _failed(error: ChildFailedError, shepherd: _Shepherd) -> int:
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))
     print(
-        f"or1: training stopped: rank {rank} (pid {failure.pid}) {how} at {when}"
+        f"or1: {task} stopped: rank {rank} (pid {failure.pid}) {how} at {when}"
         + ("; its message is above" if code > 0 else "; an out-of-memory killer does that, or a person")
-        + ". Run the same command again to go on from the last checkpoint.",
+        + way_on,
         file=sys.stderr,
     )
     return 128 - code if code < 0 else code

@@ -150,6 +150,7 @@ SUMMARY: Final[tuple[Field, ...]] = (
     Field("total_steps", pa.int64(), "steps", "rollout steps of all stages"),
     Field("finished", pa.bool_(), "", "all steps and evaluations are done; false: stopped on request, to be resumed"),
     Field("best_step", pa.int64(), "", "the step after which the evaluation was best", True),
+    Field("skipped_updates", pa.int64(), "steps", "SGD steps left out because loss or gradient was not finite"),
     Field("seed", pa.int64(), "", "of the run"),
     Field(
         "wall_s",

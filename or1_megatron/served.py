@@ -16,6 +16,7 @@ from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.driver import PolicyDriver
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import BatchLayout, pack
 from or1_megatron.rollout.pool import RayEngineControl
 from or1_megatron.types import Batch, HandoffReport, Sample, TokenScores, UpdateReport
@@ -26,29 +27,34 @@ _PROBE_SEQUENCES = 2
 class ServedPolicy:
     """``interfaces.Policy``: the driver's verbs, the handoff with its probe, and turns on shared GPUs.
 
-    A colocated turn (GPU): engines sleep before the trainer's first verb of a step, wake their weights for the
-    handoff, and their KV cache after it. On CPU, and with placement ``separate``, nobody sleeps.
+    A colocated turn (GPU): engines sleep; the trainer takes its state back from the host and updates; optimizer state
+    and gradients go to the host; engines wake their weights for the handoff; the parameters go to the host; engines
+    wake their KV cache. On CPU, and with placement ``separate``, nobody sleeps, and unless asked nothing is moved.
     """
 
     def __init__(
         self,
         lockstep: Lockstep,
         policy: MegatronPolicy,
+        saver: CheckpointSaver,
         sender: EngineWeightSender,
         engines: RayEngineControl,
         config: HandoffConfig,
         layout: BatchLayout,
         takes_turns: bool,
+        offloads: bool,
     ) -> None:
         """
         Args:
             layout: for the probe's batch.
             takes_turns: engines and trainer share their devices and must not use them at once.
+            offloads: the trainer's state lies on the host while the engines sample.
         """
-        self._driver = PolicyDriver(lockstep)
+        self._driver = PolicyDriver(lockstep, saver)
         self._sender, self._engines, self._config = sender, engines, config
-        self._takes_turns = takes_turns
+        self._takes_turns, self._offloads = takes_turns, offloads
         self._asleep = False
+        self._away = False
         self._handoffs = 0
         self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.probe_tokens // _PROBE_SEQUENCES))
         self._probe_batch = pack([_scored_whole(ids) for ids in self._probe], layout)
@@ -69,26 +75,40 @@ class ServedPolicy:
             HandoffMismatch: an engine does not compute what the policy computes.
         """
         started_s = time.perf_counter()
+        self._restore()
+        every = self._config.probe_every_steps
+        due = every and self._handoffs % every == 0
+        expected = self._driver.score(self._probe_batch, 1.0).log_probs if due else None
+        scored_s = time.perf_counter()
+        if self._offloads:
+            self._driver.offload("optimizer", "gradients")
         if self._asleep:
             self._engines.wake_up(["weights"])
         bytes_sent = self._driver.send(version)
+        if self._offloads:
+            self._driver.offload("parameters")
+            self._away = True
         if self._asleep:
             self._engines.wake_up(["kv_cache"])
             self._asleep = False
         sent_s = time.perf_counter()
-        every = self._config.probe_every_steps
-        difference = self._compare() if every and self._handoffs % every == 0 else None
+        difference = None
+        if expected is not None:
+            difference = compare_probe(self._sender.probe(self._probe), expected, self._config.probe_bound)
         self._handoffs += 1
         return HandoffReport(
             version=version,
             bytes_sent=bytes_sent,
-            transfer_s=sent_s - started_s,
-            probe_s=time.perf_counter() - sent_s,
+            transfer_s=sent_s - scored_s,
+            probe_s=time.perf_counter() - sent_s + scored_s - started_s,
             probe_max_abs_diff=difference,
         )
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         self._driver.save(folder, state)
+
+    def finish_save(self, wait: bool) -> float | None:
+        return self._driver.finish_save(wait)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         self._trainers_turn()
@@ -101,11 +121,12 @@ class ServedPolicy:
         if self._takes_turns and not self._asleep:
             self._engines.sleep()
             self._asleep = True
+        self._restore()
 
-    def _compare(self) -> float:
-        engines = self._sender.probe(self._probe)
-        policy = self._driver.score(self._probe_batch, 1.0).log_probs
-        return compare_probe(engines, policy, self._config.probe_bound)
+    def _restore(self) -> None:
+        if self._away:
+            self._driver.restore("parameters", "gradients", "optimizer")
+            self._away = False
 
 
 def _scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:

@@ -21,27 +21,28 @@ from typing import Any
 
 import torch
 
-from or1_megatron.config import Config, ParallelConfig
+from or1_megatron.config import Config
 from or1_megatron.config_file import load_config, resolved_yaml
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.door import abilities_of, check_resumable, read_problems
+from or1_megatron.door import abilities_of, check_resumable, checkpoint_keeper, read_problems
 from or1_megatron.dry_run import plan_run
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Evaluator, Rollouts
+from or1_megatron.layouts import batch_layout
 from or1_megatron.parallel.agreement import AgreedError
-from or1_megatron.parallel.checkpoint import check_manifest
 from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.placement import engine_places
 from or1_megatron.report.console import RunConsole, open_console, show_summary
 from or1_megatron.report.summary import summarise
-from or1_megatron.rl.batch import BatchLayout
+from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.ports import LoopConfig, Ports
@@ -50,7 +51,7 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
+from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
@@ -142,10 +143,6 @@ def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollout
     return HeldOut(held_out, rollouts, sampling, config.evaluate.seed, config.verify.max_error_fraction)
 
 
-def batch_layout(parallel: ParallelConfig) -> BatchLayout:
-    return BatchLayout(parallel.data, parallel.micro_batch_tokens, alignment=2 * parallel.context * parallel.tensor)
-
-
 def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> LoopConfig:
     parallel = config.parallel
     hardware = None
@@ -159,11 +156,19 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> Lo
         algorithm=config.algorithm,
         evaluation=config.evaluate,
         checkpoint=config.checkpoint,
-        layout=batch_layout(parallel),
+        layout=batch_layout(parallel, policy.hf),
         max_error_fraction=config.verify.max_error_fraction,
         export_folder=folder.hf,
         hardware=hardware,
+        safety=config.safety,
+        dtype=config.model.dtype,
     )
+
+
+def dump_store(config: Config, folder: RunFolder) -> DumpStore:
+    """Where batches are set aside for ``or1 replay``, with what it needs to know of this run."""
+    sections = config.model_dump(mode="json", include={"model", "parallel", "optimizer"})
+    return DumpStore(folder.dumps, config.safety.keep_dumps, {**sections, "versions": versions()})
 
 
 def longest_sequence(config: Config) -> int:
@@ -203,8 +208,9 @@ def serve(config: Config, stop: StopRequested) -> None:
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
-        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send), config.cluster.verb_timeout_s)
-        with stopping_in_order(stop):
+        saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
+        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send, saver), config.cluster.verb_timeout_s)
+        with stopping_in_order(stop), saver:
             lockstep.serve()
 
 
@@ -214,12 +220,11 @@ def lead(config: Config, stop: StopRequested) -> int:
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        keeper = CheckpointKeeper(folder.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
+        keeper = checkpoint_keeper(config, folder)
         keeper.clean()
         plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
         check_resumable(config, folder)
-        if (newest := keeper.newest()) is not None:
-            check_manifest(newest, digests=False)  # those take a while; the load compares them
+        keeper.newest_intact()  # before anything is started: it reads all of the checkpoint, and there may be none
         folder.write_config(resolved_yaml(config))
         sources, held_out, abilities = load_prompts(config)
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
@@ -234,17 +239,24 @@ def lead(config: Config, stop: StopRequested) -> int:
         rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)
         stack.callback(rollouts.close)
         mesh, policy = stack.enter_context(trainer_rank(config))
-        lockstep = Lockstep(
-            mesh, policy_verbs(policy, lambda version: sender.send(version)), config.cluster.verb_timeout_s
+        saver = CheckpointSaver(
+            policy,
+            config.checkpoint.asynchronous,
+            config.cluster.verb_timeout_s,
+            before_complete=lambda: record.wait_written(),
         )
+        stack.enter_context(saver)
+        verbs = policy_verbs(policy, lambda version: sender.send(version), saver)
+        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
         stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
         engines.wait_ready()
         control = engines.control(config.handoff.timeout_s)
         sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
         stack.callback(sender.close)
         takes_turns = config.rollout.placement == "colocated" and not on_cpu
-        layout = batch_layout(config.parallel)
-        served = ServedPolicy(lockstep, policy, sender, control, config.handoff, layout, takes_turns)
+        layout = batch_layout(config.parallel, policy.hf)
+        offloads = config.parallel.offload == "always" or (takes_turns and config.parallel.offload == "auto")
+        served = ServedPolicy(lockstep, policy, saver, sender, control, config.handoff, layout, takes_turns, offloads)
         shown, record = watchers(config, folder, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
@@ -258,6 +270,7 @@ def lead(config: Config, stop: StopRequested) -> int:
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
+            dumps=dump_store(config, folder),
         )
         with stopping_in_order(stop):
             return run_loop(config, folder, Loop(loop_config(config, policy, folder), ports), shown)

@@ -169,10 +169,10 @@ class MicroBatch:
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
     per-token arrays are aligned with the *predicting* position, so a response token's values stand one to the left of
     it. ``counted`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
-    packed sequence to its place in the list of samples that was batched. Sequence k lies at ``cu_seqlens[k]``; its first
-    ``lengths[k]`` positions hold its tokens, those up to ``cu_seqlens[k + 1]`` the padding that context parallelism
-    asks for. The row's own padding belongs to one last sequence that ``cu_seqlens`` includes and ``sample_index`` does
-    not.
+    packed sequence to its place in the list of samples that was batched. Sequence k lies at ``cu_seqlens[k]``; its
+    first ``lengths[k]`` positions hold its tokens, those up to ``cu_seqlens[k + 1]`` the padding that context
+    parallelism asks for. The row's own padding belongs to one last sequence that ``cu_seqlens`` includes and
+    ``sample_index`` does not.
     """
 
     token_ids: Int64Array  # [T]

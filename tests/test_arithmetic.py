@@ -63,7 +63,9 @@ def test_the_batch_arithmetic_of_or1_7b() -> None:
     assert (found.data, found.devices, found.longest_sequence) == (16, 32, 34816)
     assert (found.rollout_steps, found.optimizer_steps) == (1320, 660 + 1320)
     assert found.responses_total == 660 * 4096 + 660 * 5120
-    assert len(found.warnings) == 1 and "micro_batch_tokens = 36864 is close to the longest sequence" in found.warnings[0]
+    assert (
+        len(found.warnings) == 1 and "micro_batch_tokens = 36864 is close to the longest sequence" in found.warnings[0]
+    )
 
 
 def test_parameters_and_bytes_of_a_7b() -> None:

@@ -49,6 +49,7 @@ def good_summary() -> dict[str, object]:
     return blank | {
         "accuracy_before": 0.4,
         "steps": 12,
+        "skipped_updates": 0,
         "total_steps": 12,
         "finished": True,
         "seed": 1,

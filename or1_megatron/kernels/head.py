@@ -1,110 +1,73 @@
 """The policy's head: log-prob and entropy of target tokens straight from hidden states, tile by tile.
 
-The matrix [tokens, vocabulary] never exists whole: tokens are taken in tiles, statistics are fp32, and the backward
-pass computes a tile's logits again. Over a tensor-parallel group the vocabulary is cut; the tile's statistics are
-merged with one all-reduce for the maximum and one for the sums.
+The matrix [tokens, vocabulary] never exists whole. GEMMs are the library's (MKL, cuBLAS); between them run epilogues,
+in Triton or in torch, on tiles of fp32 logits. Two modes, counted in operations for N tokens, H hidden, V rows:
 
-Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank.
+    recompute   8NHV: the backward pass computes the logits again; smallest workspace (``log_probs_and_entropies``)
+    one_pass    6NHV: the gradient is formed while the logits are alive, in the forward pass (``one_pass_loss``)
+
+Over a tensor-parallel group the vocabulary is cut; per-token statistics are merged by one small all-gather: one for all
+tokens in recompute, one per tile of tokens in one_pass.
+
+Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from or1_megatron.kernels.reference import reference_log_probs_and_entropies
+from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge_over_ranks
+from or1_megatron.kernels.tiled import Face, HeadSettings, TiledHead
+from or1_megatron.kernels.weight_gradient import WeightGradient
+
+__all__ = ["VocabularyShard", "log_probs_and_entropies", "one_pass_loss", "reference_log_probs_and_entropies"]
+
+Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, Mapping[str, Tensor]]]
+"""(log_probs [t], entropies [t], which of the T tokens) to (loss summed over them, named detached sums)."""
 
 
-@dataclass(frozen=True)
-class VocabularyShard:
-    """Which rows of the vocabulary this rank's output weight holds."""
-
-    first_row: int
-    true_vocab_size: int
-    """Rows at or beyond it are padding: they get probability 0."""
-    group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None when this rank holds all of it."""
-
-    def reduce(self, x: Tensor, op: Any) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(x, op=op, group=self.group)
-        return x
-
-
-def _tile_logits(hidden: Tensor, weight: Tensor, temperature: float, shard: VocabularyShard) -> Tensor:
-    """[t, V/tp] fp32 logits divided by the temperature, padding rows at -inf."""
-    logits = torch.matmul(hidden, weight.t()).float().div_(temperature)
-    real = min(max(shard.true_vocab_size - shard.first_row, 0), weight.shape[0])
-    if real < weight.shape[0]:
-        logits[:, real:] = float("-inf")
-    return logits
-
-
-def _local_targets(targets: Tensor, rows: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Each target's row on this rank (0 where it is elsewhere) and whether it is here; both [t]."""
-    local = targets - shard.first_row
-    here = (local >= 0) & (local < rows)
-    return torch.where(here, local, 0), here
-
-
-class _LogProbEntropy(torch.autograd.Function):
-    """Forward keeps log-sum-exp and entropy per token; backward recomputes logits.
-
-    d log p(target) / dz = onehot - p;  d H / dz = -p (log p + H); both over the temperature.
-    """
+class _Recompute(torch.autograd.Function):
+    """Forward keeps log-sum-exp and entropy per token; backward computes the logits again."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        shard: VocabularyShard,
-        tile: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.shape[0]
-        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        entropies, log_sums = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        for start in range(0, tokens, tile):
-            part = slice(start, min(start + tile, tokens))
-            logits = _tile_logits(hidden[part], weight, temperature, shard)
-            peak = shard.reduce(logits.amax(dim=1), dist.ReduceOp.MAX)
-            local, here = _local_targets(targets[part], weight.shape[0], shard)
-            target = torch.where(here, logits.gather(1, local[:, None])[:, 0] - peak, 0.0)
-            shifted = logits.sub_(peak[:, None])
-            weights = shifted.exp()
-            moment = torch.where(weights > 0, weights * shifted, 0.0).sum(dim=1)
-            sums = shard.reduce(torch.stack((weights.sum(dim=1), moment, target)), dist.ReduceOp.SUM)
-            log_total = sums[0].log()
-            log_probs[part] = sums[2] - log_total
-            entropies[part] = log_total - sums[1] / sums[0]
-            log_sums[part] = peak + log_total
-        ctx.save_for_backward(hidden, weight, targets, log_sums, entropies)
-        ctx.temperature, ctx.shard, ctx.tile = temperature, shard, tile
-        return log_probs, entropies
+        head = TiledHead(hidden, weight, targets, settings, "recompute")
+        statistics = torch.cat([head.statistics(part)[0] for part in head.tiles()], dim=1)
+        scores = Scores.of(merge_over_ranks(statistics, settings.shard))
+        ctx.save_for_backward(hidden, weight, targets, *vars(scores).values())
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return scores.log_probs, scores.entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        hidden, weight, targets, log_sums, entropies = ctx.saved_tensors
-        grad_log_probs, grad_entropies = grads
-        shard, tile = ctx.shard, ctx.tile
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, hidden.shape[0], tile):
-            part = slice(start, min(start + tile, hidden.shape[0]))
-            log_p = _tile_logits(hidden[part], weight, ctx.temperature, shard).sub_(log_sums[part][:, None])
-            p = log_p.exp()
-            spread = torch.where(p > 0, log_p, 0.0).add_(entropies[part][:, None])
-            grad = p.mul(-grad_log_probs[part][:, None]) - p.mul_(spread).mul_(grad_entropies[part][:, None])
-            local, here = _local_targets(targets[part], weight.shape[0], shard)
-            grad.scatter_add_(1, local[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
-            grad = grad.div_(ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = torch.matmul(grad, weight)
-            grad_weight += torch.matmul(grad.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropies: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, targets, *saved = ctx.saved_tensors
+        scores = Scores(*saved)
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(scores.log_probs)
+        head = TiledHead(hidden, weight, targets, ctx.settings, "recompute")
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        for part in head.tiles():
+            head.gradients(
+                part,
+                None,
+                scores[part],
+                of_log_probs[part],
+                None if of_entropies is None else of_entropies[part],
+                grad_hidden,
+                grad_weight,
+            )
+        return grad_hidden, None if grad_weight is None else grad_weight.for_autograd(), None, None
 
 
 def log_probs_and_entropies(
@@ -113,29 +76,150 @@ def log_probs_and_entropies(
     targets: Tensor,
     temperature: float,
     shard: VocabularyShard,
-    tile: int = 4096,
+    *,
+    face: Face = "auto",
+    budget_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its whole distribution, at a temperature.
+    """Log-prob of each target and entropy of its whole distribution, at a temperature; differentiable.
 
     Args:
         hidden: [T, H], the same on all ranks of the group. Its gradient is this rank's share: the caller sums it over
             the group.
-        weight: [V/tp, H].
+        weight: [V/tp, H], of hidden's dtype. Its gradient is summed in fp32: into Megatron's ``main_grad`` where the
+            weight has one (see ``weight_gradient``), else it is returned to autograd in the weight's dtype.
         targets: [T] int64 vocabulary ids.
         temperature: logits are divided by it.
         shard: which rows ``weight`` holds.
-        tile: tokens per tile; the workspace is a few fp32 tiles of [tile, V/tp].
+        face: the epilogues: "triton", "torch", or Triton where there is a GPU and it can be imported ("auto").
+        budget_bytes: for a tile of logits; None takes the default of ``plan.BUDGET_BYTES``.
 
     Returns:
         (log_probs, entropies), both [T] fp32, equal on all ranks of the group.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
     """
-    log_probs, entropies = _LogProbEntropy.apply(hidden, weight, targets, temperature, shard, tile)
+    settings = HeadSettings(temperature, shard, face, budget_bytes)
+    log_probs, entropies = _Recompute.apply(hidden, weight, targets, settings)
     return log_probs, entropies
 
 
-def reference_log_probs_and_entropies(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The same by plain autograd on the whole matrix of logits, in the dtype given (float64 for an oracle)."""
-    log_p = torch.log_softmax(torch.matmul(hidden, weight.t()) / temperature, dim=-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+class _Settled(torch.autograd.Function):
+    """A loss whose gradients exist already; backward hands them out, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        loss: Tensor,
+        gradients: tuple[Tensor | None, WeightGradient | None],
+        upstream: float,
+    ) -> Tensor:
+        ctx.gradients, ctx.upstream = gradients, upstream
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("one-pass head: its gradients exist once; a second backward pass through it has none")
+        (of_hidden, of_weight), ctx.gradients = ctx.gradients, None
+        if of_weight is not None and of_weight.in_main_grad:
+            if incoming.item() != ctx.upstream:
+                raise RuntimeError(
+                    f"one-pass head: the loss's gradient arrived as {incoming.item()}, but the weight's gradient was "
+                    f"written to main_grad in the forward pass for upstream={ctx.upstream}; give one_pass_loss the "
+                    "factor by which the loss is scaled, or use the head that recomputes"
+                )
+            return of_hidden, of_weight.for_autograd(), None, None, None
+        scale = incoming / ctx.upstream
+        if of_hidden is not None:
+            of_hidden.mul_(scale)
+        if of_weight is not None:
+            of_weight.sum.mul_(scale)
+        return of_hidden, None if of_weight is None else of_weight.for_autograd(), None, None, None
+
+
+def one_pass_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    shard: VocabularyShard,
+    pointwise: Pointwise,
+    *,
+    upstream: float = 1.0,
+    face: Face = "auto",
+    budget_bytes: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of all tokens, with its gradients formed on the way: call it only where a backward pass follows.
+
+    Where the weight has a ``main_grad``, its gradient is complete there when this returns. Without gradients
+    (``torch.no_grad()``, or neither input requires one) nothing is computed nor written but the loss.
+
+    Args:
+        hidden, weight, targets, temperature, shard, face, budget_bytes: as of ``log_probs_and_entropies``.
+        pointwise: called once per tile of tokens, and once if there are none. What it returns must depend on each
+            token's log-prob and entropy alone, and be the same on all ranks of the group.
+        upstream: the gradient that the loss will receive, known beforehand: 1 unless the loss is scaled later.
+
+    Returns:
+        (loss, sums): scalar fp32, and the sums of all tiles added; of those whose name begins with ``max_`` the
+        largest (``interfaces.Objective``).
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit, or ``upstream`` is 0.
+        RuntimeError: in the backward pass, when the weight has a ``main_grad`` and another gradient than ``upstream``
+            arrives, or when it is the second.
+    """
+    if upstream == 0:
+        raise ValueError("one_pass_loss: upstream is 0; expected the gradient that the loss will receive")
+    grad = torch.is_grad_enabled()
+    grad_hidden = torch.empty_like(hidden) if grad and hidden.requires_grad else None
+    grad_weight = WeightGradient(weight) if grad and weight.requires_grad else None
+    with_grad = grad_hidden is not None or grad_weight is not None
+    losses: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    with torch.no_grad():
+        head = TiledHead(hidden, weight, targets, HeadSettings(temperature, shard, face, budget_bytes), "one_pass")
+        for part in head.tiles():
+            statistics, offsets = head.statistics(part)
+            scores = Scores.of(merge_over_ranks(statistics, shard))
+            if with_grad:
+                loss, named, coefficients = _differentiate(pointwise, scores, part, upstream)
+                head.gradients(part, offsets, scores, *coefficients, grad_hidden, grad_weight)
+            else:
+                loss, named = pointwise(scores.log_probs, scores.entropies, part)
+            losses.append(loss)
+            _add_sums(sums, named)
+        total = torch.stack(losses).sum()
+    if not with_grad:
+        return total, sums
+    return _Settled.apply(hidden, weight, total, (grad_hidden, grad_weight), upstream), sums
+
+
+def _differentiate(
+    pointwise: Pointwise, scores: Scores, part: slice, upstream: float
+) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
+    """(loss, sums, (d loss / d log-prob, d loss / d entropy) [t] times upstream); None for no such dependence."""
+    inputs = scores.log_probs.detach().requires_grad_(), scores.entropies.detach().requires_grad_()
+    with torch.enable_grad():
+        loss, sums = pointwise(*inputs, part)
+    if not loss.requires_grad:
+        return loss, sums, (torch.zeros_like(scores.log_probs), None)
+    scale = torch.full_like(loss, upstream)
+    of_log_probs, of_entropies = torch.autograd.grad(loss, inputs, scale, allow_unused=True)
+    if of_log_probs is None:
+        of_log_probs = torch.zeros_like(scores.log_probs)
+    return loss.detach(), sums, (of_log_probs, of_entropies)
+
+
+def _add_sums(total: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
+    for name, value in named.items():
+        if name not in total:
+            total[name] = value
+        elif name.startswith("max_"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value

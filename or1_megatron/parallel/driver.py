@@ -6,30 +6,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
-from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
+from or1_megatron.parallel.offload import Thing
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
-def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int]) -> dict[str, Verb]:
+def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int], saver: CheckpointSaver) -> dict[str, Verb]:
     """What every rank can do with its part of the policy, by verb.
 
     Args:
         send: this rank's end of a weight handoff: version in, bytes sent out.
+        saver: this rank's end of saving.
     """
 
     def score(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
-        local = policy.score(rows, temperature)
-        mesh = policy.mesh
-        if mesh.world == 1:
-            return [(mesh.data_rank, local)]
-        gathered: list[Any] | None = [None] * mesh.world if mesh.rank == 0 else None
-        dist.gather_object((mesh.data_rank, local), gathered, dst=0, group=mesh.control)
-        return gathered
+        return gather_scores(policy.mesh, policy.score(rows, temperature))
+
+    def hand_over(version: int, _: Any) -> int:
+        policy.sync_parameters()
+        return send(version)
 
     def update(shared: tuple[Objective, int], rows: Sequence[MicroBatch]) -> UpdateReport:
         objective, token_count = shared
@@ -38,9 +37,11 @@ def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int]) -> dict[str
     return {
         "score": score,
         "update": update,
-        "send": lambda version, _: send(version),
-        "save": lambda shared, _: checkpoint.save(policy, shared[0], shared[1]),
-        "load": lambda folder, _: checkpoint.load(policy, folder),
+        "send": hand_over,
+        "save": lambda shared, _: saver.save(shared[0], shared[1]),
+        "load": lambda folder, _: checkpoint.load(policy, folder, digests=False),  # whoever chose it has compared them
+        "offload": lambda things, _: policy.host.offload(*things),
+        "restore": lambda things, _: policy.host.restore(*things),
         "export_hf": lambda folder, _: export_hf(policy, folder),
     }
 
@@ -48,14 +49,12 @@ def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int]) -> dict[str
 class PolicyDriver:
     """Rank 0's handle on the policy; with ``hand_off`` added by the composition root it is an ``interfaces.Policy``."""
 
-    def __init__(self, lockstep: Lockstep) -> None:
-        self._lockstep = lockstep
+    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
+        self._lockstep, self._saver = lockstep, saver
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
-        gathered = self._lockstep.call("score", temperature, batch.ranks)
-        by_replica = {replica: scored for replica, scored in gathered if scored is not None}
-        ordered = [by_replica[replica] for replica in range(len(batch.ranks))]
-        return unpack_scores(batch.ranks, ordered, batch.sample_count)
+        scored = self._lockstep.call("score", temperature, batch.ranks)
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         report: UpdateReport = self._lockstep.call("update", (objective, batch.token_count), batch.ranks)
@@ -68,9 +67,19 @@ class PolicyDriver:
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         self._lockstep.call("save", (folder, state))
 
+    def finish_save(self, wait: bool) -> float | None:
+        return self._saver.finish(wait)  # the ranks' savers see to it among themselves
+
     def load(self, folder: Path) -> Mapping[str, Any]:
         state: Mapping[str, Any] = self._lockstep.call("load", folder)
         return state
+
+    def offload(self, *things: Thing) -> None:
+        """Move these to the host, on every rank; ``restore`` moves them back."""
+        self._lockstep.call("offload", things)
+
+    def restore(self, *things: Thing) -> None:
+        self._lockstep.call("restore", things)
 
     def export_hf(self, folder: Path) -> None:
         self._lockstep.call("export_hf", folder)

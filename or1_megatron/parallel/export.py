@@ -22,7 +22,7 @@ _COPIED = (  # what belongs to a model whatever its weights; a source's own note
 _WEIGHT_INDEX = "model.safetensors.index.json"
 
 
-class ExportError(AgreedError):
+class ExportError(AgreedError, OSError):
     """The HF folder could not be written."""
 
 

@@ -1,8 +1,7 @@
 """Lockstep: rank 0 names a verb, every rank executes it; a failure anywhere ends all ranks with its traceback.
 
 Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
-unbounded, and rank 0's death breaks the connection. Inside a verb a watchdog on each rank holds the deadline and looks
-for failures that others have reported.
+unbounded, and rank 0's death breaks the connection. Inside a verb each rank's ``watchdog`` holds the deadline.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import logging
 import os
 import pickle
 import socket
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +20,7 @@ import torch.distributed as dist
 
 from or1_megatron.parallel.agreement import AgreedError
 from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +28,10 @@ Verb = Callable[[Any, Any], Any]
 """(what all ranks receive, what this replica receives) -> this rank's result."""
 
 STOP = "stop"
-_FAILURE = "failure"
-_STALLED = "stalled"
-_POLL_S = 0.5
 
 
 class LockstepError(RuntimeError):
-    """A verb failed on some rank; the message holds that rank's traceback."""
+    """A verb failed on another rank; that rank's traceback, and where all ranks were, are in the log and on stderr."""
 
 
 class Lockstep:
@@ -50,14 +43,13 @@ class Lockstep:
     """
 
     def __init__(self, mesh: Mesh, verbs: Mapping[str, Verb], deadline_s: float) -> None:
-        self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
+        self._mesh, self._verbs = mesh, verbs
         self._store = _shared_store(mesh)
-        self._watch_store = self._store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+        self._watchdog = Watchdog(self._store.clone(), mesh.rank, mesh.world, deadline_s)  # type: ignore[attr-defined]  # not in torch's stub
         self._count = 0
-        self._running: tuple[str, float] | None = None
-        self._closed = threading.Event()
-        self._main_thread = threading.get_ident()
-        threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True).start()
+        self._closed = False
+        if mesh.world > 1:
+            dist.barrier(mesh.control)  # the first verb's deadline begins when all ranks can hear of it
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
@@ -76,17 +68,21 @@ class Lockstep:
         self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
-        """Release the other ranks from serve."""
-        if self._closed.is_set():
+        """Release the other ranks from serve; again does nothing."""
+        if self._closed:
             return
+        self._closed = True
         if self._mesh.rank == 0:
             self._announce((STOP, False))
-        self._closed.set()
+        self._watchdog.close()
 
     # -- the other ranks -----------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Execute verbs until rank 0 closes.
+
+        An AgreedError is rank 0's to deal with: all ranks raised it, and are in step still. Any other failure ends
+        this process.
 
         Raises:
             LockstepError: rank 0 is gone.
@@ -94,9 +90,12 @@ class Lockstep:
         while True:
             verb, has_payload = pickle.loads(self._next_header())
             if verb == STOP:
-                self._closed.set()
+                self.close()
                 return
-            self._execute(verb, None, None, has_payload)
+            try:
+                self._execute(verb, None, None, has_payload)
+            except AgreedError as error:
+                log.info("'%s': %s", verb, error)
 
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
@@ -113,7 +112,7 @@ class Lockstep:
 
     def _execute(self, verb: str, shared: Any, per_replica: Sequence[Any] | None, has_payload: bool) -> Any:
         self._count += 1
-        self._running = (verb, time.monotonic())
+        self._watchdog.verb_began(verb)
         try:
             if self._mesh.world > 1:
                 box = [shared]
@@ -121,28 +120,18 @@ class Lockstep:
                 shared = box[0]
             mine = self._distribute(per_replica) if has_payload else None
             return self._verbs[verb](shared, mine)
+        except AgreedError:
+            raise
         except Exception as error:
-            raise self._failed(verb, error) from error
+            if self._mesh.world == 1:
+                raise
+            fault, positions = self._watchdog.failed(verb, error)
+            if fault is None:  # the loop may know what to do with its own error
+                error.add_note(f"where the ranks were:\n{positions}")
+                raise
+            raise LockstepError(f"{fault}; its traceback and where all ranks were are above") from error
         finally:
-            self._running = None
-
-    def _failed(self, verb: str, error: Exception) -> Exception:
-        """Report this rank's failure unless another rank's came first; the error to raise here.
-
-        A peer's death shows as a broken collective, so the first report is given a moment to arrive.
-        """
-        report = f"rank {self._mesh.rank} failed in '{verb}':\n{''.join(traceback.format_exception(error))}"
-        if self._mesh.world == 1 or isinstance(error, AgreedError):
-            return error
-        secondary = isinstance(error, RuntimeError) and "onnection" in str(error)
-        if secondary:
-            time.sleep(2 * _POLL_S)
-        try:
-            first = self._store.compare_set(_FAILURE, "", report).decode()
-        except dist.DistError:
-            return LockstepError(report)
-        own = first == report and self._mesh.rank == 0  # the loop may know what to do with its own error
-        return error if own else LockstepError(first)
+            self._watchdog.verb_ended()
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Each replica's payload, from rank 0 to the replica's first rank, and from there to its other ranks."""
@@ -165,54 +154,12 @@ class Lockstep:
         assert packed is not None
         return pickle.loads(packed.numpy().tobytes())
 
-    # -- the watchdog --------------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_POLL_S):
-            running = self._running
-            try:
-                if self._watch_store.check([_FAILURE]):
-                    report = self._watch_store.get(_FAILURE).decode()
-                    self._die(self._everyone_is_at() if report == _STALLED else report, grace_s=5.0)
-                elif running is not None and time.monotonic() - running[1] > self._deadline_s:
-                    self._watch_store.compare_set(_FAILURE, "", _STALLED)
-                    self._die(self._everyone_is_at(), grace_s=0.0)
-            except dist.DistError:
-                if not self._closed.wait(5.0):
-                    self._die(f"rank {self._mesh.rank}: rank 0, which hosts the store, is gone", grace_s=5.0)
-
-    def _everyone_is_at(self) -> str:
-        """After a stall: where each rank is. Each tells the others, and waits a moment for them to tell."""
-        frame = sys._current_frames().get(self._main_thread)
-        running = self._running
-        verb = "waiting for a verb" if running is None else f"in '{running[0]}'"
-        stack = "".join(traceback.format_stack(frame)) if frame else "(unknown)"
-        self._watch_store.set(f"where/{self._mesh.rank}", f"rank {self._mesh.rank}, {verb}, is at\n{stack}")
-        keys = [f"where/{rank}" for rank in range(self._mesh.world)]
-        told_by = time.monotonic() + 6 * _POLL_S
-        while time.monotonic() < told_by and not self._watch_store.check(keys):
-            time.sleep(_POLL_S / 5)
-        told = [self._watch_store.get(key).decode() for key in keys if self._watch_store.check([key])]
-        silent = [key.removeprefix("where/") for key in keys if not self._watch_store.check([key])]
-        if silent:
-            told.append(f"not heard from: rank {', '.join(silent)}")
-        head = f"a verb was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
-        return "\n".join([head, *told])
-
-    def _die(self, report: str, grace_s: float) -> None:
-        """Let the main thread fail by itself for a moment (it may be raising already), then end the process."""
-        if self._closed.wait(grace_s):
-            return
-        log.error("ending this rank: %s", report)
-        print(f"[rank {self._mesh.rank}] ending: {report}", file=sys.stderr, flush=True)
-        os._exit(1)
-
 
 def _shared_store(mesh: Mesh) -> dist.TCPStore:
     """A TCP store of our own, hosted by rank 0; its address travels over the control group."""
     address: list[Any] = [None]
     store: dist.TCPStore | None = None
-    timeout = datetime.timedelta(seconds=300)
+    timeout = datetime.timedelta(seconds=60)
     if mesh.rank == 0:
         host = "127.0.0.1" if mesh.world == 1 else os.environ.get("MASTER_ADDR", socket.gethostname())
         if host in ("localhost", "127.0.0.1"):

@@ -45,14 +45,32 @@ class Mesh:
         return self.pipeline_rank == self.pipeline - 1
 
 
-def start_process_group(timeout_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class SubWorld:
+    """The first ``ranks`` processes of torchrun's world, as a world of their own."""
+
+    ranks: int
+    store: dist.Store
+    name: str
+    """Of this one; used once per store."""
+
+
+def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun laid out: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
-    A process started without torchrun is a world of one.
+    A process started without torchrun is a world of one. A part of the world is joined by its own processes only.
     """
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_s)
+    if sub_world is not None:
+        rank, store = int(os.environ["RANK"]), dist.PrefixStore(sub_world.name, sub_world.store)
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=sub_world.ranks, timeout=timeout)
+        return
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -81,6 +99,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
             context_parallel_size=config.context,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=True,

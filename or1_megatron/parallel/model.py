@@ -1,6 +1,7 @@
 """The policy network: an HF config becomes Megatron's GPTModel, one pipeline stage of it on each rank.
 
-Shapes: T packed tokens, H hidden size, V padded vocabulary; with sequence parallelism T is cut by TP between layers.
+Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T, and sequence parallelism cuts
+what is left by TP between layers.
 """
 
 from __future__ import annotations
@@ -10,77 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from or1_megatron.config import ParallelConfig
+from or1_megatron.layouts import LayerKind
+from or1_megatron.parallel.layers import layer_spec
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.packed import PackedCausalAttention, PackedRotary, PackedRow
+from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.weights.table import ModelFamily
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
-
-    Its weight says when it lives on a sequence-parallel shard, so that Megatron sums its gradient over TP.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., H]
-        if x.dtype == torch.float32:
-            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
-        return self.weight * normed.to(x.dtype)
-
-
-def layer_spec(qk_norm: bool) -> ModuleSpec:
-    """One decoder layer from Megatron's own linears with our norm and packed attention; needs neither TE nor apex."""
-    head_norm: type = RMSNorm if qk_norm else IdentityOp
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedCausalAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
 def transformer_config(
-    hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig, dtype: str
+    hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig, dtype: str, kind: LayerKind = "own"
 ) -> TransformerConfig:
     """Megatron's description of the model that ``hf`` (an HF config.json) describes."""
     params_dtype = TORCH_DTYPE[dtype]
@@ -104,6 +51,8 @@ def transformer_config(
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            pipeline_model_parallel_layout=_uneven_layout(parallel, hf["num_hidden_layers"]),
             context_parallel_size=parallel.context,
             sequence_parallel=parallel.sequence,
             params_dtype=params_dtype,
@@ -112,15 +61,33 @@ def transformer_config(
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,
             calculate_per_token_loss=True,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=kind == "transformer_engine",  # theirs writes main_grad itself
+            tp_comm_overlap=parallel.overlap_tensor,
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
+            # Never batched: between two ranks that are each other's next and last stage, batched sends get swapped.
             batch_p2p_comm=False,
+            overlap_p2p_comm=parallel.virtual_pipeline > 1,
+            recompute_granularity=None if parallel.recompute == "none" else parallel.recompute,
+            # Without Transformer Engine Megatron's checkpointed norms do not run.
+            recompute_modules=["mlp"] if kind == "own" else ["mlp", "layernorm"],
+            recompute_method="uniform" if parallel.recompute == "full" else None,
+            recompute_num_layers=1 if parallel.recompute == "full" else None,
             deallocate_pipeline_outputs=False,
         )
+
+
+def _uneven_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | None:
+    """Megatron's list of what each chunk holds; None where all chunks hold the same number of layers."""
+    if parallel.layers_per_stage is None:
+        return None
+    held = [["decoder"] * len(chunk) for chunk in parallel.chunk_layers(layers)]
+    held[0].insert(0, "embedding")
+    held[-1].append("loss")
+    return held
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:
@@ -129,27 +96,44 @@ def padded_vocabulary(vocab_size: int, tensor: int) -> int:
 
 
 class PolicyModel(GPTModel):
-    """A GPTModel stage that ends in hidden states; logits are the head's business (``kernels``), tile by tile."""
+    """A chunk of the model that ends in hidden states; logits are the head's business (``kernels``), tile by tile.
 
-    def __init__(self, hf: Mapping[str, Any], family: ModelFamily, config: TransformerConfig, mesh: Mesh) -> None:
+    Args:
+        index: of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
+        layers: the decoder layers that it holds, numbered in the whole model.
+    """
+
+    def __init__(
+        self,
+        hf: Mapping[str, Any],
+        family: ModelFamily,
+        config: TransformerConfig,
+        mesh: Mesh,
+        kind: LayerKind = "own",
+        index: int = 0,
+        layers: range | None = None,
+    ) -> None:
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        self_layers = range(config.num_layers) if layers is None else layers
+        layer, norm = layer_spec(kind, family.qk_norm)
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(family.qk_norm)] * (config.num_layers // mesh.pipeline), layer_norm=RMSNorm
-            ),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * len(self_layers), layer_norm=norm),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
-            pre_process=mesh.first_stage,
-            post_process=mesh.last_stage,
+            pre_process=mesh.first_stage and index == 0,
+            post_process=mesh.last_stage and index == chunks - 1,
+            vp_stage=index if chunks > 1 else None,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
             position_embedding_type="rope",
             rotary_base=family.rope_base(hf),
         )
         self.rotary_pos_emb = PackedRotary(family.head_dim(hf), family.rope_base(hf))
         self.true_vocab_size = int(hf["vocab_size"])
+        self.layers = self_layers
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
-        """[1, T] token ids to [T, 1, H] hidden states (T / TP of them under sequence parallelism)."""
+        """[1, T / CP] token ids to [T / CP, 1, H] hidden states (1 / TP of them under sequence parallelism)."""
         return super().forward(
             input_ids=token_ids, position_ids=row.position_ids[None], attention_mask=None, packed_seq_params=row
         )

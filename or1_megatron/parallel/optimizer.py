@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
-from or1_megatron.config import OptimizerConfig
+from or1_megatron.config import OptimizerConfig, ParallelConfig
 
 
 class FusedStepAdamW(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ def _use_own_adam() -> None:
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: OptimizerConfig, distributed: bool, dtype: torch.dtype
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Megatron's optimizer over the model chunks of this rank; weight decay applies to every parameter, as in the
     released recipe's torch AdamW."""
@@ -97,7 +97,8 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=distributed,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_param_gather=parallel.overlap_param_gather,
         ),
         chunks,
         config_overrides={},

@@ -5,7 +5,7 @@ object unchanged to every layer; ours carries the position of each token and a p
 per micro-batch, with which attention runs as a few dense causal calls.
 
 Shapes: T row tokens, S sequences, B sequences in one bucket, L its longest sequence, N query heads, G key/value heads
-of this TP rank, D head dimension.
+of this TP rank, D head dimension. Under context parallelism (``context.py``) a rank holds T / CP of the row's tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from or1_megatron.parallel.context import ContextShard, attend, context_shard
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class PackedRow(PackedSeqParams):
     """One packed row. ``qkv_format`` is not ``thd``: Megatron then keeps [T, 1, heads, D] and applies RoPE with the
     per-token angles of ``PackedRotary`` instead of looping over sequences."""
 
-    position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [T]
+    position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[T / CP]: of the tokens that this rank holds."""
+    shard: ContextShard | None = None
+    """This rank's part of the row; None when it holds all of it. The buckets are then unused."""
     buckets: tuple[Bucket, ...] = ()
     unsort: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T]: where each row position stands in the buckets' outputs laid end to end."""
@@ -58,9 +63,33 @@ def _bucket_sequences(lengths: list[int], slack: float) -> list[list[int]]:
     return buckets
 
 
-def pack_row(cu_seqlens: Tensor, position_ids: Tensor, slack: float = 0.2) -> PackedRow:
-    """The row described by ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T]; both on the model's device."""
+def pack_row(
+    cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1, slack: float = 0.2
+) -> PackedRow:
+    """One rank's view of the row that ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T] describe.
+
+    Args:
+        position_ids: on the model's device.
+        context_rank: among the ``context`` ranks that share the row.
+        slack: share of a bucket's cells that may be padding.
+    """
     bounds = cu_seqlens.tolist()
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    where = position_ids.device
+    bounds_there = cu_seqlens.to(where)
+    row = PackedRow("packed", bounds_there, bounds_there, max_seqlen_q=longest, max_seqlen_kv=longest)
+    if context > 1:
+        row.shard = context_shard(bounds, context_rank, context, where)
+        row.position_ids = position_ids[row.shard.held]
+    else:
+        row.position_ids = position_ids
+        row.buckets = _buckets(bounds, slack, where)
+        order = torch.cat([bucket.rows for bucket in row.buckets])  # a permutation of 0..T-1
+        row.unsort = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=where))
+    return row
+
+
+def _buckets(bounds: list[int], slack: float, where: torch.device) -> tuple[Bucket, ...]:
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     buckets = []
     for members in _bucket_sequences(lengths, slack):
@@ -72,19 +101,8 @@ def pack_row(cu_seqlens: Tensor, position_ids: Tensor, slack: float = 0.2) -> Pa
         real = (columns < sizes).flatten()
         cells = real.nonzero(as_tuple=True)[0]
         rows = gather.flatten()[cells]
-        where = position_ids.device
         buckets.append(Bucket(gather.to(where), rows.to(where), cells.to(where)))
-    order = torch.cat([bucket.rows for bucket in buckets])  # a permutation of 0..T-1
-    return PackedRow(
-        qkv_format="packed",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        position_ids=position_ids,
-        buckets=tuple(buckets),
-        unsort=torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)),
-    )
+    return tuple(buckets)
 
 
 class PackedRotary(torch.nn.Module):
@@ -120,22 +138,23 @@ class PackedCausalAttention(torch.nn.Module):
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("packed attention without Transformer Engine does not yet support context parallelism")
 
     def forward(
         self,
-        query: Tensor,  # [T, 1, N, D]
-        key: Tensor,  # [T, 1, G, D]
-        value: Tensor,  # [T, 1, G, D]
+        query: Tensor,  # [T / CP, 1, N, D]
+        key: Tensor,  # [T / CP, 1, G, D]
+        value: Tensor,  # [T / CP, 1, G, D]
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
-    ) -> Tensor:  # [T, 1, N * D]
+    ) -> Tensor:  # [T / CP, 1, N * D]
         if packed_seq_params is None:
             raise ValueError("PackedCausalAttention needs packed_seq_params (a PackedRow); got None")
         tokens, _, heads, head_dim = query.shape
+        if packed_seq_params.shard is not None:
+            out = attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.shard)
+            return out.reshape(tokens, 1, heads * head_dim)
         grouped = key.shape[2] != heads
         outputs = []
         for bucket in packed_seq_params.buckets:

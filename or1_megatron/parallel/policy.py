@@ -15,10 +15,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
+from or1_megatron.layouts import choose_layers
 from or1_megatron.parallel.agreement import raise_together
 from or1_megatron.parallel.cpu_device import device
+from or1_megatron.parallel.layers import start_tensor_overlap
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel, transformer_config
+from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import DeviceRow, forward, forward_backward, to_device
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
@@ -40,28 +43,46 @@ class MegatronPolicy:
         self.hf = read_hf_config(model.hf)
         self.family = family_of(self.hf)
         self.dtype = TORCH_DTYPE[model.dtype]
-        config = transformer_config(self.hf, self.family, parallel, model.dtype)
+        self._one_pass = parallel.head == "one_pass"
+        kind = choose_layers(parallel.layers)
+        config = transformer_config(self.hf, self.family, parallel, model.dtype, kind)
         config.finalize_model_grads_func = finalize_model_grads
-        network = PolicyModel(self.hf, self.family, config, mesh).to(device())
-        self.weights = ShardedWeights(network, self.family, self.hf, mesh)
+        if parallel.overlap_tensor:
+            start_tensor_overlap(kind, parallel, config.hidden_size)
+        chunk_layers = parallel.chunk_layers(self.hf["num_hidden_layers"])
+        mine = chunk_layers[mesh.pipeline_rank :: mesh.pipeline]
+        self.networks = [
+            PolicyModel(self.hf, self.family, config, mesh, kind, index, layers).to(device())
+            for index, layers in enumerate(mine)
+        ]
+        """This rank's chunks of the model; more than one when the pipeline is interleaved."""
+        self.weights = ShardedWeights(self.networks, self.family, self.hf, mesh, chunk_layers)
         self.weights.mark_cut_parameters()
         self.weights.load_hf(HFTensors(model.hf, self.hf))
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Of the whole model, over all ranks."""
-        self.network = network
         self.chunks = [
             DistributedDataParallel(
                 config=config,
                 ddp_config=DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=parallel.distributed_optimizer,
-                    overlap_grad_reduce=False,
+                    overlap_grad_reduce=parallel.overlap_grad_reduce,
+                    overlap_param_gather=parallel.overlap_param_gather,
                 ),
                 module=network,
+                disable_bucketing=index > 0,  # as Megatron does: later chunks' gradients come early anyway
             )
+            for index, network in enumerate(self.networks)
         ]
+        if parallel.overlap_grad_reduce:  # or gradients count as complete after every micro-batch
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._optimizer_config = optimizer
-        self.optimizer = build_optimizer(self.chunks, optimizer, parallel.distributed_optimizer, self.dtype)
+        self.optimizer = build_optimizer(self.chunks, optimizer, parallel, self.dtype)
+        self.host = Offload(self.chunks, self.optimizer)
+        """Moves what this rank holds off its device and back."""
+        self.weights.readable = self.host.readable
         self.sgd_steps = 0
 
     # -- the work ------------------------------------------------------------------------------------------------
@@ -69,27 +90,30 @@ class MegatronPolicy:
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
         """Log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
 
-        Returns them on the first tensor-parallel rank of the last stage, None on other ranks.
+        Returns them on the first tensor- and context-parallel rank of the last stage, None on other ranks.
         """
-        self.network.eval()
-        scored = forward(self.chunks, [to_device(row, device()) for row in rows], temperature)
-        if not (self.mesh.last_stage and self.mesh.tensor_rank == 0):
+        self.host.require("score", "parameters")
+        for network in self.networks:
+            network.eval()
+        scored = forward(self.chunks, self._rows_on_device(rows), temperature)
+        if not (self.mesh.last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0):
             return None
         return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """One optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
+        self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
-        self.network.train()
-        for chunk in self.chunks:
+        for network, chunk in zip(self.networks, self.chunks, strict=True):
+            network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._total(forward_backward(self.chunks, self._rows_on_device(rows), objective))
+        sums = self._total(forward_backward(self.chunks, self._rows_on_device(rows), objective, self._one_pass))
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        grad_norm, skipped = self._step()
+        grad_norm, skipped = self._step(sums["loss"])
         finished_s = time.perf_counter()
         return UpdateReport(
             sums=sums,
@@ -101,14 +125,22 @@ class MegatronPolicy:
             optimizer_s=finished_s - differentiated_s,
         )
 
-    def _rows_on_device(self, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
-        return [to_device(row, device()) for row in rows]
+    def sync_parameters(self) -> None:
+        """Finish gathering the parameters that the last step updated; collective, before they are read elsewhere."""
+        if "parameters" in self.host.away:
+            return
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
-    def _step(self) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the step was skipped for want of finite gradients)."""
+    def _rows_on_device(self, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
+        return [to_device(row, device(), self.mesh.context_rank, self.mesh.context) for row in rows]
+
+    def _step(self, loss: float) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the step was skipped for want of a finite loss or gradient)."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return grad_norm, True
         for optimizer in self.optimizer.chained_optimizers:
             clip = optimizer.config.clip_grad
@@ -125,7 +157,7 @@ class MegatronPolicy:
 
         Names that start with ``max_`` are maxima, the rest sums.
         """
-        speaks = self.mesh.last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0
+        speaks = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if speaks else [])
         if self.mesh.world == 1:
             return local
@@ -142,8 +174,22 @@ def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             if name not in total:
                 total[name] = value
             else:
-                total[name] = max(total[name], value) if name.startswith("max_") else total[name] + value
+                largest = float(np.maximum(total[name], value))  # unlike max(), it keeps a NaN
+                total[name] = largest if name.startswith("max_") else total[name] + value
     return total
+
+
+def gather_scores(mesh: Mesh, local: Any) -> list[list[tuple[Float32Array, Float32Array]]] | None:
+    """What ``score`` returned, [DP][micro-batches], on rank 0; None elsewhere. Collective over all ranks."""
+    gathered: list[Any] | None = [None] * mesh.world if mesh.rank == 0 else None
+    if mesh.world == 1:
+        gathered = [(0, local)]
+    else:
+        dist.gather_object((mesh.data_rank, local), gathered, dst=0, group=mesh.control)
+    if gathered is None:
+        return None
+    by_replica = {replica: scored for replica, scored in gathered if scored is not None}
+    return [by_replica[replica] for replica in range(mesh.data)]
 
 
 def unpack_scores(
@@ -178,6 +224,7 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     """
     from or1_megatron.parallel.export import ExportError, HFWriter
 
+    policy.sync_parameters()
     writer = HFWriter(policy.hf_folder, folder) if policy.mesh.rank == 0 else None
     problem: ExportError | None = None
     for name, tensor in policy.weights:  # to the end in any case: the other ranks send all of theirs
@@ -195,4 +242,4 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
     raise_together(policy.mesh, problem)
 
 
-__all__: list[Any] = ["MegatronPolicy", "export_hf", "unpack_scores"]
+__all__: list[Any] = ["MegatronPolicy", "export_hf", "gather_scores", "unpack_scores"]

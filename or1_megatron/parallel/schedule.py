@@ -1,6 +1,7 @@
 """One pass of a list of micro-batches through all pipeline stages, by Megatron's own schedules.
 
-Shapes: T packed tokens of a row (the same for every row of a batch), C counted tokens among them, H hidden.
+Shapes: T packed tokens of a row (the same for every row of a batch), t = T / CP of them on this rank, C counted tokens
+of the row, c of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from or1_megatron.interfaces import Objective
-from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies
+from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.packed import PackedRow, pack_row
 from or1_megatron.types import MicroBatch
@@ -31,33 +33,46 @@ from or1_megatron.types import MicroBatch
 class DeviceRow:
     """A micro-batch as tensors on the training device."""
 
-    token_ids: Tensor  # [T]
+    row_tokens: int
+    """T, of the whole row."""
+    token_ids: Tensor  # [t]
     row: PackedRow
-    counted: Tensor  # [C] row positions of counted tokens
-    targets: Tensor  # [C]
-    advantages: Tensor  # [C]
-    old_log_probs: Tensor  # [C]
+    counted: Tensor  # [c] places of the counted tokens among this rank's
+    counted_in_row: Tensor  # [C] row positions of the whole row's counted tokens
+    targets: Tensor  # [c]
+    advantages: Tensor  # [c]
+    old_log_probs: Tensor  # [c]
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceRow:
-    """Move one micro-batch; only counted positions are kept of the per-token arrays."""
-    counted = torch.from_numpy(micro_batch.counted).nonzero(as_tuple=True)[0]
+def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
+    """Move this rank's part of one micro-batch; only counted positions are kept of the per-token arrays."""
+    row = pack_row(
+        torch.from_numpy(micro_batch.cu_seqlens),
+        torch.from_numpy(micro_batch.position_ids).to(device),
+        context_rank,
+        context,
+    )
+    counted_in_row = torch.from_numpy(micro_batch.counted).nonzero(as_tuple=True)[0]
+    held = torch.arange(micro_batch.token_ids.size) if row.shard is None else row.shard.held.cpu()
+    counted = torch.from_numpy(micro_batch.counted)[held].nonzero(as_tuple=True)[0]
 
     def pick(array: Any) -> Tensor:
-        return torch.from_numpy(array)[counted].to(device)
+        return torch.from_numpy(array)[held[counted]].to(device)
 
     return DeviceRow(
-        token_ids=torch.from_numpy(micro_batch.token_ids).to(device),
-        row=pack_row(torch.from_numpy(micro_batch.cu_seqlens), torch.from_numpy(micro_batch.position_ids).to(device)),
+        row_tokens=micro_batch.token_ids.size,
+        token_ids=torch.from_numpy(micro_batch.token_ids)[held].to(device),
+        row=row,
         counted=counted.to(device),
+        counted_in_row=counted_in_row.to(device),
         targets=pick(micro_batch.target_ids),
         advantages=pick(micro_batch.advantages),
         old_log_probs=pick(micro_batch.old_log_probs),
     )
 
 
-def _head(model: PolicyModel, hidden: Tensor, row: DeviceRow, temperature: float) -> tuple[Tensor, Tensor]:
-    """Last stage: hidden [T, 1, H] (T/TP under sequence parallelism) to (log-probs, entropies) [C] fp32."""
+def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Tensor, Tensor, VocabularyShard]:
+    """Last stage: hidden [t, 1, H] (t / TP under sequence parallelism) to ([c, H], output weight, its shard)."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
@@ -69,20 +84,40 @@ def _head(model: PolicyModel, hidden: Tensor, row: DeviceRow, temperature: float
         true_vocab_size=model.true_vocab_size,
         group=parallel_state.get_tensor_model_parallel_group() if ranks > 1 else None,
     )
-    return log_probs_and_entropies(hidden[:, 0].index_select(0, row.counted), weight, row.targets, temperature, shard)
+    return hidden[:, 0].index_select(0, row.counted), weight, shard
 
 
 def _objective_loss(
-    row: DeviceRow, model: PolicyModel, objective: Objective, hidden: Tensor
+    row: DeviceRow, model: PolicyModel, objective: Objective, one_pass: bool, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    log_probs, entropies = _head(model, hidden, row, objective.temperature)
-    loss, sums = objective(log_probs, entropies, row.old_log_probs, row.advantages)
+    """(loss, counted tokens, named sums) of one micro-batch, as Megatron's schedules want them from the last stage."""
+
+    def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return objective(log_probs, entropies, row.old_log_probs[part], row.advantages[part])
+
+    sums: Mapping[str, Tensor]
+    counted, weight, shard = _head_input(model, hidden, row)
+    if one_pass:
+        loss, sums = one_pass_loss(counted, weight, row.targets, objective.temperature, shard, pointwise)
+    else:
+        scored = log_probs_and_entropies(counted, weight, row.targets, objective.temperature, shard)
+        loss, sums = pointwise(*scored, slice(None))
     return loss, torch.tensor(len(row.counted), dtype=torch.int), {"loss": loss.detach(), **sums}
 
 
-def _scores(row: DeviceRow, model: PolicyModel, temperature: float, hidden: Tensor, non_loss_data: bool) -> Any:
-    log_probs, entropies = _head(model, hidden, row, temperature)
-    return log_probs.cpu(), entropies.cpu()
+def _scores(
+    row: DeviceRow, model: PolicyModel, temperature: float, hidden: Tensor, non_loss_data: bool
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) [C] of one micro-batch on the CPU, on every context-parallel rank alike."""
+    counted, weight, shard = _head_input(model, hidden, row)
+    scored = torch.stack(log_probs_and_entropies(counted, weight, row.targets, temperature, shard))
+    if row.row.shard is not None:
+        of_row = scored.new_zeros(2, row.row_tokens)
+        of_row[:, row.row.shard.held[row.counted]] = scored
+        dist.all_reduce(of_row, group=parallel_state.get_context_parallel_group())
+        scored = of_row[:, row.counted_in_row]
+    log_probs, entropies = scored.cpu()
+    return log_probs, entropies
 
 
 def _module(model: Any) -> PolicyModel:
@@ -92,16 +127,20 @@ def _module(model: Any) -> PolicyModel:
 
 
 def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss: Any, forward_only: bool) -> list[Any]:
-    def forward_step(rows_left: Any, model: Any) -> tuple[Tensor, Any]:
-        row = next(rows_left)
-        return model(row.token_ids[None], row.row), partial(loss, row, _module(model))
+    def forward_step(rows_left: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+        row, model = next(rows_left), _module(chunk)
+        hidden = chunk(row.token_ids[None], row.row)
+        if model.post_process and chunk.ddp_config.overlap_param_gather:
+            # Each module waits for its own parameters on the way; the head reads its weight outside of any.
+            chunk.param_to_bucket_group[model.head_weight()].finish_param_sync()
+        return hidden, partial(loss, row, model)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(rows) if len(chunks) == 1 else [iter(rows) for _ in chunks],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(rows),
-        seq_length=len(rows[0].token_ids),
+        seq_length=rows[0].row_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -109,12 +148,12 @@ def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss:
 
 
 def forward_backward(
-    chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective
+    chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[Mapping[str, Tensor]]:
     """Accumulate the gradient of the objective's global token mean; its sums per micro-batch on the last stage."""
 
     def loss(row: DeviceRow, model: PolicyModel, hidden: Tensor) -> Any:
-        return _objective_loss(row, model, objective, hidden)
+        return _objective_loss(row, model, objective, one_pass, hidden)
 
     return _run(chunks, rows, loss, forward_only=False)
 

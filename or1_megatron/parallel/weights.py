@@ -5,7 +5,7 @@ What a weight is called, how it is laid out and how it is cut is the business of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.weights.families import ModelError
@@ -47,28 +48,47 @@ class HFTensors:
 class ShardedWeights:
     """This rank's part of the policy, addressed by the family's rows. Implements ``interfaces.WeightShards``."""
 
-    def __init__(self, model: PolicyModel, family: ModelFamily, hf: Mapping[str, Any], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        models: Sequence[PolicyModel],
+        family: ModelFamily,
+        hf: Mapping[str, Any],
+        mesh: Mesh,
+        chunk_layers: Sequence[range],
+    ) -> None:
+        """
+        Args:
+            models: the chunks on this rank.
+            chunk_layers: the layers of every chunk of the whole model, in its order (``ParallelConfig.chunk_layers``).
+        """
         self._hf, self._mesh = hf, mesh
-        self._layers_per_stage = hf["num_hidden_layers"] // mesh.pipeline
-        self._parameters = dict(model.named_parameters())
-        self._dtype = model.config.params_dtype
+        self._parameters = {
+            _named_in_model(name, model.layers): parameter
+            for model in models
+            for name, parameter in model.named_parameters()
+        }
+        self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        """A parameter's values where they are now. Those moved to the host come back one by one, for as long as
+        they are read."""
+        self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
+        self._stage_of_layer = {
+            layer: index % mesh.pipeline for index, layers in enumerate(chunk_layers) for layer in layers
+        }
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
 
-    def _stage_and_name(self, row: Row) -> tuple[int, str]:
-        """The pipeline stage that holds a row, and the parameter's name there (layers are numbered per stage)."""
+    def _stage(self, row: Row) -> int:
+        """The pipeline stage that holds a row."""
         parts = row.megatron.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            stage, layer = divmod(int(parts[2]), self._layers_per_stage)
-            return stage, ".".join([*parts[:2], str(layer), *parts[3:]])
-        return (0 if parts[0] == "embedding" else self._mesh.pipeline - 1), row.megatron
+            return self._stage_of_layer[int(parts[2])]
+        return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
         """The rows that this rank's stage holds, with its shard of each."""
         for row in self._rows:
-            stage, name = self._stage_and_name(row)
-            if stage == self._mesh.pipeline_rank:
-                yield row, self._parameters[name]
+            if self._stage(row) == self._mesh.pipeline_rank:
+                yield row, self._parameters[row.megatron]
 
     def mark_cut_parameters(self) -> None:
         """Tell Megatron which parameters TP cuts: it counts the others on one TP rank only in the gradient norm."""
@@ -99,6 +119,7 @@ class ShardedWeights:
             dist.broadcast(self._parameters[name], src=source, group=parallel_state.get_embedding_group())
 
     def _whole(self, parameter: Tensor, row: Row) -> Tensor:
+        parameter = self.readable(parameter).to(device())
         if row.cut is Cut.WHOLE or self._mesh.tensor == 1:
             return parameter.detach()
         parts = [torch.empty_like(parameter) for _ in range(self._mesh.tensor)]
@@ -123,9 +144,9 @@ class ShardedWeights:
         """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
         shapes = {name: shape for name, _, shape in self.metadata()}
         for row in self._rows:
-            stage, name = self._stage_and_name(row)
+            stage = self._stage(row)
             holds = stage == self._mesh.pipeline_rank and self._mesh.data_rank == 0 and self._mesh.context_rank == 0
-            whole = self._whole(self._parameters[name], row) if holds else None
+            whole = self._whole(self._parameters[row.megatron], row) if holds else None
             parts: list[Tensor | None] = [None] * len(row.hf)
             if whole is not None and (self._mesh.rank == 0 or (stage > 0 and self._mesh.tensor_rank == 0)):
                 parts = list(row.layout.split(whole, self._hf))
@@ -141,7 +162,7 @@ class ShardedWeights:
                 dist.send(part.contiguous(), dst=0)
                 return None
             if self._mesh.rank == 0:
-                whole = torch.empty(shape, dtype=self._dtype, device=next(iter(self._parameters.values())).device)
+                whole = torch.empty(shape, dtype=self._dtype, device=device())
                 dist.recv(whole, src=source)
                 return whole
         return part if self._mesh.rank == 0 else None
@@ -149,3 +170,11 @@ class ShardedWeights:
     def _stage_source(self, stage: int) -> int:
         """Global rank of (stage, TP 0, CP 0, DP 0); Megatron orders ranks TP, CP, EP, DP, PP."""
         return stage * (self._mesh.world // self._mesh.pipeline)
+
+
+def _named_in_model(name: str, layers: range) -> str:
+    """A parameter's name with its layer numbered in the whole model instead of in its chunk."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)

@@ -121,6 +121,9 @@ class RunConsole:
             style="cyan",
         )
 
+    def alarmed(self, text: str) -> None:
+        self._print(text, style="yellow")
+
     def resumed(self, step: int) -> None:
         self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
 
@@ -233,6 +236,8 @@ def show_summary(summary: Mapping[str, Any], console: Console) -> None:
     console.print("\ntime")
     console.print(times)
     console.print()
+    if summary["skipped_updates"]:
+        console.print(f"SGD steps skipped, loss or gradient not finite: {summary['skipped_updates']}", style="yellow")
     other = "neither decoding nor forward, backward, optimizer"
     console.print(f"other:  {fraction(summary['other_share'])} of the time ({other})", highlight=False)
     console.print(f"model:  {summary['model'] or 'not exported'}", highlight=False, soft_wrap=True)

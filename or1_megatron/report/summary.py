@@ -36,6 +36,9 @@ class Outcome(Protocol):
     @property
     def seconds(self) -> Mapping[str, float]: ...
 
+    @property
+    def skipped_updates(self) -> int: ...
+
 
 def summarise(
     outcome: Outcome, *, total_steps: int, seed: int, model: Path | None, startup_s: float | None
@@ -50,6 +53,7 @@ def summarise(
         "total_steps": total_steps,
         "finished": outcome.finished,
         "best_step": outcome.best_step,
+        "skipped_updates": outcome.skipped_updates,
         "seed": seed,
         "wall_s": outcome.wall_s,
         "startup_s": startup_s,

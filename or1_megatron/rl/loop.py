@@ -19,6 +19,7 @@ from typing import Any
 from or1_megatron.config import StageConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
+from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import check_log_probs, make_batches, pack, to_samples
 from or1_megatron.rl.checks import check_steps, check_verdicts, check_versions
 from or1_megatron.rl.entropy import EntropyController, EntropyReading
@@ -34,6 +35,7 @@ from or1_megatron.rl.metrics import (
     time_metrics,
 )
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
+from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.verbs import stopping_verb, verb
 from or1_megatron.runtime.seeds import derive_seed
@@ -62,6 +64,8 @@ class Loop:
         self.schedule = StageSchedule(config.stages)
         self.controller = EntropyController(config.algorithm.entropy)
         self.ledger = PassRateLedger()
+        self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm)
+        self.alarms = Alarms(config.safety, config.dtype)
         self.steps_done = 0
         self._before: EvaluationResult | None = None
         self._after: EvaluationResult | None = None
@@ -69,6 +73,8 @@ class Loop:
         self._best: tuple[int, float] | None = None  # (step, accuracy)
         self._seconds: dict[str, float] = {}  # per verb, with "step" and "other"
         self._saved_at: int | None = None
+        self._saving: tuple[int, bool] | None = None  # (step, best) of the checkpoint that is being written
+        self._write_s: float | None = None  # of the last one written, until a row has it
         self._snapshot: Mapping[str, Any] = {}
 
     def run(self) -> LoopResult:
@@ -83,6 +89,8 @@ class Loop:
             )
             if self._saved_at != self.steps_done:
                 self._write_checkpoint(best=False)
+        with self.ports.timer("save"):
+            self._finish_save(wait=True)
         self._lap([])  # the last save and export belong to no row, but to the run
         return self.result()
 
@@ -205,7 +213,7 @@ class Loop:
 
     @stopping_verb
     def update(self, batches: Sequence[Batch], stage: StageConfig, alpha: float) -> list[UpdateReport]:
-        """The SGD steps, all with the same alpha."""
+        """The SGD steps, all with the same alpha. Raises TooManySkipped."""
         loss = self.config.algorithm.loss
         objective = ClippedPolicyLoss(
             clip_low=loss.clip_low,
@@ -214,7 +222,8 @@ class Loop:
             temperature=stage.temperature,
             on_policy=stage.sgd_steps == 1,
         )
-        return [self.ports.policy.update(batch, objective) for batch in batches]
+        step = self.steps_done + 1
+        return [self.guard.update(SgdStep(step, i, batch, objective)) for i, batch in enumerate(batches)]
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
@@ -249,18 +258,24 @@ class Loop:
     def report(self, step: Step, evaluation: EvaluationResult | None) -> None:
         """Rollouts to the observer, one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept)
-        metrics = step_metrics(step, self.config.hardware)
+        metrics = step_metrics(step, self.config.hardware) | {"sgd/skipped_in_a_row": float(self.guard.in_a_row)}
+        if self.config.safety.alarms:
+            metrics |= self._look_for_alarms(step, metrics)
         evaluations = [] if evaluation is None else [evaluation]
         for result in evaluations:
             metrics |= evaluation_metrics(result)
+        if self._write_s is not None:
+            metrics["checkpoint/write_s"], self._write_s = self._write_s, None
         self.ports.tracker.log(self.steps_done, {**metrics, **self._lap([step.rollout, *step.updates, *evaluations])})
 
     @verb
     def save(self) -> None:
         """Note the state that a stop goes back to; write a checkpoint of it when one is due.
 
-        Due: every n steps, at the end, on a stop, and when the evaluation is the best so far.
+        Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
+        copied: it is written while training goes on, and waited for before the next one and at the end of the run.
         """
+        self._finish_save(wait=False)
         self._snapshot = self.state()
         best = self._best is not None and self._best[0] == self.steps_done
         due = self.steps_done % self.config.checkpoint.every_steps == 0
@@ -293,11 +308,12 @@ class Loop:
             wall_s=self._seconds.get("step", 0.0),
             other_s=self._seconds.get("other", 0.0),
             seconds=verbs,
+            skipped_updates=self.guard.total,
         )
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, when there is one."""
-        newest = self.ports.keeper.newest()
+        newest = self.ports.keeper.newest_intact()
         if newest is None:
             return
         self.restore(self.ports.policy.load(newest))
@@ -312,6 +328,8 @@ class Loop:
             "steps_done": self.steps_done,
             "controller": self.controller.state(),
             "ledger": self.ledger.state(),
+            "guard": self.guard.state(),
+            "alarms": self.alarms.state(),
             "stream": self.ports.stream.state(),
             "before": None if before is None else asdict(before),
             "after": None if after is None else asdict(after),
@@ -325,12 +343,27 @@ class Loop:
         self.steps_done = state["steps_done"]
         self.controller.restore(state["controller"])
         self.ledger.restore(state["ledger"])
+        self.guard.restore(state["guard"])
+        self.alarms.restore(state["alarms"])
         self.ports.stream.restore(state["stream"])
         self._before = None if state["before"] is None else EvaluationResult(**state["before"])
         self._after = None if state["after"] is None else EvaluationResult(**state["after"])
         self._evaluated_at = state["evaluated_at"]
         self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self._seconds = dict(state["seconds"])
+
+    def _look_for_alarms(self, step: Step, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Tell the alarms that begin with this step; returns ``alarm/...``."""
+        first = sum(stage.steps for stage in self.config.stages[: step.stage_index])
+        seen = StepSeen(self.steps_done, step.stage_index, self.steps_done - first, step.stage, metrics)
+        told, found = self.alarms.look(seen)
+        for text in told:
+            self._alarm(text)
+        return found
+
+    def _alarm(self, text: str) -> None:
+        logger.info("%s", text)  # not a warning: the observer shows it
+        self.ports.observer.alarmed(text)
 
     def _samples_due(self) -> int:
         """k of the evaluation that the weights after ``steps_done`` still lack; 0: none."""
@@ -353,8 +386,17 @@ class Loop:
     def _write_checkpoint(self, best: bool) -> None:
         """The snapshot, which is of ``steps_done``; weights that are saved already are not saved again."""
         if self._saved_at != self.steps_done:
+            self._finish_save(wait=True)
             self.ports.policy.save(self.ports.keeper.folder_for(self.steps_done), self._snapshot)
             self._saved_at = self.steps_done
-            self.ports.keeper.saved(self.steps_done, best)
+            self._saving = (self.steps_done, best)
         elif best:
+            self._finish_save(wait=True)
             self.ports.keeper.saved(self.steps_done, best)
+
+    def _finish_save(self, wait: bool) -> None:
+        """When the checkpoint that is being written is complete, tell the keeper: it may now drop older ones."""
+        if self._saving is not None and (write_s := self.ports.policy.finish_save(wait)) is not None:
+            self._write_s = write_s
+            self.ports.keeper.saved(*self._saving)
+            self._saving = None

@@ -13,6 +13,7 @@ from typing import get_args
 import numpy as np
 
 from or1_megatron.config import StageConfig
+from or1_megatron.rl.alarms import ALARMS
 from or1_megatron.rl.batch import real_tokens
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.types import (
@@ -53,7 +54,7 @@ VERBS: Mapping[str, str] = {
     "hand_off": "weights to the engines, with probe",
     "evaluate": "held-out accuracy",
     "report": "compute and record metrics and rollouts",
-    "save": "checkpoint",
+    "save": "checkpoint: copy the state; wait for the write before, if it still runs",
     "export": "HF folder",
 }
 """The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
@@ -93,6 +94,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/learning_rate", "", "of the step's last SGD step"),
     Metric("sgd/steps", "steps", "SGD steps tried in this rollout step; 0 when every group was rejected"),
     Metric("sgd/skipped", "steps", "SGD steps left out because loss or gradient was not finite"),
+    Metric("sgd/skipped_in_a_row", "steps", "SGD steps skipped in a row up to the end of this rollout step"),
     Metric("sgd/response_tokens", "tokens", "T_k summed over the SGD steps"),
     Metric("groups/kept", "groups", "groups that entered the batch"),
     Metric("groups/rejected", "groups", "groups whose advantages were all zero"),
@@ -120,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
     Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
+    *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
     Metric("filter/left", "problems", "left after that"),
     Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, weights after this step"),
@@ -127,6 +130,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
     Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
     Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
+    Metric("checkpoint/write_s", "s", "writing a checkpoint beside training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
     Metric(
         "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from or1_megatron.config import AlgorithmConfig, CheckpointConfig, EvaluationConfig, StageConfig
+from or1_megatron.config import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import (
     CheckpointKeeper,
     Evaluator,
@@ -18,6 +18,7 @@ from or1_megatron.interfaces import (
     VerbTimer,
 )
 from or1_megatron.rl.batch import BatchLayout
+from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.types import EvaluationResult
 
@@ -37,6 +38,9 @@ class LoopConfig:
     export_folder: Path
     """Of the final HF export; an export after step 20 on the way lies beside it, as ``<name>_step_000020``."""
     hardware: Hardware | None = None
+    safety: SafetyConfig = SafetyConfig()
+    dtype: str = "float32"
+    """Of the policy's parameters, as the configuration names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Ports:
     timer: VerbTimer
     stop: Callable[[], bool]
     """True once the run has been asked to stop."""
+    dumps: DumpStore | None = None
+    """None: batches whose loss or gradient is not finite are counted, but not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +77,5 @@ class LoopResult:
     other_s: float
     seconds: Mapping[str, float]
     """Per verb."""
+    skipped_updates: int
+    """SGD steps left out for want of a finite loss or gradient."""

@@ -109,6 +109,8 @@ def quiet_libraries() -> None:
     """Hold the NOISY loggers to warnings; again after importing one that sets its own level."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    # On CPU vLLM warns that it will not use Triton, which is installed for our kernels' tests.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 
 def _trace_crashes(file: TextIO, to_file: logging.Handler) -> None:

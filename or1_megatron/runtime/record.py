@@ -51,11 +51,19 @@ class RunRecord:
             _, rollouts = self._opened()
             rollouts.write(step, stage, groups, kept)
 
+    def wait_written(self) -> None:
+        """Block until all that was recorded so far is on disk; from any thread."""
+        if self._rollouts is not None:
+            self._rollouts.wait_written()
+
     def verb_started(self, step: int, verb: str) -> None:
         """Not recorded: the times per verb are metrics."""
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         """Not recorded here: an evaluation is part of its step's metrics."""
+
+    def alarmed(self, text: str) -> None:
+        """Not recorded here: alarms are metrics, and lines of the log."""
 
     def close(self) -> None:
         """Wait for the disk and close all files."""
@@ -99,6 +107,10 @@ class Observers:
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         for observer in self._observers:
             observer.evaluated(step, result)
+
+    def alarmed(self, text: str) -> None:
+        for observer in self._observers:
+            observer.alarmed(text)
 
     def resumed(self, step: int) -> None:
         for observer in self._observers:

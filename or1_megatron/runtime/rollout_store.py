@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ class RolloutStore:
         """Block until everything handed over is on disk."""
         while self._unfinished:
             self._unfinished.popleft().result()
+
+    def wait_written(self) -> None:
+        """``flush`` for any other thread: failures are left to whoever writes."""
+        wait(tuple(self._unfinished))
 
     def close(self) -> None:
         """Flush and end the thread; again does nothing."""

@@ -3,7 +3,9 @@
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     rollouts/          step_000012.parquet
-    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; damaged ones, set aside, as
+                       step_000008.damaged
+    dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
     hf/                the exported model
     summary.json       what the run came to
     tensorboard/       event files
@@ -28,12 +30,14 @@ from typing import Any, Final, Self
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows
+from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, check_manifest, sync
 
 logger = logging.getLogger(__name__)
 
-MANIFEST: Final = "manifest.json"
-"""Written last into a checkpoint: a folder without it is not a checkpoint."""
+DAMAGED_SUFFIX: Final = ".damaged"
+"""Ends the name of a checkpoint that was set aside because its files are not those that were saved."""
 
+_REPLACED_SUFFIX: Final = ".replaced"
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -65,6 +69,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.checkpoints = root / "checkpoints"
+        self.dumps = root / "dumps"
         self.hf = root / "hf"
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
@@ -163,13 +168,32 @@ class RunLock:
         self.close()
 
 
-class CheckpointKeeper:
-    """Which checkpoints of a run there are, and which stay: the newest ``keep_last``, and the best by evaluation."""
+def put_in_place(aside: Path, folder: Path) -> None:
+    """Rename a complete checkpoint to its name; one that has the name already is deleted.
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
+    No file system swaps two folders at once, so the old one steps aside first: killed in between, ``clean`` puts it
+    back. One of the two is always there.
+    """
+    replaced = folder.with_name(folder.name + _REPLACED_SUFFIX)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    aside.rename(folder)
+    sync(folder.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+class CheckpointKeeper:
+    """Which checkpoints of a run there are, and which stay: the newest ``keep_last``, the best by evaluation, and those
+    of every ``keep_every_steps``-th step (0: none for that reason)."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.keep_every_steps = keep_every_steps
+        self._intact: Path | None = None  # compared with its manifest in this start
 
     def folder_for(self, step: int) -> Path:
         """Where the checkpoint of ``step`` belongs. The policy's save writes aside and renames to it."""
@@ -177,12 +201,41 @@ class CheckpointKeeper:
 
     def complete(self) -> list[Path]:
         """All complete checkpoints, oldest first."""
-        found = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
-        return sorted((path for path in found if (path / MANIFEST).is_file()), key=lambda path: step_of(path) or 0)
+        return [path for path in self._saved() if (path / MANIFEST).is_file()]
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, from which a run resumes; None when there is none."""
+        """The newest complete checkpoint, its files not compared; None when there is none."""
         return next(reversed(self.complete()), None)
+
+    def newest_intact(self) -> Path | None:
+        """The newest checkpoint whose files are those that were saved; None when nothing was ever saved.
+
+        Newer ones are set aside under another name, and the log and the console told why. Every file is read, once per
+        start. Only the process that holds the run's lock may call it.
+
+        Raises:
+            CheckpointDamaged: there are checkpoints, and none is intact. All are left as they are.
+        """
+        damaged: list[tuple[Path, CheckpointDamaged]] = []
+        for folder in reversed(self._saved()):
+            try:
+                if folder != self._intact:
+                    check_manifest(folder)
+            except CheckpointDamaged as error:
+                damaged.append((folder, error))
+                continue
+            for broken, why in damaged:
+                aside = self._set_aside(broken)
+                logger.warning("%s. Set aside as %s; going on from %s", why, aside.name, folder.name)
+            self._intact = folder
+            return folder
+        if damaged:
+            listed = "; ".join(str(why) for _, why in damaged)
+            raise CheckpointDamaged(
+                f"none of the checkpoints in {self.folder} is intact, and training does not start from scratch over "
+                f"them: {listed}. Put back what is missing, or remove the folder {self.folder} to start from scratch"
+            )
+        return None
 
     def best(self) -> Path | None:
         """The checkpoint that ``best`` points to; None when it points to nothing complete."""
@@ -205,14 +258,36 @@ class CheckpointKeeper:
         self._prune()
 
     def clean(self) -> None:
-        """Delete what killed saves and killed deletions left: partial folders, and folders without a manifest.
+        """Put right what killed saves and killed deletions left: delete partial folders, put back a replaced one whose
+        successor did not come to its name.
 
         Only the process that holds the run's lock may call it, and not while it saves.
         """
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
-            if path.name.endswith(PARTIAL_SUFFIX) or (step_of(path) is not None and not (path / MANIFEST).is_file()):
+            if path.name.endswith(_REPLACED_SUFFIX):
+                successor = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))
+                if successor.exists():
+                    shutil.rmtree(path)
+                else:
+                    path.rename(successor)
+            elif path.name.endswith(PARTIAL_SUFFIX):
                 logger.info("removing %s, which an interrupted run left", path)
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def _saved(self) -> list[Path]:
+        """All folders of a checkpoint's name, oldest first. A save gives it to whole ones only, so one that lacks
+        something has been damaged since."""
+        found = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
+        return sorted(found, key=lambda path: step_of(path) or 0)
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Nothing of a damaged checkpoint is deleted: what is wrong with it may be mended."""
+        number = 1
+        aside = folder.with_name(folder.name + DAMAGED_SUFFIX)
+        while aside.exists():
+            number += 1
+            aside = folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}_{number}")
+        return folder.rename(aside)
 
     def _point_best_at(self, folder: Path) -> None:
         aside = self.folder / f"best{PARTIAL_SUFFIX}"
@@ -223,8 +298,9 @@ class CheckpointKeeper:
 
     def _prune(self) -> None:
         best = self.best() if self.keep_best else None
+        every = self.keep_every_steps
         for path in self.complete()[: -self.keep_last]:
-            if path == best:
+            if path == best or (every and (step_of(path) or 0) % every == 0):
                 continue
             # Renamed first: a deletion that is killed half-way must not look like a checkpoint.
             doomed = path.with_name(path.name + PARTIAL_SUFFIX)

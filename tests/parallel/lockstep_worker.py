@@ -1,7 +1,12 @@
-"""Under torchrun: verbs that work, raise, stall or die on a chosen rank."""
+"""One rank under lockstep, as a trainer's rank is, in which a fault happens on purpose.
+
+A case is "what rank where": what in {raise, sleep, kill, stop}, where in {verb, between}, as "kill 1 between". As a
+script it runs under torchrun; ``forked_ranks`` calls ``main`` in forks of one process.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -14,54 +19,78 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config import ParallelConfig
+from or1_megatron.parallel.agreement import AgreedError, raise_together
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.runtime.signals import StopRequested
 
-VICTIM = 1
-DEADLINE_S = 3.0
+DEADLINE_S = 6.0
 
 
-def verbs(mesh: Mesh) -> dict[str, Any]:
+def fail(what: str) -> None:
+    if what == "raise":
+        raise KeyError("the tensor that was not there")
+    if what == "sleep":
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    time.sleep(600)
+
+
+def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
     def add(shared: int, mine: Any) -> float:
         total = torch.tensor(float(shared + mine.sum()))
         dist.all_reduce(total, group=mesh.control)
         return total.item()
 
-    def raise_there(shared: Any, mine: Any) -> None:
-        if mesh.rank == VICTIM:
-            raise KeyError("the tensor that was not there")
+    def disagree(shared: Any, mine: Any) -> None:
+        raise_together(mesh, AgreedError("the disk is full") if mesh.rank == 0 else None)
+
+    def wait(shared: Any, mine: Any) -> None:
+        if mesh.rank == victim:
+            fail(what)
         dist.barrier(mesh.control)
 
-    def stall_there(shared: Any, mine: Any) -> None:
-        if mesh.rank == VICTIM:
-            time.sleep(600)
-        dist.barrier(mesh.control)
-
-    def die_there(shared: Any, mine: Any) -> None:
-        if mesh.rank == VICTIM:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier(mesh.control)
-
-    return {"add": add, "raise": raise_there, "stall": stall_there, "die": die_there}
+    return {"add": add, "disagree": disagree, "wait": wait}
 
 
-def main() -> None:
-    verb, pid_folder = sys.argv[1], Path(sys.argv[2])
+def lead(lockstep: Lockstep, mesh: Mesh, what: str, victim: int, where: str, folder: Path) -> None:
+    payloads = [np.arange(3) * (i + 1) for i in range(mesh.data)]
+    try:
+        lockstep.call("disagree")
+    except AgreedError as error:
+        print("agreed:", error, flush=True)
+    print("sum", lockstep.call("add", 1, payloads), flush=True)
+    if where == "between":
+        time.sleep(2)  # until all ranks are through with that verb
+    if where == "verb":
+        lockstep.call("wait")
+    elif where == "between" and victim == 0:
+        fail(what)
+    elif where == "between":
+        os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        time.sleep(600)  # a long roll-out
+
+
+def main(case: str, folder: Path) -> None:
+    what, rank, where = case.split()
+    victim = int(rank)
+    logging.basicConfig(format="[%(process)d] %(message)s")
     start_process_group(120)
     mesh = build_mesh(ParallelConfig(ranks=int(os.environ["WORLD_SIZE"])), seed=1)
-    (pid_folder / str(mesh.rank)).write_text(str(os.getpid()))
-    lockstep = Lockstep(mesh, verbs(mesh), DEADLINE_S)
+    (folder / f"{mesh.rank}.pid").write_text(str(os.getpid()))
+    stop = StopRequested(grace_s=120)
+    stop.install()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have spoken
+    lockstep = Lockstep(mesh, verbs(mesh, what, victim), DEADLINE_S)
     if mesh.rank > 0:
         lockstep.serve()
     else:
-        print("sum", lockstep.call("add", 1, [np.arange(3) * (i + 1) for i in range(mesh.data)]))
-        if verb == "driver dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif verb != "none":
-            lockstep.call(verb)
-        lockstep.close()
+        try:
+            lead(lockstep, mesh, what, victim, where, folder)
+        finally:
+            lockstep.close()
+    stop.uninstall()
     stop_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -54,6 +54,7 @@ class Result:
     seconds: dict[str, float] = field(
         default_factory=lambda: {"roll_out": 150.0, "reject": 0.01, "hand_off": 49.9, "batch": 0.09}
     )
+    skipped_updates: int = 0
 
 
 def plain(total_steps: int = 12) -> tuple[RunConsole, io.StringIO]:

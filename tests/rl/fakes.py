@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from or1_megatron.interfaces import Objective, Stopped
+from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -166,6 +167,9 @@ class TablePolicy:
         self.updates: list[tuple[Batch, Objective]] = []
         self.calls: list[str] = []
         self.skip_next = False
+        self.skip_at: frozenset[int] = frozenset()
+        """Which of the updates, counted from 0, have no finite loss."""
+        self._written = False
 
     def _head(self, row: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         counted = torch.from_numpy(row.counted)
@@ -203,6 +207,7 @@ class TablePolicy:
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         self.calls.append("update")
+        self.skip_next |= len(self.updates) in self.skip_at
         self.updates.append((batch, objective))
         self.clock.now_s += 1.0
         self.optimizer.zero_grad()
@@ -228,7 +233,12 @@ class TablePolicy:
         folder.mkdir(parents=True)
         torch.save({"table": self.table, "optimizer": self.optimizer.state_dict()}, folder / "policy.pt")
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False))
-        (folder / "manifest.json").write_text("{}")
+        write_manifest(folder)
+        self._written = True
+
+    def finish_save(self, wait: bool) -> float | None:
+        written, self._written = self._written, False
+        return 0.125 if written else None
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         saved = torch.load(folder / "policy.pt")
@@ -240,6 +250,7 @@ class TablePolicy:
 
     def export_hf(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "table.npy", self.table.detach().numpy())
 
 
 class RiddleStream:
@@ -282,6 +293,7 @@ class Diary:
         self.rolled: dict[int, tuple[str, Sequence[Group], Sequence[AdvantagedGroup]]] = {}
         self.evaluations: dict[int, EvaluationResult] = {}
         self.resumed_at: list[int] = []
+        self.alarms: list[str] = []
 
     def verb_started(self, step: int, verb: str) -> None:
         self.verbs.append((step, verb))
@@ -291,6 +303,9 @@ class Diary:
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         self.evaluations[step] = result
+
+    def alarmed(self, text: str) -> None:
+        self.alarms.append(text)
 
     def resumed(self, step: int) -> None:
         self.resumed_at.append(step)

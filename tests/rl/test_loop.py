@@ -20,15 +20,18 @@ from or1_megatron.config import (
     CheckpointConfig,
     EntropyConfig,
     EvaluationConfig,
+    SafetyConfig,
     StageConfig,
 )
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
+from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.metrics import METRICS, VERBS, Hardware
 from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import Sampling, Verdict, VersionSpan
@@ -54,6 +57,7 @@ class World:
     max_error_fraction: float = 0.05
     hardware: Hardware | None = None
     export_every: int = 0
+    safety: SafetyConfig = SafetyConfig()
     diary: Diary = field(default_factory=Diary)
     clock: Clock = field(default_factory=Clock)
 
@@ -74,6 +78,7 @@ class World:
                 max_error_fraction=self.max_error_fraction,
                 export_folder=self.folder / "hf",
                 hardware=self.hardware,
+                safety=self.safety,
             ),
             Ports(
                 policy=self.policy,
@@ -85,6 +90,7 @@ class World:
                 keeper=CheckpointKeeper(self.folder / "checkpoints", keep_last=2, keep_best=True),
                 timer=StepTimer(self.clock),
                 stop=lambda: self.stopped,
+                dumps=DumpStore(self.folder / "dumps", self.safety.keep_dumps, {"versions": {}}),
             ),
         )
 
@@ -96,7 +102,7 @@ class World:
 
     def end(self) -> tuple[dict[int, dict[str, float]], dict[str, Any], np.ndarray]:
         """(metrics without times, state without times, weights): what a resumed run must have in common."""
-        timed = ("time/", "other_share", "engine/utilization")
+        timed = ("time/", "checkpoint/write_s", "other_share", "engine/utilization")
         rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
         state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
         return rows, state, self.policy.table.detach().numpy()
@@ -287,6 +293,57 @@ def test_checkpoints_newest_and_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("hf*")) == ["hf", "hf_step_000003", "hf_step_000006"]
 
 
+def test_a_checkpoint_counts_when_it_is_written(tmp_path: Path) -> None:
+    """The write of step 1 is done when step 2 ends, and told there; that of step 2 still runs when step 3 wants to
+    save, and is waited for; that of step 3 at the end of the run. The keeper hears of each before the next begins."""
+    world = World(tmp_path, [STAGE], every_steps=1, evaluate_every=0)
+    told: list[str] = []
+    keeper, policy = world.loop.ports.keeper, world.policy
+    save, finish, saved = policy.save, policy.finish_save, keeper.saved
+
+    def slow_finish(wait: bool) -> float | None:
+        if not wait and told[-1] != "save 1":
+            return None  # still running
+        told.append("waited" if wait else "polled")
+        return finish(wait)
+
+    policy.save = lambda folder, state: (told.append(f"save {state['steps_done']}"), save(folder, state))[1]  # type: ignore[method-assign]
+    policy.finish_save = slow_finish  # type: ignore[method-assign]
+    keeper.saved = lambda step, best: (told.append(f"kept {step}"), saved(step, best))[1]  # type: ignore[method-assign]
+    world.loop.run()
+    first, second = ["save 1", "polled", "kept 1"], ["save 2", "waited", "kept 2"]
+    assert told == [*first, *second, "save 3", "waited", "kept 3"]
+    assert "checkpoint/write_s" not in world.diary.rows[2]  # it was complete when that row was written
+    assert world.diary.rows[3]["checkpoint/write_s"] == 0.125
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    """Told where the loop next looks, a step later; older checkpoints stay, and the run goes on from them."""
+    whole = World(tmp_path / "whole", every_steps=1)
+    whole.loop.run()
+    world = World(tmp_path / "run", every_steps=1)
+    save, finish = world.policy.save, world.policy.finish_save
+
+    def fail(folder: Path, state: Any) -> None:
+        if state["steps_done"] < 4:
+            save(folder, state)
+
+    def finish_or_fail(wait: bool) -> float | None:
+        if world.loop.steps_done == 5:
+            raise OSError("the disk is full")
+        return finish(wait)
+
+    world.policy.save, world.policy.finish_save = fail, finish_or_fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is full"):
+        world.loop.run()
+    assert [path.name for path in world.loop.ports.keeper.complete()] == ["step_000002", "step_000003"]  # type: ignore[attr-defined]
+    again = World(tmp_path / "run", every_steps=1, diary=world.diary)
+    for row in (4, 5):  # the run folder forgets them
+        del again.diary.rows[row]
+    assert again.loop.run().finished and again.diary.resumed_at == [3]
+    compare(again, whole)
+
+
 def test_step_without_any_kept_group(tmp_path: Path) -> None:
     """Every verdict wrong in the second step: no SGD step, weights as they were, and still a version of its own."""
     world = World(tmp_path, [STAGE], evaluated=False)
@@ -304,12 +361,88 @@ def test_step_without_any_kept_group(tmp_path: Path) -> None:
     assert world.rollouts.version == 3
 
 
-def test_skipped_update_is_counted(tmp_path: Path) -> None:
+def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
+    """The dump holds the step's samples, the weights that they met, and the policy's own log-probs of them."""
+    world = World(tmp_path, [STAGE], evaluated=False)
+    world.policy.skip_at = frozenset({1})
+    result = world.loop.run()
+    assert result.finished and result.skipped_updates == 1
+    rows = world.diary.rows
+    assert [(rows[k]["sgd/skipped"], rows[k]["sgd/skipped_in_a_row"]) for k in (1, 2, 3)] == [(0, 0), (1, 1), (0, 0)]
+    assert "loss" not in rows[2] and "loss" in rows[3]
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002_update_0"]
+    folder = tmp_path / "dumps" / "step_000002_update_0"
+    found, (batch, objective) = read_dump(folder), world.policy.updates[1]
+    assert found.objective == objective and found.report.skipped and found.token_count == batch.token_count
+    assert sum(int(sample.loss_mask.sum()) for sample in found.samples) == batch.token_count
+    engine = [c.log_probs for group in world.diary.rolled[2][2] for c in group.group.completions]
+    for sample, log_probs, sampled in zip(found.samples, found.log_probs, engine, strict=True):
+        np.testing.assert_array_equal(sample.old_log_probs, sampled)
+        np.testing.assert_allclose(log_probs, sampled, atol=1e-6)
+    assert [alarm for alarm in world.diary.alarms if f"or1 replay {folder}" in alarm and "loss (nan)" in alarm]
+
+
+def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
+    """Of steps 1 and 3, every SGD step, on the weights before it; nothing of the training changes."""
+    stage = STAGE.model_copy(update={"prompts_per_step": 16})
+    whole = World(tmp_path / "whole", [stage], evaluated=False)
+    whole.loop.run()
+    world = World(tmp_path / "run", [stage], evaluated=False, safety=SafetyConfig(dump_steps=(1, 3), keep_dumps=0))
+    world.loop.run()
+    np.testing.assert_array_equal(world.policy.table.detach().numpy(), whole.policy.table.detach().numpy())
+    folders = sorted((tmp_path / "run" / "dumps").iterdir())
+    assert [folder.name for folder in folders] == [f"step_{s:06d}_update_{u}" for s in (1, 3) for u in (0, 1)]
+    assert np.all(np.load(folders[0] / "weights" / "table.npy") == 0)
+    assert np.any(np.load(folders[1] / "weights" / "table.npy") != 0)
+    assert not read_dump(folders[0]).report.skipped and world.diary.alarms == []
+
+
+def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -> None:
+    """Two in a row, then a good one: the count begins anew. Then steps 4, 5 | resume | 6: the third ends the run."""
+    long = [STAGE.model_copy(update={"steps": 8})]
+    first = World(tmp_path, long, evaluated=False, every_steps=1)
+    first.policy.skip_at = frozenset({0, 1, 3, 4})
+    first.rollouts.stop_at, first.rollouts.on_stop = 6, first.stop
+    assert first.loop.run().steps == 5
+    second = World(tmp_path, long, evaluated=False, every_steps=1)
+    second.policy.skip_at = frozenset({0})
+    with pytest.raises(TooManySkipped, match=r"3 SGD steps in a row .*max_skipped_in_a_row = 3.*in step 6") as caught:
+        second.loop.run()
+    kept = [str(tmp_path / "dumps" / f"step_00000{step}_update_0") for step in (5, 6)]  # keep_dumps = 2
+    assert f"Dumps: {kept[0]}, {kept[1]};" in str(caught.value)
+    assert second.loop.state()["guard"]["total"] == 5
+
+
+def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     world = World(tmp_path, [STAGE], evaluated=False)
     world.policy.skip_next = True
+
+    def full(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").write_text("")
+        if "dumps" in str(folder):
+            raise OSError(28, "No space left on device")
+
+    world.policy.export_hf = full  # type: ignore[method-assign]
     assert world.loop.run().finished
-    assert (world.diary.rows[1]["sgd/steps"], world.diary.rows[1]["sgd/skipped"]) == (1, 1)
-    assert "loss" not in world.diary.rows[1] and world.diary.rows[2]["sgd/skipped"] == 0
+    assert list((tmp_path / "dumps").iterdir()) == []
+    assert "could not be dumped, training goes on" in world.diary.alarms[0] and "no dump" in world.diary.alarms[1]
+
+
+def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
+    """Fakes and their engines differ by rounding, which this bound forbids: one episode over the whole run, which a
+    resume does not begin again."""
+    safety = SafetyConfig(mismatch_mean=1e-12)
+    first = World(tmp_path, evaluated=False, safety=safety)
+    first.rollouts.stop_at, first.rollouts.on_stop = 3, first.stop
+    first.loop.run()
+    second = World(tmp_path, evaluated=False, safety=safety, diary=first.diary)
+    second.loop.run()
+    assert len(first.diary.alarms) == 1 and "alarm 'mismatch' at step 1" in first.diary.alarms[0]
+    assert [row["alarm/mismatch"] for row in first.diary.rows.values() if "alarm/mismatch" in row] == [1.0] * 6
+    quiet = World(tmp_path / "quiet", evaluated=False, safety=safety.model_copy(update={"alarms": False}))
+    quiet.loop.run()
+    assert quiet.diary.alarms == [] and "alarm/mismatch" not in quiet.diary.rows[1]
 
 
 def test_failing_verifier_stops_the_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ stages:
 evaluate: {{data: [{{path: {data}/heldout.jsonl}}], every_steps: 3, samples: 2}}
 parallel: {{micro_batch_tokens: 256}} # several micro-batches, so that both pipeline stages have work
 checkpoint: {{every_steps: 1, keep_last: 2}}
+safety: {{dump_steps: [1]}}
 track: {{console: plain}}
 """
 

@@ -1,6 +1,7 @@
 """On a disk with room for one checkpoint: save, fail to save and to export, load. One JSON line for each attempt.
 
-The first save comes before any update, as when a run is stopped within its first step.
+The first save comes before any update, as when a run is stopped within its first step. Saves are asynchronous: each
+attempt names what raised.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel import checkpoint
+from or1_megatron.parallel.agreement import AgreedError
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
+from or1_megatron.parallel.saver import CheckpointSaver
 
 
 def main() -> None:
@@ -29,6 +32,7 @@ def main() -> None:
     mesh = build_mesh(parallel, seed=1)
     policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(lr=1e-3), mesh)
     batch = problem.batch(1, 64)
+    saver = CheckpointSaver(policy)
 
     def update() -> float:
         return policy.update(batch.ranks[0], problem.WeightedLogProb(), batch.token_count).sums["loss"]
@@ -36,16 +40,20 @@ def main() -> None:
     def attempt(what: str, call: Callable[[], Mapping[str, Any] | None]) -> None:
         try:
             result: Any = call()
-        except checkpoint.AgreedError as error:
+        except AgreedError as error:
             result = str(error)
         print(json.dumps([what, result, sorted(path.name for path in disk.iterdir())]), flush=True)
 
-    attempt("first save", lambda: checkpoint.save(policy, disk / "step_000000", {"step": 0}))
+    saver.save(disk / "step_000000", {"step": 0})
+    attempt("first save", lambda: {"written": (saver.finish(wait=True) or 0) > 0})
     before = [update(), update()]
-    fill(disk, left_bytes=policy.parameter_count * 13)
-    attempt("writers", lambda: checkpoint.save(policy, disk / "step_000001", {"step": 1}))
+    fill(disk, left_bytes=policy.parameter_count * 12 + 8192)  # the numbers alone would fit
+    saver.save(disk / "step_000001", {"step": 1})
+    attempt("writers", lambda: saver.finish(wait=True))
+    saver.save(disk / "step_000001", {"step": 1})
+    attempt("next save", lambda: saver.save(disk / "step_000002", {"step": 2}))
     fill(disk, left_bytes=1 << 20)
-    attempt("no room", lambda: checkpoint.save(policy, disk / "step_000001", {"step": 1}))
+    attempt("no room", lambda: saver.save(disk / "step_000001", {"step": 1}))
     attempt("export", lambda: export_hf(policy, disk / "hf"))
     attempt("load", lambda: checkpoint.load(policy, disk / "step_000000"))
     assert [update(), update()] == before

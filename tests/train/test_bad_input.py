@@ -163,7 +163,7 @@ def begun(config: Path, root: Path) -> Path:
     checkpoint.mkdir()
     (checkpoint / "loop.json").write_text("{}")
     entry = {"bytes": 2, "sha256": "0"}
-    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "files": {"loop.json": entry}}))
+    (checkpoint / "manifest.json").write_text(json.dumps({"format": 2, "files": {"loop.json": entry}}))
     return checkpoint
 
 
@@ -178,7 +178,7 @@ def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path
 def test_what_rank_0_finds_ends_both_ranks(
     small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """A damaged checkpoint, then (the checkpoint removed, as the message says) a gold answer that is none."""
+    """No checkpoint but a damaged one, then (the checkpoint removed) a gold answer that is none."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(8)) + '{"prompt": "2+2?", "answer": "\\\\frac{1"}')
     config = small_config(tmp_path / "run")
@@ -187,8 +187,9 @@ def test_what_rank_0_finds_ends_both_ranks(
     status, output = train(config).finish()
     lines = output.strip().splitlines()
     assert status == 2
-    assert len(lines) == 1 and lines[0].startswith(f"or1: error: {checkpoint / 'loop.json'} has 1 bytes"), output
-    assert "remove this checkpoint's folder to go on from the one before it" in output
+    assert len(lines) == 1 and lines[0].startswith("or1: error: none of the checkpoints in"), output
+    assert "does not start from scratch" in output and f"{checkpoint / 'loop.json'} has 1 bytes" in output
+    assert checkpoint.is_dir()
 
     shutil.rmtree(checkpoint)
     training = train(config, f"data.train=[{{path: {data}}}]")
@@ -251,7 +252,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_full(small_disk: Path) -> None:
-    """The writers' failure, no room from the start, and an export: each says so, and the old checkpoint loads."""
+    """The writers' failure in the background, told by ``finish`` or else by the next save; no room from the start;
+    and an export: each says so, and the old checkpoint loads."""
     worker = Path(__file__).with_name("full_disk.py")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "parallel")])
     ended = subprocess.run(
@@ -263,8 +265,8 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = {what: (result, left) for what, result, left in map(json.loads, ended.stdout.splitlines())}
-    assert said["first save"] == (None, ["step_000000"])
-    for what in ("writers", "no room"):
+    assert said["first save"] == ({"written": True}, ["step_000000"])
+    for what in ("writers", "next save", "no room"):
         message, left = said[what]
         assert message.startswith(f"checkpoint {small_disk / 'step_000001'} could not be written: the disk is full")
         assert "The checkpoints before it are intact" in message and "\n" not in message

@@ -1,4 +1,4 @@
-"""One run of the whole trainer, killed and stopped in four ways and always gone on with to its end.
+"""One run of the whole trainer, killed, stopped and damaged in four ways and always gone on with to its end.
 
 Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
 GPUs, several nodes.
@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training import Training, newest_checkpoint, read_rows
+from training import Training, checkpoint_steps, newest_checkpoint, read_rows
+
+from or1_megatron.rl.dump import read_dump
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,14 +50,20 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     status, output = training.finish()
     assert status == 128 + signal.SIGUSR1, output[-3000:]
     assert training.survivors() == []
-    stopped_at = newest_checkpoint(run)
-    assert stopped_at >= 3
+    assert newest_checkpoint(run) >= 3
 
-    # To the end, with whatever was left.
+    # The newest checkpoint is damaged: to the end from the one before it.
+    *_, before, stopped_at = checkpoint_steps(run)
+    damaged = run / "checkpoints" / f"step_{stopped_at:06d}"
+    file = max(damaged.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
     training = train(config)
     status, output = training.finish()
     assert status == 0, output[-3000:]
-    assert f"resumed from the checkpoint of step {stopped_at}" in output
+    assert f"{file} is corrupt" in output and f"Set aside as {damaged.name}.damaged" in output
+    assert f"resumed from the checkpoint of step {before}" in output
     assert training.survivors() == []
     check_folder(run)
 
@@ -80,8 +88,10 @@ def check_folder(run: Path) -> None:
     assert summary["finished"] and summary["steps"] == 6 and summary["seed"] == 1
     assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
     assert len(list((run / "rollouts").glob("step_*.parquet"))) == 6
+    dump = read_dump(run / "dumps" / "step_000001_update_0")
+    assert not dump.report.skipped and dump.context["model"]["dtype"] == "float32"
     assert (run / "config.yaml").is_file()
-    assert 1 <= len([p for p in (run / "checkpoints").glob("step_*") if not p.is_symlink()]) <= 3
+    assert 1 <= len(checkpoint_steps(run)) <= 3
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert AutoModelForCausalLM.from_pretrained(run / "hf").config.model_type == "qwen2"

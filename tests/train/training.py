@@ -96,8 +96,13 @@ class Training:
 
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest complete checkpoint; 0 without any."""
-    manifests = (run / "checkpoints").glob("step_*/manifest.json")
-    return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
+    return max(checkpoint_steps(run), default=0)
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps of which there are complete checkpoints; none that are partial or set aside."""
+    names = [path.parent.name for path in (run / "checkpoints").glob("step_*/manifest.json")]
+    return sorted(int(name.removeprefix("step_")) for name in names if "." not in name)
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:

@@ -1,0 +1,112 @@
+"""Random Qwen2 policies of a given shape on the one device at hand, and batches to feed them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.types import Batch, Sample
+
+
+def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, int]:
+    """What sizes differ in, as an HF config.json names it."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(128, 64, 96, 2, 4, 2),
+    "0.5B": _shape(151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
+    "1.5B": _shape(151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
+}
+TIED = {"0.5B"}
+
+
+def random_qwen2(shape: str, folder: Path) -> Path:
+    """An HF folder of random bf16 weights; made once per folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    target = folder / shape
+    if not (target / "config.json").is_file():
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            config = Qwen2Config(**SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=shape in TIED)
+            model = Qwen2ForCausalLM(config).bfloat16()
+        model.save_pretrained(target)
+    return target
+
+
+def one_rank() -> Mesh:
+    """This process as a world of one rank, over NCCL where there is CUDA, as under torchrun."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in here.items()})
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it for its overlaps
+    start_process_group(300)
+    return build_mesh(ParallelConfig(), seed=1)
+
+
+def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
+    """A bf16 policy with fp32 master weights in the distributed optimizer, with our own layers."""
+    return MegatronPolicy(
+        ModelConfig(hf=hf, dtype="bfloat16"), ParallelConfig(layers="own", **parallel), OptimizerConfig(), mesh
+    )
+
+
+def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
+    """Responses of these lengths, prompt of one eighth included, packed into rows."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in lengths:
+        ids = rng.integers(0, vocabulary, length, dtype=np.int32)
+        prompt = max(1, length // 8)
+        zeros, ones = np.zeros(length - prompt, dtype=np.float32), np.ones(length - prompt, dtype=np.bool_)
+        samples.append(Sample(ids[:prompt], ids[prompt:], zeros, float(rng.normal()), ones))
+    return pack(samples, BatchLayout(1, row_tokens, 2))
+
+
+def long_responses(total_tokens: int, cap_tokens: int) -> list[int]:
+    """Log-normal lengths as of long-CoT rollouts, mean a quarter of the cap, that add up to ``total_tokens``."""
+    rng = np.random.default_rng(1)
+    sigma = 0.8
+    lengths: list[int] = []
+    while (left := total_tokens - sum(lengths)) > 16:
+        drawn = rng.lognormal(np.log(cap_tokens / 4) - sigma**2 / 2, sigma)
+        lengths.append(int(min(max(drawn, 16), cap_tokens, left)))
+    return lengths
+
+
+def flops(shape: str, lengths: list[int]) -> float:
+    """Floating-point operations of forward and backward without recomputation: 6 per weight of a matrix product and
+    token, and causal attention, 6 L^2 per layer and query width for a sequence of L tokens."""
+    s = SHAPES[shape]
+    width = s["hidden_size"]
+    shared = width * s["num_key_value_heads"] // s["num_attention_heads"]  # of keys, of values
+    layer = 2 * width * (width + shared) + 3 * width * s["intermediate_size"]
+    weights = s["num_hidden_layers"] * layer + s["vocab_size"] * width
+    attention = sum(6.0 * length * length * width * s["num_hidden_layers"] for length in lengths)
+    return 6.0 * weights * sum(lengths) + attention
+
+
+def sync() -> None:
+    """Wait for the device, so that a clock read next counts what was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

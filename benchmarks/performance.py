@@ -1,0 +1,187 @@
+"""Writes docs/performance.md from the result files: what was measured, what its limit is, and what has not been run.
+
+    python benchmarks/performance.py
+
+A figure is either a row, or, where every name reads "row: column", a cell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from result import RESULTS, ROOT, shown
+
+DOCUMENT = ROOT / "docs" / "performance.md"
+
+HEADER = """# Performance
+
+Drawn by `python benchmarks/performance.py` from benchmarks/results/; do not edit. Every table names the command that
+made its figures, the commit, the machine and the date. Times depend on the machine: claims are ratios of things
+measured side by side in one run. "not run" stands for what nobody has measured yet.
+"""
+NO_GPU = """
+**Nothing has run on a GPU yet.** Every figure below is from a machine without one; what one GPU can show waits for
+`benchmarks/gpu/run.sh`.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table: the result file of ``name``, the command that writes it, and the figures it must hold."""
+
+    name: str
+    title: str
+    command: str
+    about: str
+    expected: tuple[tuple[str, str], ...] = ()
+    """(figure, limit) of what the table shows while there is no result."""
+
+
+SECTIONS = (
+    Section(
+        "parity",
+        "Layouts",
+        "python benchmarks/parity.py",
+        "Largest difference of each layout from transformers + torch's AdamW in fp32: log-prob, entropy and loss "
+        "absolute, gradient norm relative, gradient and what three steps moved relative to each tensor's norm.",
+        (("log-prob", "≤ 1e-5"), ("gradient", "≤ 1e-4")),
+    ),
+    Section(
+        "batching",
+        "Batching",
+        "python benchmarks/batching.py",
+        "Packing 4,096 responses with lengths as in long-CoT rollouts (log-normal, mean 8K, cap 32K) for 32 "
+        "data-parallel ranks, beside a Karmarkar–Karp partition by tokens.",
+        (("padding", "≤ 2%"), ("slowest rank above the mean cost", "≤ 3%"), ("planning time", "≤ 1 s")),
+    ),
+    Section(
+        "head_cpu",
+        "Fused head on CPU",
+        "python benchmarks/head_cpu.py",
+        "Log-prob and entropy with gradients at N=4096, H=512, V=32768 in fp32, against the materialised logits.",
+        (
+            ("peak extra memory / materialised", "≤ 0.125"),
+            ("time / materialised, forward and backward", "≤ 1.05"),
+            ("time, one_pass / recompute", "≤ 0.85"),
+        ),
+    ),
+    Section(
+        "checkpoint",
+        "Asynchronous checkpoints",
+        "python benchmarks/checkpoint.py",
+        "How long a save holds the training loop, against a plain memory copy of the same state.",
+        (("loop held / memory copy of the state", "≤ 1.5"),),
+    ),
+    Section(
+        "quickstart",
+        "The quickstart",
+        "python benchmarks/quickstart.py --seeds 1 2 3",
+        "Whole runs of examples/quickstart/run.sh; README.md says what they show.",
+    ),
+    Section(
+        "gpu_head",
+        "Fused head on one GPU",
+        "benchmarks/gpu/run.sh",
+        "N=32768, H=5120, V=152064 in bf16. The floor is the matrix products alone at the rate that one such product "
+        "reaches on the same GPU: 8NHV for recompute, 6NHV for one_pass.",
+        (("recompute, floor / time", "≥ 85%"), ("time, one_pass / recompute", "≤ 0.85")),
+    ),
+    Section(
+        "gpu_policy",
+        "A Megatron policy on one GPU",
+        "benchmarks/gpu/run.sh",
+        "Forward, backward and optimizer step of random Qwen2 models in bf16 with fp32 master weights and our own "
+        "layers. MFU counts 6 operations per weight of a matrix product and token, and causal attention; nothing that "
+        "is computed again.",
+        (("tokens per second, MFU, peak memory", ""),),
+    ),
+    Section(
+        "gpu_offload",
+        "Offload on one GPU",
+        "benchmarks/gpu/run.sh",
+        "Parameters and optimizer state to the host and back, against a plain copy of as many bytes between "
+        "page-locked memory and the GPU.",
+        (("each way / plain copy", "≥ 85%"), ("bit-exact", "yes"), ("freed on the device / held", "≥ 98%")),
+    ),
+)
+
+
+def document(results: Path) -> str:
+    """The whole of docs/performance.md, from the result files in a folder."""
+    found = {section.name: load(results / f"{section.name}.json") for section in SECTIONS}
+    on_gpu = any(result is not None for name, result in found.items() if name.startswith("gpu_"))
+    parts = [HEADER.rstrip("\n"), "" if on_gpu else NO_GPU.strip("\n")]
+    parts += [part for section in SECTIONS for part in section_lines(section, found[section.name])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def section_lines(section: Section, result: Mapping[str, Any] | None) -> list[str]:
+    head = [f"## {section.title}", section.about]
+    if result is None:
+        rows = [(name, "not run", limit, "") for name, limit in section.expected]
+        return [*head, table(("figure", "measured", "limit", "met"), rows), f"Command: `{section.command}`."]
+    return [*head, figures_table(result["figures"]), provenance(result)]
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    settings = "; ".join(f"{name} {setting(value)}" for name, value in result["settings"].items())
+    return (
+        f"Command: `{result['command']}` at commit {result['commit']}, {result['date'][:10]}, on {result['device']}; "
+        f"{versions}." + (f" Settings: {settings}." if settings else "")
+    )
+
+
+def setting(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(setting(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    names = [name.partition(": ") for name in figures]
+    if not all(colon for _, colon, _ in names):
+        rows = [(name, *cells(entry)) for name, entry in figures.items()]
+        return table(("figure", "measured", "limit", "met"), rows)
+    columns = list(dict.fromkeys(column for _, _, column in names))
+    lines = []
+    for row in dict.fromkeys(row for row, _, _ in names):
+        lines.append((row, *(cell(figures.get(f"{row}: {column}")) for column in columns)))
+    return table(("", *columns), lines)
+
+
+def cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    met = "" if "met" not in entry else "yes" if entry["met"] else "**no**"
+    return shown(entry["value"], entry["unit"]), entry.get("limit", ""), met
+
+
+def cell(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return ""
+    measured, limit, met = cells(entry)
+    return f"{measured} ({limit}: {met})" if limit else measured
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    DOCUMENT.write_text(document(RESULTS))
+    print(DOCUMENT.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The head by plain autograd on the whole matrix of logits: the oracle that the other faces are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_log_probs_and_entropies(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) [T] of hidden [T, H] and weight [V, H], in the dtype given (float64 for an oracle)."""
+    log_p = torch.log_softmax(torch.matmul(hidden, weight.t()) / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)

@@ -1,0 +1,229 @@
+"""The head's work, tile by tile: GEMMs of the library, and between them an epilogue in Triton or torch.
+
+Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from or1_megatron.kernels.plan import AllocationPlan, Mode, aligned, allocation_plan
+from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge
+from or1_megatron.kernels.tiles_torch import TorchEpilogue
+from or1_megatron.kernels.weight_gradient import WeightGradient
+
+Face = Literal["auto", "triton", "torch"]
+
+
+class Epilogue(Protocol):
+    """What happens to a tile of logits between its GEMMs; see ``TorchEpilogue`` for the contract."""
+
+    def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> Tensor | None: ...
+
+    def gradient(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        offset: Tensor | None,
+        scores: Scores,
+        of_log_probs: Tensor,
+        of_entropies: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What a call of the head is told beside its tensors; the public functions explain each."""
+
+    temperature: float
+    shard: VocabularyShard
+    face: Face
+    budget_bytes: int | None
+
+
+def with_triton(face: Face, device: torch.device) -> bool:
+    """Whether the epilogues are Triton's."""
+    if face == "auto":
+        return device.type == "cuda" and find_spec("triton") is not None
+    return face == "triton"
+
+
+class TiledHead:
+    """The inputs of one call with the buffers that its plan allows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings, mode: Mode) -> None:
+        _check(hidden, weight, targets)
+        self._hidden, self._targets = hidden, targets
+        self._temperature, self._shard = settings.temperature, settings.shard
+        self._weight = weight[: settings.shard.real_rows(len(weight))]
+        triton = with_triton(settings.face, hidden.device)
+        self.plan: AllocationPlan = allocation_plan(
+            hidden.shape[0],
+            hidden.shape[1],
+            len(self._weight),
+            hidden.dtype,
+            mode,
+            device_type=hidden.device.type,
+            scratch=not triton,
+            ranks=settings.shard.ranks,
+            budget_bytes=settings.budget_bytes,
+        )
+        plan = self.plan
+        self._logits = self._buffer(plan.blocks, plan.tile_tokens * aligned(plan.block_rows))
+        self._cast = self._buffer(plan.cast_numbers)
+        # Of a narrower type each tile's gradient is summed in fp32 aside; of fp32, where it belongs.
+        self._hidden_sum = self._buffer(plan.accumulator_bytes // 4)
+        self._epilogue: Epilogue
+        if triton:
+            from or1_megatron.kernels.tiles_triton import TritonEpilogue
+
+            self._epilogue = TritonEpilogue()
+        else:
+            self._epilogue = TorchEpilogue(self._buffer(plan.scratch_numbers))
+
+    def tiles(self) -> Iterator[slice]:
+        """All tokens, a tile at a time; one empty tile when there are none."""
+        tokens = len(self._hidden)
+        for start in range(0, max(tokens, 1), self.plan.tile_tokens):
+            yield slice(start, min(start + self.plan.tile_tokens, tokens))
+
+    def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
+        """([4, t] over this rank's rows, what has been subtracted from each block's logits)."""
+        blocks = self._blocks()
+        of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
+        offsets = []
+        for index, rows in enumerate(blocks):
+            logits = self._compute_logits(part, rows, index)
+            offsets.append(self._epilogue.statistics(logits, self._columns(part, rows), of_blocks[index]))
+        return merge(of_blocks), offsets
+
+    def gradients(
+        self,
+        part: slice,
+        offsets: list[Tensor | None] | None,
+        scores: Scores,
+        of_log_probs: Tensor,
+        of_entropies: Tensor | None,
+        grad_hidden: Tensor | None,
+        grad_weight: WeightGradient | None,
+    ) -> None:
+        """Write the tile's rows of ``grad_hidden`` [T, H] and add its share to ``grad_weight``.
+
+        ``offsets``: of ``statistics``, when the tile's logits are still there; None computes them again. The other
+        vectors are the tile's, [t].
+        """
+        of_log_probs = of_log_probs / self._temperature
+        of_entropies = None if of_entropies is None else of_entropies / self._temperature
+        hidden_sum = self._sum_for(part, grad_hidden)
+        for index, rows in enumerate(self._blocks()):
+            if offsets is None:
+                logits, offset = self._compute_logits(part, rows, index), None
+            else:
+                logits, offset = self._logits_view(part, rows, index), offsets[index]
+            gradient = self._epilogue.gradient(
+                logits,
+                self._columns(part, rows),
+                offset,
+                scores,
+                of_log_probs,
+                of_entropies,
+                self._product_dtype,
+            )
+            if hidden_sum is not None:
+                _add_product(hidden_sum, gradient, self._block_of_weight(rows))
+            if grad_weight is not None:
+                _add_product(grad_weight.sum[rows], gradient.t(), self._tile_of_hidden(part))
+        if grad_hidden is not None and hidden_sum is not None:
+            grad_hidden[part] = hidden_sum
+
+    @property
+    def _product_dtype(self) -> torch.dtype:
+        """Of the factors of every GEMM. The CPU has none of bf16 factors and fp32 result: there all is fp32."""
+        return self._hidden.dtype if self._hidden.device.type == "cuda" else torch.float32
+
+    def _buffer(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._hidden.device)
+
+    def _blocks(self) -> list[slice]:
+        rows, step = len(self._weight), self.plan.block_rows
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def _columns(self, part: slice, rows: slice) -> Tensor:
+        return self._targets[part] - (self._shard.first_row + rows.start)
+
+    def _logits_view(self, part: slice, rows: slice, index: int) -> Tensor:
+        """[t, v] in the index-th block's buffer; with one buffer, in that."""
+        tokens, columns = part.stop - part.start, rows.stop - rows.start
+        buffer = self._logits[index % self.plan.blocks]
+        return buffer[: tokens * aligned(columns)].view(tokens, aligned(columns))[:, :columns]
+
+    def _compute_logits(self, part: slice, rows: slice, index: int) -> Tensor:
+        """[t, v] fp32, divided by the temperature."""
+        logits = self._logits_view(part, rows, index)
+        factors = self._tile_of_hidden(part), self._block_of_weight(rows).t()
+        _product(logits, *factors, 1.0 / self._temperature)
+        return logits
+
+    def _tile_of_hidden(self, part: slice) -> Tensor:
+        tile = self._hidden[part]
+        if tile.dtype == self._product_dtype:
+            return tile
+        return self._cast[: tile.numel()].view(tile.shape).copy_(tile)
+
+    def _block_of_weight(self, rows: slice) -> Tensor:
+        block = self._weight[rows]
+        if block.dtype == self._product_dtype:
+            return block
+        start = self.plan.tile_tokens * block.shape[1]
+        return self._cast[start : start + block.numel()].view(block.shape).copy_(block)
+
+    def _sum_for(self, part: slice, grad_hidden: Tensor | None) -> Tensor | None:
+        """[t, H] fp32 zeros, in which the tile's hidden gradient is summed."""
+        if grad_hidden is None:
+            return None
+        tile = grad_hidden[part]
+        if tile.dtype == torch.float32:
+            return tile.zero_()
+        return self._hidden_sum[: tile.numel()].view(tile.shape).zero_()
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """out = factor * a @ b, out in fp32."""
+    if a.dtype == torch.float32:
+        torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=0, alpha=factor, out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, total in fp32."""
+    if a.dtype == torch.float32:
+        torch.addmm(total, a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    if hidden.dtype not in allowed or weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"head: hidden is {hidden.dtype} and weight {weight.dtype}; both must be the same of "
+            + ", ".join(str(dtype) for dtype in allowed)
+        )
+    if (
+        hidden.dim() != 2
+        or weight.dim() != 2
+        or hidden.shape[1] != weight.shape[1]
+        or targets.shape != hidden.shape[:1]
+    ):
+        raise ValueError(
+            f"head: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} "
+            "do not fit; expected [T, H], [V/tp, H] and [T]"
+        )

@@ -1,0 +1,109 @@
+"""The head's epilogues in plain torch: on the CPU, and on a GPU without Triton.
+
+All elementwise work is in place, and on as many rows at a time as the scratch holds, so that it stays in cache.
+
+Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
+
+
+def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """[t, v] of ``dtype`` in the storage of ``logits``; if narrower, each row lies in the head of its fp32 row."""
+    return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
+
+
+class TorchEpilogue:
+    """Statistics and gradient of a tile of logits."""
+
+    def __init__(self, scratch: Tensor) -> None:
+        """``scratch``: flat fp32, at least one row of logits."""
+        self._scratch = scratch
+
+    def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> Tensor | None:
+        """Write the tile's statistics to ``out`` [4, t].
+
+        Args:
+            columns: [t] where the target lies in this tile; outside 0 ... v - 1 when it lies elsewhere.
+
+        Returns:
+            [t], what has been subtracted from the logits on the way; None for nothing.
+        """
+        for part, work in self._parts(logits):
+            z, peak = logits[part], out[PEAK, part]
+            torch.amax(z, dim=1, out=peak)
+            out[TARGET, part] = _pick(z, columns[part])
+            z.sub_(peak[:, None])
+            weights = torch.exp(z, out=work)
+            torch.sum(weights, dim=1, out=out[TOTAL, part])
+            # exp() of a very low logit is 0, and 0 times a finite number is the 0 that the moment wants.
+            torch.sum(weights.mul_(z), dim=1, out=out[MOMENT, part])
+        return out[PEAK]
+
+    def gradient(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        offset: Tensor | None,
+        scores: Scores,
+        of_log_probs: Tensor,
+        of_entropies: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Turn the logits in place into d loss / d logits [t, v] of ``dtype``; with g and h the loss's derivatives:
+
+            g (onehot - p) - h p (log p + entropy)
+
+        in fp32 until the very end: p rounded to bf16 before the subtraction would lose 1 - p where p is close to 1.
+
+        Args:
+            offset: what ``statistics`` has returned.
+            of_log_probs: g, [t]. of_entropies: h, [t], or None where the loss does not depend on the entropies.
+        """
+        gradient = narrow_view(logits, dtype)
+        shift = (scores.peaks if offset is None else scores.peaks - offset)[:, None]
+        # p = e / total with e = exp(z - peak): the division is done on the factors, which are one per token.
+        totals = scores.log_totals.exp()[:, None]
+        bias, slope = -of_log_probs[:, None] / totals, None
+        if of_entropies is not None:
+            slope = -of_entropies[:, None] / totals
+            bias = bias + slope * (scores.entropies - scores.log_totals)[:, None]
+        for part, work in self._parts(logits):
+            z = logits[part].sub_(shift[part])
+            if slope is None:
+                z.exp_().mul_(bias[part])
+            else:
+                e = torch.exp(z, out=work)
+                z.mul_(slope[part]).add_(bias[part]).mul_(e)
+            _add(z, columns[part], of_log_probs[part])
+            if gradient is not logits:
+                # By way of the scratch, since source and destination overlap.
+                gradient[part] = narrow_view(work, dtype).copy_(z)
+        return gradient
+
+    def _parts(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows that fit the scratch, and the scratch in their shape."""
+        tokens, columns = logits.shape
+        step = self._scratch.numel() // columns
+        for start in range(0, tokens, step):
+            part = slice(start, min(start + step, tokens))
+            yield part, self._scratch[: (part.stop - start) * columns].view(-1, columns)
+
+
+def _pick(logits: Tensor, columns: Tensor) -> Tensor:
+    """[t] the logit of each row's column, 0 where it lies outside."""
+    here = (columns >= 0) & (columns < logits.shape[1])
+    return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
+
+
+def _add(logits: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add values [t] to each row's column, unless it lies outside."""
+    here = (columns >= 0) & (columns < logits.shape[1])
+    logits.scatter_add_(1, torch.where(here, columns, 0)[:, None], torch.where(here, values, 0.0)[:, None])

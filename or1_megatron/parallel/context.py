@@ -1,0 +1,92 @@
+"""Context parallelism of packed rows without Transformer Engine: who holds which tokens, and attention over them.
+
+Every sequence of a row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so that
+each rank has the same number of tokens and the same causal work. Before attention each rank gathers the keys and values
+of the whole row; its queries see their own sequence up to themselves.
+
+Shapes: T row tokens, t = T / CP tokens of this rank, S sequences, N query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+
+@dataclass(frozen=True)
+class Span:
+    """One chunk of queries and the keys that it sees: causal, both ending at the same token."""
+
+    query: slice  # of this rank's t tokens
+    key: slice  # of the row's T tokens
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """A rank's part of one row."""
+
+    held: Tensor  # [t] int64: the row positions that this rank holds, in its order
+    to_row_order: Tensor  # [T] int64: where each row position stands among all ranks' tokens laid end to end
+    spans: tuple[Span, ...]
+
+
+def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
+    """[t] int64: the row positions of one rank, sequence by sequence, its earlier chunk first.
+
+    Two sequences of 8 and 4 tokens over 2 ranks: rank 0 holds 0 1 6 7 | 8 11, rank 1 holds 2 3 4 5 | 9 10.
+
+    Raises:
+        ValueError: the length of a sequence (``bounds`` [S+1] are their ends) is not a multiple of 2 * ranks.
+    """
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        chunk, rest = divmod(end - start, 2 * ranks)
+        if rest:
+            raise ValueError(
+                f"context parallelism over {ranks} ranks: a sequence of {end - start} tokens is not a multiple of "
+                f"2 * {ranks}; pad it (BatchLayout.sequence_alignment)"
+            )
+        early, late = start + rank * chunk, start + (2 * ranks - 1 - rank) * chunk
+        parts += [torch.arange(early, early + chunk), torch.arange(late, late + chunk)]
+    return torch.cat(parts)
+
+
+def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.device) -> ContextShard:
+    """The part of ``rank`` out of ``ranks`` of the row whose sequences end at ``bounds`` [S+1]."""
+    everyone = torch.cat([held_positions(bounds, other, ranks) for other in range(ranks)])
+    to_row_order = torch.empty_like(everyone)
+    to_row_order[everyone] = torch.arange(len(everyone))
+    spans, place = [], 0
+    for start, end in itertools.pairwise(bounds):
+        chunk = (end - start) // (2 * ranks)
+        for index in (rank, 2 * ranks - 1 - rank):
+            spans.append(Span(slice(place, place + chunk), slice(start, start + (index + 1) * chunk)))
+            place += chunk
+    held = everyone[rank * (len(everyone) // ranks) :][: len(everyone) // ranks]
+    return ContextShard(held.to(device), to_row_order.to(device), tuple(spans))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard) -> Tensor:
+    """[t, N, D] of attention, from query [t, N, D] and this rank's key and value [t, G, D].
+
+    The gradient of keys and values is summed over the ranks on its way back (reduce-scatter).
+    """
+    mine = torch.cat((key, value), dim=1)
+    gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
+    keys, values = gathered.index_select(0, shard.to_row_order).chunk(2, dim=1)  # [T, G, D] each
+    outputs = []
+    for span in shard.spans:
+        q, k, v = query[span.query], keys[span.key], values[span.key]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)

@@ -1,0 +1,127 @@
+"""What one decoder layer is built from: Megatron's own linears with our norm and attention, or Transformer Engine's.
+
+Both name and cut their parameters alike, so that a checkpoint of the one loads into the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from or1_megatron.config import ParallelConfig
+from or1_megatron.layouts import LayerKind, LayersUnavailable
+from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
+
+    Its weight says when it lives on a sequence-parallel shard, so that Megatron sums its gradient over TP.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        if x.dtype == torch.float32:
+            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def start_tensor_overlap(kind: LayerKind, parallel: ParallelConfig, hidden_size: int) -> None:
+    """Transformer Engine's buffers for overlapping TP communication, of the one row length that they then allow.
+
+    Raises:
+        LayersUnavailable: without Transformer Engine's layers.
+    """
+    if kind != "transformer_engine":
+        raise LayersUnavailable("parallel.overlap_tensor needs Transformer Engine's layers on a GPU; set it to false")
+    from transformer_engine.pytorch.module.base import initialize_ub
+
+    row_tokens = parallel.micro_batch_tokens // parallel.context
+    initialize_ub([row_tokens, hidden_size], tp_size=parallel.tensor, bootstrap_backend="nccl")
+
+
+def layer_spec(kind: LayerKind, qk_norm: bool) -> tuple[ModuleSpec, Any]:
+    """(one decoder layer, the norm after the last)."""
+    if kind == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+        attention = _transformer_engine_attention()
+        return _spec(TEColumnParallelLinear, TERowParallelLinear, TENorm, attention, qk_norm), TENorm
+    return _spec(ColumnParallelLinear, RowParallelLinear, RMSNorm, PackedCausalAttention, qk_norm), RMSNorm
+
+
+def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool) -> ModuleSpec:
+    head_norm = norm if qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _transformer_engine_attention() -> type:
+    """Transformer Engine's attention on our packed rows: it wants [T, heads, D] and the sequences' bounds.
+
+    Rotary angles have been applied per token by then, and context parallelism cuts sequences as ``context.py`` does.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class PackedTEAttention(TEDotProductAttention):
+        def forward(
+            self,
+            query: Tensor,  # [T / CP, 1, N, D]
+            key: Tensor,  # [T / CP, 1, G, D]
+            value: Tensor,  # [T / CP, 1, G, D]
+            attention_mask: Tensor | None,
+            attn_mask_type: Any = None,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: PackedRow | None = None,
+        ) -> Tensor:  # [T / CP, 1, N * D]
+            if packed_seq_params is None:
+                raise ValueError("PackedTEAttention needs packed_seq_params (a PackedRow); got None")
+            row = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=packed_seq_params.cu_seqlens_q,
+                cu_seqlens_kv=packed_seq_params.cu_seqlens_kv,
+                max_seqlen_q=packed_seq_params.max_seqlen_q,
+                max_seqlen_kv=packed_seq_params.max_seqlen_kv,
+            )
+            parts = (x.squeeze(1).contiguous() for x in (query, key, value))
+            out: Tensor = super().forward(*parts, attention_mask, attn_mask_type=attn_mask_type, packed_seq_params=row)
+            return out.reshape(query.shape[0], 1, -1)
+
+    return PackedTEAttention

@@ -1,0 +1,217 @@
+"""What a layout computes for one recorded batch, in numbers that another layout's can be held against.
+
+A probe is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters after
+one step of an optimizer made so that it subtracts a known multiple of the gradient: that works for every optimizer and
+every way of cutting parameters and gradients, the distributed optimizer included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.interfaces import Objective
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.types import Batch, Float32Array, Sample
+
+STEPS = 3
+TRAINED_BY = OptimizerConfig(lr=1e-3, eps=1e-3)
+"""Of the three steps. Its eps is above the rounding of gradients, which a smaller one would blow up to whole steps."""
+
+_SCALE = 2.0**20
+"""Of the gradient step: large enough that the gradient's multiple drowns the parameters' own rounding."""
+_HUGE = 1e8
+_GRADIENT_STEP = OptimizerConfig(lr=_SCALE * _HUGE, eps=_HUGE, beta1=0.0, beta2=0.0, weight_decay=0.0, clip_grad=1e30)
+"""Adam without memory and with a huge eps: p - lr * g / (|g| + eps) = p - _SCALE * g."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one way of computing comes to; the tensors by HF name."""
+
+    log_probs: Sequence[Float32Array]
+    """Per sample, of its counted tokens."""
+    entropies: Sequence[Float32Array]
+    losses: Sequence[float]
+    """Global token mean before each of the three steps."""
+    grad_norms: Sequence[float]
+    """Before clipping."""
+    gradient: Mapping[str, Tensor]
+    moved: Mapping[str, Tensor]
+    """Parameters after the three steps minus those before."""
+    micro_batches: int = 1
+
+
+def measure(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    batch: Batch,
+    order: Sequence[int],
+    objective: Objective,
+) -> Numbers | None:
+    """The numbers of one layout, on rank 0; collective, None on other ranks.
+
+    Args:
+        order: which sample of the probe each of the batch's samples is.
+
+    Raises:
+        ValueError: what keeps the model from being cut so.
+    """
+    policy = MegatronPolicy(model, parallel, _GRADIENT_STEP, mesh)
+    before = _whole(policy)
+    _update(policy, batch, objective)
+    gradient = _difference(before, _whole(policy), _SCALE)
+    policy = MegatronPolicy(model, parallel, TRAINED_BY, mesh)
+    local = policy.score(batch.ranks[mesh.data_rank], objective.temperature)
+    gathered = gather_scores(mesh, local)
+    reports = [_update(policy, batch, objective) for _ in range(STEPS)]
+    after = _whole(policy)
+    if gathered is None:
+        return None
+    scores = unpack_scores(batch.ranks, gathered, batch.sample_count)
+    return Numbers(
+        log_probs=_in_probe_order(scores.log_probs, order),
+        entropies=_in_probe_order(scores.entropies, order),
+        losses=[report.sums["loss"] / report.token_count for report in reports],
+        grad_norms=[report.grad_norm for report in reports],
+        gradient=gradient,
+        moved=_difference(after, before, 1.0),
+        micro_batches=len(batch.ranks[0]),
+    )
+
+
+def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> list[Float32Array]:
+    by_sample = dict(zip(order, values, strict=True))
+    return [by_sample[i] for i in range(len(order))]
+
+
+def _update(policy: MegatronPolicy, batch: Batch, objective: Objective) -> Any:
+    return policy.update(batch.ranks[policy.mesh.data_rank], objective, batch.token_count)
+
+
+def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
+    """All parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
+    policy.sync_parameters()
+    return {name: tensor.float().cpu().clone() for name, tensor in policy.weights if tensor is not None}
+
+
+def _difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    return {name: (a[name] - b[name]) / scale for name in a}
+
+
+def reference(
+    forward: Callable[[Tensor], Tensor],
+    parameters: Mapping[str, Tensor],
+    samples: Sequence[Sample],
+    objective: Objective,
+) -> Numbers:
+    """The same from plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
+
+    Args:
+        forward: token ids [1, L] to logits [1, L, V].
+        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place.
+    """
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    options = {"betas": (TRAINED_BY.beta1, TRAINED_BY.beta2), "weight_decay": TRAINED_BY.weight_decay}
+    optimizer = torch.optim.AdamW(list(parameters.values()), lr=TRAINED_BY.lr, eps=TRAINED_BY.eps, **options)  # type: ignore[arg-type]
+    scores: list[tuple[Tensor, Tensor]] = []
+    gradient: dict[str, Tensor] = {}
+    losses, norms = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        of_samples = [_score(forward, sample, objective.temperature) for sample in samples]
+        scores = scores or [(log_probs.detach(), entropies.detach()) for log_probs, entropies in of_samples]
+        loss = _mean_loss(of_samples, samples, objective)
+        loss.backward()
+        gradient = gradient or {name: _gradient_of(p) for name, p in parameters.items()}
+        losses.append(float(loss))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), TRAINED_BY.clip_grad)))
+        optimizer.step()
+    moved = {name: (p.detach() - start[name]).float().cpu() for name, p in parameters.items()}
+    log_probs, entropies = ([x.float().cpu().numpy() for x in kind] for kind in zip(*scores, strict=True))
+    return Numbers(log_probs, entropies, losses, norms, gradient, moved)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach().float().cpu().clone()
+
+
+def _score(forward: Callable[[Tensor], Tensor], sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of a sample's counted tokens."""
+    ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))
+    logits = forward(ids[None])[0]
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)[len(sample.prompt_ids) - 1 : len(ids) - 1]
+    mask = torch.from_numpy(sample.loss_mask).to(log_p.device)
+    chosen = log_p.gather(1, ids[len(sample.prompt_ids) :, None].to(log_p.device))[:, 0]
+    return chosen[mask], -(log_p.exp() * log_p).sum(-1)[mask]
+
+
+def _mean_loss(scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective) -> Tensor:
+    log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
+    advantages = [
+        log_probs.new_full((len(s),), sample.advantage) for (s, _), sample in zip(scores, samples, strict=True)
+    ]
+    old = [torch.from_numpy(sample.old_log_probs[sample.loss_mask]).to(log_probs.device) for sample in samples]
+    loss, _ = objective(log_probs, entropies, torch.cat(old), torch.cat(advantages))
+    return loss / len(log_probs)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one layout's numbers are from the reference's, worst of each kind, and where that is."""
+
+    log_prob: float
+    """Largest absolute difference over tokens; so too ``entropy``, and ``loss`` over steps."""
+    entropy: float
+    loss: float
+    grad_norm: float
+    """Largest relative difference over steps."""
+    gradient: float
+    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise of what three steps moved."""
+    gradient_at: str
+    parameters: float
+    parameters_at: str
+
+
+def compare(found: Numbers, expected: Numbers) -> Difference:
+    gradient, gradient_at = _worst(found.gradient, expected.gradient)
+    parameters, parameters_at = _worst(found.moved, expected.moved)
+    return Difference(
+        log_prob=_largest(found.log_probs, expected.log_probs),
+        entropy=_largest(found.entropies, expected.entropies),
+        loss=max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        grad_norm=max(abs(a - b) / b for a, b in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        gradient=gradient,
+        gradient_at=gradient_at,
+        parameters=parameters,
+        parameters_at=parameters_at,
+    )
+
+
+def _largest(found: Sequence[Float32Array], expected: Sequence[Float32Array]) -> float:
+    return max(float(np.abs(a - b).max(initial=0.0)) for a, b in zip(found, expected, strict=True))
+
+
+def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """(largest relative difference, the tensor's name); NaN counts as infinite.
+
+    A tensor whose own norm is rounding noise beside the largest one's is held against a thousandth of that.
+    """
+    norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
+    floor = 1e-3 * max(norms.values())
+    worst, where = 0.0, ""
+    for name, tensor in expected.items():
+        difference = float((found[name] - tensor).norm()) / max(norms[name], floor)
+        difference = float("inf") if difference != difference else difference
+        if difference >= worst:
+            worst, where = difference, name
+    return worst, where

@@ -1,0 +1,68 @@
+"""One rank of `or1 replay`: reads the dump, packs its samples for this layout, and makes the update again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.layouts import batch_layout
+from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.dump import first_not_finite, read_dump
+from or1_megatron.types import Float32Array
+from or1_megatron.weights.families import read_hf_config
+
+_RANK_WAIT_S = 1800.0
+
+
+def largest_difference(a: tuple[Float32Array, ...], b: tuple[Float32Array, ...]) -> float:
+    """Over all values that are finite on both sides; 0 of none."""
+    left, right = (np.concatenate([*values, np.empty(0, dtype=np.float32)]).astype(np.float64) for values in (a, b))
+    both = np.isfinite(left) & np.isfinite(right)
+    return float(np.abs(left - right)[both].max(initial=0.0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("dump", type=Path)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("parallel", type=ParallelConfig.model_validate_json)
+    parser.add_argument("found", type=Path)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # of what Megatron calls, which would bury the table
+    dump, parallel = read_dump(arguments.dump), arguments.parallel
+    model = ModelConfig(hf=arguments.weights, dtype=dump.context["model"]["dtype"])
+    torch.set_num_threads(parallel.threads_per_rank or 1)
+    start_process_group(_RANK_WAIT_S)
+    try:
+        mesh = build_mesh(parallel, seed=1)
+        policy = MegatronPolicy(model, parallel, OptimizerConfig(), mesh)
+        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
+        rows = batch.ranks[mesh.data_rank]
+        scored = gather_scores(mesh, policy.score(rows, dump.objective.temperature))
+        report = policy.update(rows, dump.objective, batch.token_count)
+        if scored is not None:
+            log_probs = unpack_scores(batch.ranks, scored, batch.sample_count).log_probs
+            found = {
+                "skipped": report.skipped,
+                "grad_norm": str(report.grad_norm),  # as words, for JSON has no nan
+                "sums": {name: str(value) for name, value in report.sums.items()},
+                "first_not_finite": first_not_finite(log_probs),
+                "log_prob_difference": largest_difference(log_probs, dump.log_probs),
+            }
+            arguments.found.write_text(json.dumps(found))
+    finally:
+        stop_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

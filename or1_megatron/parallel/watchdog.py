@@ -1,0 +1,289 @@
+"""Ends a rank that must not wait any longer, and says what every rank was waiting for.
+
+Each rank runs one. Over a store that rank 0 hosts they share: the first failure (``failure``), where each rank is once
+there is one (``where/<rank>``), signs of life (``beat/<rank>``), that rank 0 has told all (``told``) and that a rank
+needs rank 0 no more (``gone/<rank>``).
+
+Two threads, since the one that asks the store is stopped with it when rank 0's process is (SIGSTOP, a host that
+fell silent): the second only looks at clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+_FAILURE, _TOLD = "failure", "told"
+_POLL_S = 0.5
+_GATHER_S = 3.0
+"""How long the ranks that still live have to say where they are."""
+_GRACE_S = 5.0
+"""How long rank 0 may take to notice by itself that another rank failed, and to close what it has started."""
+_SILENT_S = 60.0
+"""A rank without a sign of life for this long between verbs is dead; the deadline, where that is shorter."""
+_LAST_RESORT_S = 15.0
+"""Beyond the deadline, or once it is about to end: before a rank ends without having heard the others."""
+_FRAMES = 10
+"""Innermost frames shown of where a rank is."""
+
+
+class Watchdog:
+    """One rank's.
+
+    Args:
+        store: this watchdog's own connection; a blocked call on it blocks nothing else.
+        deadline_s: for one verb.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float) -> None:
+        self._store, self._rank, self._world, self._deadline_s = store, rank, world, deadline_s
+        self._main = threading.get_ident()
+        self._running: tuple[str, float] | None = None
+        self._asking_since: float | None = None
+        self._raised: str | None = None
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._over = threading.Event()
+        """The verbs are over, or rank 0's main thread is on its way out: nothing to watch."""
+        self._telling = threading.Lock()
+        self._told = False
+        self._ending_since: float | None = None
+        self._beat()
+        for task in (self._watch, self._watch_clocks):
+            threading.Thread(target=task, name=f"lockstep{task.__name__}", daemon=True).start()
+
+    # -- told by the main thread ---------------------------------------------------------------------------------
+
+    def verb_began(self, verb: str) -> None:
+        self._running = (verb, time.monotonic())
+
+    def verb_ended(self) -> None:
+        self._running = None
+
+    def failed(self, verb: str, error: Exception) -> tuple[str | None, str]:
+        """This rank's verb raised: report it, unless another rank's failure came first. Returns on rank 0 alone.
+
+        Returns (what is at fault, in a line, unless it is this very error, and where all ranks are).
+        """
+        frames = "".join(traceback.format_exception(error))
+        self._raised = f"raised {type(error).__name__}: {error}"
+        own = not _lost_a_peer(error)
+        if not own:  # a symptom: the rank that is at fault may still report, or be dead
+            time.sleep(2 * _POLL_S)
+        how = "failed" if own else "lost a peer"
+        report = f"rank {self._rank} {how} in '{verb}':\n{frames}"
+        first = self._report(report) or report
+        if self._rank > 0:
+            self._end(first)
+        self._over.set()
+        if own and first == report:
+            positions = self._positions()
+            self._set(_TOLD, "1")
+            return None, positions
+        return first.splitlines()[0].rstrip(":"), self._tell_all(first)
+
+    def close(self) -> None:
+        """The verbs are over. Rank 0 waits a moment for the others to have heard what they need its store for."""
+        self._over.set()
+        if self._rank > 0:
+            self._set(f"gone/{self._rank}", "1")
+            return
+        failed = self._get(_FAILURE) is not None
+        needed = [rank for rank in range(1, self._world) if not failed or self._get(f"where/{rank}") is not None]
+        self._wait_for([f"gone/{rank}" for rank in needed], _GRACE_S)
+
+    # -- the threads ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_S):
+            try:
+                self._asking_since = time.monotonic()
+                self._beat()
+                trouble = self._trouble()
+            except dist.DistError:
+                trouble = None if self._over.wait(_POLL_S) else "rank 0, which hosts the store, is gone"
+            finally:
+                self._asking_since = None
+            if trouble is not None and not self._over.is_set():
+                self._end(trouble)
+
+    def _trouble(self) -> str | None:
+        """The first failure of the run, if there is one by now."""
+        if self._store.check([_FAILURE]):
+            return self._store.get(_FAILURE).decode()
+        running = self._running
+        if running is not None and time.monotonic() - running[1] > self._deadline_s:
+            return self._report(_late(running[0], self._deadline_s))
+        if self._rank == 0 and running is None and (silent := self._silent()):
+            since_s = min(_SILENT_S, self._deadline_s)
+            named = _ranks(silent)
+            return self._report(f"{named} gave no sign of life for {since_s:g} s between two verbs: dead, or stopped")
+        return None
+
+    def _beat(self) -> None:
+        self._store.set(f"beat/{self._rank}", str(time.monotonic()))
+
+    def _silent(self) -> list[int]:
+        """Rank 0: those whose beat has stood still for too long."""
+        keys = [f"beat/{rank}" for rank in range(1, self._world)]
+        if not keys or not self._store.check(keys):  # some have not begun
+            return []
+        now = time.monotonic()
+        for rank, beat in enumerate(self._store.multi_get(keys), start=1):
+            if self._beats.get(rank, (b"", now))[0] != beat:
+                self._beats[rank] = (beat, now)
+        return [rank for rank, (_, since) in self._beats.items() if now - since > min(_SILENT_S, self._deadline_s)]
+
+    def _watch_clocks(self) -> None:
+        """What the other thread cannot see while the store does not answer it."""
+        while not self._over.wait(_POLL_S):
+            now, running, asking, ending = time.monotonic(), self._running, self._asking_since, self._ending_since
+            late_s = 0.0 if running is None else now - running[1] - self._deadline_s
+            mute_s = 0.0 if asking is None else now - asking
+            if (late_s > 0 and mute_s > 2 * _POLL_S) or late_s > _LAST_RESORT_S:
+                verb = running[0] if running is not None else ""
+                self._exit(_late(verb, self._deadline_s) + self._mute(mute_s))
+            elif mute_s > max(self._deadline_s, _LAST_RESORT_S):
+                self._exit(self._mute(mute_s).removeprefix("; "))
+            elif ending is not None and now - ending > _LAST_RESORT_S:
+                os._exit(1)
+
+    @staticmethod
+    def _mute(mute_s: float) -> str:
+        if mute_s < _POLL_S:
+            return ""
+        return f"; rank 0, which hosts the store, has not answered for {mute_s:.0f} s: stopped, or its host is gone"
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _report(self, report: str) -> str | None:
+        """Make it the run's failure if it is the first; returns the one that is. None: there is no store any more."""
+        try:
+            first: bytes = self._store.compare_set(_FAILURE, "", report)
+            return first.decode()
+        except dist.DistError:
+            return None
+
+    def _end(self, failure: str) -> None:
+        """End this rank; rank 0, or whoever finds that it does not, tells why, and where everybody is.
+
+        Returns only when rank 0's main thread is on its way out by itself.
+        """
+        self._ending_since = time.monotonic()
+        if self._rank == 0:
+            self._tell_all(failure)
+            if self._over.wait(_GRACE_S):
+                self._ending_since = None
+                return
+            os._exit(1)
+        told = self._set(f"where/{self._rank}", self._where()) and self._wait_for([_TOLD], 2 * _GATHER_S)
+        self._set(f"gone/{self._rank}", "1")
+        if told:
+            log.info("ending this rank: %s", failure)
+        else:
+            self._tell_all(failure)
+        os._exit(1)
+
+    def _exit(self, failure: str) -> NoReturn:
+        """Without a word to or from the others."""
+        log.error("ending this rank: %s\nrank %d, %s", failure, self._rank, self._where())
+        os._exit(1)
+
+    def _tell_all(self, failure: str) -> str:
+        """Say what failed and where all ranks are, once; returns where they are."""
+        with self._telling:
+            positions = self._positions()
+            if not self._told:
+                log.error("the ranks end: %s\n%s", failure, positions)
+                self._told = True
+            if self._rank == 0:
+                self._set(_TOLD, "1")
+            return positions
+
+    def _positions(self) -> str:
+        """Where each rank is, those at one place together; takes until all have said so, or a moment."""
+        if not self._set(f"where/{self._rank}", self._where()):
+            return f"rank {self._rank}, {self._where()}"  # rank 0 is gone, and the store with it
+        keys = {rank: f"where/{rank}" for rank in range(self._world)}
+        self._wait_for(list(keys.values()), _GATHER_S)
+        places: dict[str, list[int]] = {}
+        silent = []
+        for rank, key in keys.items():
+            place = self._where() if rank == self._rank else self._get(key)
+            if place is None:
+                silent.append(rank)
+            else:
+                places.setdefault(place, []).append(rank)
+        said = [f"{_ranks(ranks)}, {place}" for place, ranks in places.items()]
+        if silent:
+            said.append(f"not heard from: {_ranks(silent)}")
+        return "\n".join(said)
+
+    def _where(self) -> str:
+        """Where this rank's main thread is."""
+        running = self._running
+        verb = "waiting for a verb" if running is None else f"in '{running[0]}'"
+        if self._raised is not None:
+            return f"{verb}, {self._raised}"
+        frame = sys._current_frames().get(self._main)
+        stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame else "(unknown)"
+        return f"{verb}, at\n{stack.rstrip()}"
+
+    # -- the store, once it may be gone --------------------------------------------------------------------------
+
+    def _set(self, key: str, value: str) -> bool:
+        try:
+            self._store.set(key, value)
+        except dist.DistError:
+            return False
+        return True
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except dist.DistError:
+            return None
+
+    def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all of them were set in time."""
+        until = time.monotonic() + timeout_s
+        try:
+            while not self._store.check(keys):
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_POLL_S / 10)
+        except dist.DistError:
+            return False
+        return True
+
+
+def _late(verb: str, deadline_s: float) -> str:
+    return f"'{verb}' was not finished after {deadline_s:g} s (cluster.verb_timeout_s)"
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """A collective that broke or timed out because of another rank; what gloo and NCCL raise has no type of its own."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3``; ``ranks 1, 4-6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,283 @@
+"""Alarms in words: what looks wrong in a step's metrics, against what, and what to do about it.
+
+Each rule looks at every step; an alarm is told once per episode, which lasts until the rule has been calm for
+``CALM_STEPS`` steps. Which signatures there are is the report's (RECIPE section 5); it gives no thresholds, so those
+are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Final, Protocol
+
+from or1_megatron.config import SafetyConfig, StageConfig
+
+ALARMS: Final[Mapping[str, str]] = {
+    "grad_norm": "gradient norm far above its running median",
+    "mismatch": "engine's and policy's log-probs differ more than their dtype explains",
+    "entropy": "entropy near zero while there is still something to learn",
+    "non_truncated": "training accuracy rises while that of non-truncated responses falls",
+    "plateau": "training accuracy stands still early in the first stage",
+}
+"""Every alarm and its meaning; a metric ``alarm/<name>`` each."""
+
+CALM_STEPS: Final = 5
+MEDIAN_STEPS: Final = 50
+"""Steps behind the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
+FIRST_NORMS: Final = 10
+TREND_STEPS: Final = 20
+"""Accuracies are compared as means of this many steps against as many before: 20 steps of 64 prompts have a standard
+error of about 0.012, and both accuracies move with the same noise, in the same direction."""
+TREND_CHANGE: Final = 0.03
+PLATEAU_STEPS: Final = 50
+PLATEAU_GAIN: Final = 0.01
+LEARNT: Final = 0.9
+"""Training accuracy at which low entropy and a plateau are what one expects."""
+COLLAPSE_STEPS: Final = 100
+"""Within so many steps entropy falls when the settings are at fault (the report, ablations 4 and 6)."""
+
+_MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
+"""(mean, largest) |engine - policy| log-prob, nats, that is still rounding. Measured against transformers: fp32 at most
+2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens lies far above."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """What the rules look at."""
+
+    step: int
+    """Rollout step of the run, from 1."""
+    stage_index: int
+    stage_step: int
+    """The same within its stage, from 1."""
+    stage: StageConfig
+    metrics: Mapping[str, float]
+
+
+class Rule(Protocol):
+    """Looks at every step in turn; what it remembers is JSON-able."""
+
+    def look(self, seen: StepSeen) -> str | None:
+        """What is wrong, in words; None: nothing."""
+        ...
+
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+class _Stateless:
+    def state(self) -> Any:
+        return None
+
+    def restore(self, state: Any) -> None:
+        pass
+
+
+class GradNormRule:
+    """Norm > factor * median of the last MEDIAN_STEPS steps."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._norms: list[float] = []
+
+    def look(self, seen: StepSeen) -> str | None:
+        norm = seen.metrics.get("policy/grad_norm")
+        if norm is None:  # no SGD step, or all of them skipped
+            return None
+        usual = median(self._norms) if len(self._norms) >= FIRST_NORMS else None
+        known = len(self._norms)
+        self._norms = [*self._norms, norm][-MEDIAN_STEPS:]
+        if usual is None or norm <= self._factor * usual:
+            return None
+        times = f"{norm / usual:.1f} times" if usual else "far above"
+        return (
+            f"gradient norm {norm:.4g} is {times} its median over the last {known} steps, {usual:.4g} (alarm at "
+            f"safety.grad_norm_factor = {self._factor:g}). The step was clipped to optimizer.clip_grad. Look at this "
+            "step's responses (or1 rollouts); if it repeats, lower optimizer.lr, and name a step in safety.dump_steps "
+            "to take its batch apart with or1 replay"
+        )
+
+    def state(self) -> Any:
+        return list(self._norms)
+
+    def restore(self, state: Any) -> None:
+        self._norms = list(state)
+
+
+class MismatchRule(_Stateless):
+    """Mean or largest |engine - policy| log-prob above what rounding gives; a number that is not finite counts too."""
+
+    def __init__(self, mean: float, largest: float, dtype: str) -> None:
+        self._mean, self._largest, self._dtype = mean, largest, dtype
+
+    def look(self, seen: StepSeen) -> str | None:
+        mean, largest = seen.metrics.get("mismatch/mean_abs"), seen.metrics.get("mismatch/max_abs")
+        if mean is None or largest is None or (mean <= self._mean and largest <= self._largest):
+            return None
+        return (
+            f"the engines' log-probs differ from the policy's by {mean:.3g} nats on average and {largest:.3g} at most; "
+            f"in {self._dtype} up to {self._mean:g} and {self._largest:g} is rounding (safety.mismatch_mean, "
+            "safety.mismatch_max). The responses come from another distribution than the one that is trained: compare "
+            "handoff/probe_max_abs_diff (weights), then dtype, temperature and attention of engine and policy"
+        )
+
+
+class EntropyRule(_Stateless):
+    """e_k < limit while training accuracy is below LEARNT."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def look(self, seen: StepSeen) -> str | None:
+        entropy, accuracy = seen.metrics.get("entropy/sampled"), seen.metrics.get("accuracy/all")
+        if entropy is None or accuracy is None or entropy >= self._limit or accuracy >= LEARNT:
+            return None
+        stage, causes = seen.stage, []
+        if stage.temperature < 1.0:
+            causes.append(f"the temperature is {stage.temperature:g} (the recipe samples at 1.0)")
+        if stage.sgd_steps > 1:
+            causes.append(
+                f"N_SGD is {stage.sgd_steps} (off-policy steps collapse entropy: prompts_per_update = "
+                "prompts_per_step and reuse = 1 make it 1)"
+            )
+        causes = causes or ["temperature and N_SGD are the recipe's: raise algorithm.entropy.target or delta"]
+        early = f", within the first {COLLAPSE_STEPS} steps" if seen.step <= COLLAPSE_STEPS else ""
+        return (
+            f"entropy is {entropy:.3g} nats per token, near zero (safety.low_entropy = {self._limit:g}), at step "
+            f"{seen.step}{early}, with an accuracy of {accuracy:.1%}: little is left to explore. "
+            + "; ".join(causes)
+            + ". Go back to a checkpoint from before the fall"
+        )
+
+
+class _StageHistory:
+    """Values of the last steps of the current stage; forgotten when the next begins."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._stage = 0
+        self._rows: list[list[float]] = []
+
+    def add(self, stage: int, row: Sequence[float]) -> list[list[float]] | None:
+        """The rows with this one, oldest first, once there are enough."""
+        if stage != self._stage:
+            self._stage, self._rows = stage, []
+        self._rows = [*self._rows, list(row)][-self._steps :]
+        return self._rows if len(self._rows) == self._steps else None
+
+    def state(self) -> Any:
+        return {"stage": self._stage, "rows": [list(row) for row in self._rows]}
+
+    def restore(self, state: Any) -> None:
+        self._stage, self._rows = state["stage"], [list(row) for row in state["rows"]]
+
+
+def _halves(values: Sequence[float]) -> tuple[float, float]:
+    """(mean of the older half, mean of the newer half)."""
+    half = len(values) // 2
+    return fmean(values[:half]), fmean(values[half:])
+
+
+class NonTruncatedRule(_StageHistory):
+    """Over 2 * TREND_STEPS steps of one stage accuracy rises, non-truncated accuracy falls, by TREND_CHANGE each."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * TREND_STEPS)
+
+    def look(self, seen: StepSeen) -> str | None:
+        names = ("accuracy/all", "accuracy/non_truncated")
+        row = [seen.metrics[name] for name in names if name in seen.metrics]
+        if len(row) < 2:  # every response was truncated
+            return None
+        rows = self.add(seen.stage_index, row)
+        if rows is None:
+            return None
+        before, now = _halves([row[0] for row in rows])
+        whole_before, whole_now = _halves([row[1] for row in rows])
+        if now - before < TREND_CHANGE or whole_before - whole_now < TREND_CHANGE:
+            return None
+        tokens = seen.stage.max_response_tokens
+        truncated = seen.metrics.get("truncation/ratio", math.nan)
+        early = seen.stage_step <= COLLAPSE_STEPS
+        advice = (
+            f"Expected in the first ~{COLLAPSE_STEPS} steps of a stage with a short context: wait"
+            if early
+            else "This long into a stage it is not expected: compare accuracy in the full context on held-out "
+            "problems; if that falls too, raise max_response_tokens or go to the next stage"
+        )
+        return (
+            f"training accuracy rose from {before:.3f} to {now:.3f} while that of non-truncated responses fell from "
+            f"{whole_before:.3f} to {whole_now:.3f} (means of {TREND_STEPS} steps and the {TREND_STEPS} before): the "
+            f"policy learns to be short rather than right. Step {seen.stage_step} of the stage, T = {tokens}, "
+            f"{truncated:.1%} truncated. {advice}"
+        )
+
+
+class PlateauRule(_StageHistory):
+    """Accuracy gains less than PLATEAU_GAIN from PLATEAU_STEPS steps to the next, in the first half of stage 1."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * PLATEAU_STEPS)
+
+    def look(self, seen: StepSeen) -> str | None:
+        accuracy = seen.metrics.get("accuracy/all")
+        if accuracy is None or seen.stage_index > 0:
+            return None
+        rows = self.add(seen.stage_index, [accuracy])
+        if rows is None or 2 * seen.stage_step > seen.stage.steps:
+            return None
+        before, now = _halves([row[0] for row in rows])
+        if now >= LEARNT or now - before >= PLATEAU_GAIN:
+            return None
+        stage = seen.stage
+        return (
+            f"training accuracy stands still early in the first stage: {before:.3f}, then {now:.3f} (means of "
+            f"{PLATEAU_STEPS} steps each), at step {seen.stage_step} of {stage.steps}. Either the batch is too small "
+            f"({stage.prompts_per_update} prompts of {stage.group_size} responses per SGD step: raise "
+            "prompts_per_update or group_size), or the data wants an audit: wrong answers, problems that are all too "
+            "hard or all too easy (groups/rejected_all_wrong, groups/rejected_all_right)"
+        )
+
+
+class Alarms:
+    """All rules, and which of them are in an episode."""
+
+    def __init__(self, config: SafetyConfig, dtype: str) -> None:
+        """``dtype``: of the policy's parameters, for what the mismatch may be."""
+        mean, largest = _MISMATCH[dtype]
+        self._rules: dict[str, Rule] = {
+            "grad_norm": GradNormRule(config.grad_norm_factor),
+            "mismatch": MismatchRule(config.mismatch_mean or mean, config.mismatch_max or largest, dtype),
+            "entropy": EntropyRule(config.low_entropy),
+            "non_truncated": NonTruncatedRule(),
+            "plateau": PlateauRule(),
+        }
+        assert self._rules.keys() == ALARMS.keys()
+        self._remaining = dict.fromkeys(ALARMS, 0)
+        """Calm steps that still belong to the episode; 0: none is on."""
+
+    def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
+        """(alarms that begin with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
+        told = []
+        for name, rule in self._rules.items():
+            wrong = rule.look(seen)
+            if wrong is not None and self._remaining[name] == 0:
+                told.append(f"alarm '{name}' at step {seen.step}: {wrong}")
+            self._remaining[name] = CALM_STEPS if wrong is not None else max(0, self._remaining[name] - 1)
+        return told, {f"alarm/{name}": float(left > 0) for name, left in self._remaining.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "remaining": dict(self._remaining),
+            "rules": {name: rule.state() for name, rule in self._rules.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self._remaining = dict(state["remaining"])
+        for name, rule in self._rules.items():
+            rule.restore(state["rules"][name])

@@ -1,0 +1,265 @@
+"""An update set aside on disk, so that ``or1 replay`` can make it again at any layout.
+
+step_000012_update_0/
+  samples.npz   the batch's samples, unpacked
+  dump.json     objective, what was seen, model and layout, versions; written last
+  weights/      HF folder of the parameters that the update was made on (safety.dump_weights)
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from or1_megatron.interfaces import Objective
+from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
+
+SAMPLES: Final = "samples.npz"
+RECORD: Final = "dump.json"
+WEIGHTS: Final = "weights"
+_FORMAT: Final = 1
+_OBJECTIVES: Final = {kind.__name__: kind for kind in (ClippedPolicyLoss, CrossEntropy)}
+_PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
+
+Reason = Literal["skipped", "asked"]
+
+
+class DumpError(ValueError):
+    """A dump that cannot be read; the message names file, what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDump:
+    """One update: what it was given, what came out, on which weights.
+
+    ``log_probs`` are the policy's own of the counted tokens, per sample, from a forward pass on the same weights.
+    ``context``: sections of the resolved configuration (``model``, ``parallel``, ``optimizer``), and ``versions``.
+    """
+
+    step: int
+    update: int
+    """SGD step within the rollout step, from 0."""
+    reason: Reason
+    objective: Objective
+    samples: tuple[Sample, ...]
+    token_count: int
+    report: UpdateReport
+    log_probs: tuple[Float32Array, ...]
+    context: Mapping[str, Any]
+
+
+def unpack(batch: Batch) -> list[Sample]:
+    """The samples that were packed, in their order: the inverse of ``rl.batch.pack``.
+
+    A response that begins with tokens that the loss does not count comes back with these as part of its prompt, which
+    changes nothing of what is computed.
+    """
+    samples: list[Sample | None] = [None] * batch.sample_count
+    for row in (row for rank in batch.ranks for row in rank):
+        for k, index in enumerate(row.sample_index):
+            start = int(row.cu_seqlens[k])
+            end = start + int(row.lengths[k])
+            counted = row.counted[start : end - 1]
+            first = int(counted.argmax()) if counted.any() else 0  # the position that predicts the first response token
+            predicting = slice(start + first, end - 1)
+            samples[index] = Sample(
+                prompt_ids=row.token_ids[start : start + first + 1].astype(np.int32),
+                response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
+                old_log_probs=row.old_log_probs[predicting],
+                advantage=float(row.advantages[start + first]),
+                loss_mask=counted[first:],
+            )
+    return [sample for sample in samples if sample is not None]
+
+
+def first_not_finite(log_probs: Sequence[Float32Array]) -> dict[int, int]:
+    """Sample to the first of its counted tokens whose log-prob is not finite; samples that have none are left out."""
+    bad = {index: ~np.isfinite(values) for index, values in enumerate(log_probs)}
+    return {index: int(found.argmax()) for index, found in bad.items() if found.any()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that compute; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class DumpStore:
+    """The dumps of a run: written aside and renamed; of those that were not asked for the newest ``keep`` stay."""
+
+    def __init__(self, folder: Path, keep: int, context: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._context = context
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        return self._context
+
+    def open(self, step: int, update: int) -> Path:
+        """An empty folder to gather a dump in; ``close`` puts it in its place. Raises OSError."""
+        aside = self.folder / f"step_{step:06d}_update_{update}{PARTIAL_SUFFIX}"
+        for left in list(self.folder.glob(f"*{PARTIAL_SUFFIX}")):  # of a run that was killed over it
+            shutil.rmtree(left, ignore_errors=True)
+        with naming_disk_full(aside, "a dump"):
+            aside.mkdir(parents=True)
+        return aside
+
+    def close(self, aside: Path, dump: UpdateDump) -> Path:
+        """Write what remains, put the dump in its place and drop the oldest; returns where it is. Raises OSError."""
+        with naming_disk_full(aside, "a dump"):
+            write_dump(aside, dump)
+        place = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
+        shutil.rmtree(place, ignore_errors=True)  # a resumed run repeats steps
+        os.replace(aside, place)
+        for doomed in self._unasked()[: -self.keep or None]:
+            shutil.rmtree(doomed, ignore_errors=True)
+        return place
+
+    def abandon(self, aside: Path) -> None:
+        """Give the space back."""
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def kept(self) -> list[Path]:
+        """All dumps, oldest first."""
+        return sorted((path.parent for path in self.folder.glob(f"step_*/{RECORD}")), key=_age)
+
+    def _unasked(self) -> list[Path]:
+        return [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    _, step, _, update = folder.name.split("_")
+    return int(step), int(update)
+
+
+def write_dump(folder: Path, dump: UpdateDump) -> None:
+    """``samples.npz`` and ``dump.json`` into a folder that is there. Raises OSError."""
+    with (folder / SAMPLES).open("wb") as file:
+        np.savez(file, **_arrays(dump))  # type: ignore[arg-type]  # numpy's stub takes them for its own options
+        file.flush()
+        os.fsync(file.fileno())
+    report = dump.report
+    assert is_dataclass(dump.objective) and not isinstance(dump.objective, type)
+    record = {
+        "format": _FORMAT,
+        "step": dump.step,
+        "update": dump.update,
+        "reason": dump.reason,
+        "objective": {"class": type(dump.objective).__name__, "fields": asdict(dump.objective)},
+        "temperature": dump.objective.temperature,
+        "token_count": dump.token_count,
+        "seen": {
+            "skipped": report.skipped,
+            "grad_norm": _plain(report.grad_norm),
+            "learning_rate": report.learning_rate,
+            "sums": {name: _plain(value) for name, value in report.sums.items()},
+            "first_not_finite": {str(sample): token for sample, token in first_not_finite(dump.log_probs).items()},
+        },
+        "context": dict(dump.context),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def read_dump(folder: Path) -> UpdateDump:
+    """The inverse of ``write_dump``.
+
+    Raises:
+        DumpError: it is not a dump, of another format, or its objective is not one of ours.
+    """
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DumpError(
+            f"{path}: no such file; expected a dump folder, as in <run>/dumps/step_000012_update_0"
+        ) from None
+    except ValueError as error:
+        raise DumpError(f"{path}: not readable as JSON: {error}") from None
+    if record.get("format") != _FORMAT:
+        raise DumpError(f"{path}: format {record.get('format')}, expected {_FORMAT}")
+    named = record["objective"]["class"]
+    if named not in _OBJECTIVES:
+        raise DumpError(f"{path}: objective '{named}', expected one of {', '.join(_OBJECTIVES)}")
+    seen = record["seen"]
+    try:
+        with np.load(folder / SAMPLES, allow_pickle=False) as arrays:
+            samples, log_probs = _samples(arrays)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DumpError(f"{folder / SAMPLES}: not readable: {error}") from None
+    return UpdateDump(
+        step=record["step"],
+        update=record["update"],
+        reason=record["reason"],
+        objective=_OBJECTIVES[named](**record["objective"]["fields"]),
+        samples=samples,
+        token_count=record["token_count"],
+        report=UpdateReport(
+            sums={name: float(value) for name, value in seen["sums"].items()},
+            token_count=record["token_count"],
+            grad_norm=float(seen["grad_norm"]),
+            learning_rate=seen["learning_rate"],
+            skipped=seen["skipped"],
+            forward_backward_s=0.0,
+            optimizer_s=0.0,
+        ),
+        log_probs=log_probs,
+        context=record["context"],
+    )
+
+
+def _plain(value: float) -> float | str:
+    """JSON has no nan and no infinity: they become words that float() reads."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
+    """Ragged arrays end to end, with their lengths."""
+    samples = dump.samples
+    return {
+        "prompt_lengths": np.array([sample.prompt_ids.size for sample in samples], dtype=np.int64),
+        "response_lengths": np.array([sample.response_ids.size for sample in samples], dtype=np.int64),
+        "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
+        "response_ids": np.concatenate([sample.response_ids for sample in samples]),
+        "loss_mask": np.concatenate([sample.loss_mask for sample in samples]),
+        "old_log_probs": np.concatenate([sample.old_log_probs for sample in samples]),
+        "advantages": np.array([sample.advantage for sample in samples], dtype=np.float32),
+        "log_prob_lengths": np.array([values.size for values in dump.log_probs], dtype=np.int64),
+        "log_probs": np.concatenate([*dump.log_probs, np.empty(0, dtype=np.float32)]),
+    }
+
+
+def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float32Array, ...]]:
+    """The inverse of ``_arrays``."""
+    prompts = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
+    lengths = arrays["response_lengths"]
+    parts = [_cut(arrays[name], lengths) for name in ("response_ids", "old_log_probs", "loss_mask")]
+    samples = tuple(
+        Sample(prompt, response, old, float(advantage), mask)
+        for prompt, response, old, mask, advantage in zip(prompts, *parts, arrays["advantages"], strict=True)
+    )
+    return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))
+
+
+def _cut(values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> list[Any]:
+    if int(lengths.sum()) != values.size:
+        raise ValueError(f"{values.size} values, expected {int(lengths.sum())}")
+    return np.split(values, np.cumsum(lengths)[:-1])

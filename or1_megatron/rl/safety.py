@@ -1,0 +1,145 @@
+"""Updates under guard: skipped ones are counted, set aside for replay, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.config import SafetyConfig
+from or1_megatron.interfaces import Objective, Policy
+from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
+from or1_megatron.types import Batch, Float32Array, UpdateReport
+
+
+class TooManySkipped(RuntimeError):
+    """``safety.max_skipped_in_a_row`` SGD steps in a row had no finite loss or gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class SgdStep:
+    """One SGD step: number ``index`` (from 0) of rollout step ``step``."""
+
+    step: int
+    index: int
+    batch: Batch
+    objective: Objective
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """What a dump needs of the parameters before the update: log-probs here, weights in the folder."""
+
+    folder: Path
+    reason: Reason
+    log_probs: tuple[Float32Array, ...]
+
+
+class UpdateGuard:
+    """Makes the SGD steps. The count of skipped ones goes over rollout steps, and across a resume.
+
+    Args:
+        dumps: where batches are set aside; None: nowhere.
+        tell: takes a sentence for the log and the console.
+    """
+
+    def __init__(
+        self, config: SafetyConfig, policy: Policy, dumps: DumpStore | None, tell: Callable[[str], None]
+    ) -> None:
+        self._config, self._policy, self._dumps, self._tell = config, policy, dumps, tell
+        self.in_a_row = 0
+        self.total = 0
+        self._dumped: list[str] = []
+        """Of the skipped steps in a row."""
+
+    def update(self, sgd_step: SgdStep) -> UpdateReport:
+        """Make it.
+
+        Raises:
+            TooManySkipped: this was one too many; names the dumps.
+        """
+        aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
+        report = self._policy.update(sgd_step.batch, sgd_step.objective)
+        if not report.skipped:
+            self.in_a_row, self._dumped = 0, []
+            self._keep(aside, sgd_step, report)
+            return report
+        self.in_a_row += 1
+        self.total += 1
+        if aside is None and self._config.keep_dumps > 0:  # the parameters still are those before the update
+            aside = self._set_aside(sgd_step, "skipped")
+        dump = self._keep(aside, sgd_step, report)
+        self._tell_skipped(sgd_step, report, dump)
+        return report
+
+    def state(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "total": self.total, "dumped": list(self._dumped)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self.in_a_row, self.total, self._dumped = state["in_a_row"], state["total"], list(state["dumped"])
+
+    def _set_aside(self, sgd_step: SgdStep, reason: Reason) -> _Aside | None:
+        """None: there is no place for it."""
+        if self._dumps is None:
+            return None
+        # First: a policy that shares its GPUs with engines takes its turn for a score, and the export needs it too.
+        log_probs = self._policy.score(sgd_step.batch, sgd_step.objective.temperature).log_probs
+        folder: Path | None = None
+        try:
+            folder = self._dumps.open(sgd_step.step, sgd_step.index)
+            if self._config.dump_weights:
+                self._policy.export_hf(folder / WEIGHTS)
+        except OSError as error:
+            self._tell_lost(folder, sgd_step, error)
+            return None
+        return _Aside(folder, reason, log_probs)
+
+    def _keep(self, aside: _Aside | None, sgd_step: SgdStep, report: UpdateReport) -> Path | None:
+        """Complete the dump; returns where it is, None when there is none."""
+        if self._dumps is None or aside is None:
+            return None
+        dump = UpdateDump(
+            step=sgd_step.step,
+            update=sgd_step.index,
+            reason=aside.reason,
+            objective=sgd_step.objective,
+            samples=tuple(unpack(sgd_step.batch)),
+            token_count=sgd_step.batch.token_count,
+            report=report,
+            log_probs=aside.log_probs,
+            context=self._dumps.context,
+        )
+        try:
+            return self._dumps.close(aside.folder, dump)
+        except OSError as error:
+            self._tell_lost(aside.folder, sgd_step, error)
+            return None
+
+    def _tell_lost(self, folder: Path | None, sgd_step: SgdStep, error: OSError) -> None:
+        """A dump is a help, not a need: the run goes on without."""
+        if self._dumps is not None and folder is not None:
+            self._dumps.abandon(folder)
+        self._tell(f"step {sgd_step.step}: the batch could not be dumped, training goes on: {error}")
+
+    def _tell_skipped(self, sgd_step: SgdStep, report: UpdateReport, dump: Path | None) -> None:
+        if dump is not None:
+            self._dumped.append(str(dump))
+        loss = report.sums.get("loss", math.nan) / report.token_count
+        said = (
+            f"step {sgd_step.step}, SGD step {sgd_step.index}: skipped, since the loss ({loss:.6g}) or the gradient "
+            f"norm ({report.grad_norm:.6g}) is not finite; parameters and optimizer are as they were"
+        )
+        said += "; no dump of it was kept" if dump is None else f". To make it again: or1 replay {dump}"
+        self._tell(said)
+        if self.in_a_row >= self._config.max_skipped_in_a_row:
+            dumps = [folder for folder in self._dumped if Path(folder).is_dir()]
+            raise TooManySkipped(
+                f"{self.in_a_row} SGD steps in a row were skipped because loss or gradient was not finite "
+                f"(safety.max_skipped_in_a_row = {self._config.max_skipped_in_a_row}), the last in step "
+                f"{sgd_step.step}. "
+                + (f"Dumps: {', '.join(dumps)}; make one again with or1 replay" if dumps else "No dump was kept")
+                + ". The same command goes on from the last checkpoint"
+            )

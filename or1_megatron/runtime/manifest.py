@@ -1,0 +1,113 @@
+"""A checkpoint's manifest: every file with its size and digest, written last, compared before anything is loaded.
+
+    {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
+
+A folder without a manifest is not a finished checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = 2
+_THREADS: Final = 16  # hashing leaves the interpreter free: as many as a shared file system likes to serve
+
+
+class CheckpointDamaged(RuntimeError):
+    """A checkpoint's files are not those that were saved; the message names the first that is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What the manifest knows of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def entry_of(path: Path) -> FileEntry:
+    """Read the file and digest it."""
+    with path.open("rb") as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -> None:
+    """Write the manifest of all files in ``folder`` and sync it and the folder.
+
+    Args:
+        known: entries, by name, of files whose writers have digested and synced them; the others are read and synced.
+    """
+    entries = dict(known or {})
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name != MANIFEST and name not in entries:
+            sync(path)
+            entries[name] = entry_of(path)
+    manifest = folder / MANIFEST
+    files = {name: asdict(entry) for name, entry in sorted(entries.items())}
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+    sync(manifest)
+    sync(folder)
+
+
+def check_manifest(folder: Path, digests: bool = True) -> None:
+    """Compare every file with the manifest; without ``digests`` only which there are and their sizes, which is quick.
+
+    Raises:
+        CheckpointDamaged: the manifest is missing or unreadable, or a file is missing, cut, altered or unreadable.
+    """
+    entries = _read(folder / MANIFEST)
+    for name, entry in entries.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointDamaged(f"{file} is missing; the manifest lists it with {entry.bytes} bytes")
+        if file.stat().st_size != entry.bytes:
+            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes; the manifest says {entry.bytes}")
+    if digests:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            for problem in pool.map(lambda item: _altered(folder / item[0], item[1]), entries.items()):
+                if problem is not None:
+                    raise CheckpointDamaged(problem)
+
+
+def _read(manifest: Path) -> dict[str, FileEntry]:
+    if not manifest.is_file():
+        raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
+    try:
+        content = json.loads(manifest.read_text())
+        if content["format"] != FORMAT:
+            raise CheckpointDamaged(
+                f"{manifest} says format {content['format']}; this version of or1_megatron reads format {FORMAT}: "
+                "go on with the version that wrote it, or start from its exported model"
+            )
+        return {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{manifest} cannot be read ({error!r})") from error
+
+
+def _altered(file: Path, entry: FileEntry) -> str | None:
+    """Why the file is not the one that was saved, if it is not."""
+    try:
+        found = entry_of(file)
+    except OSError as error:
+        return f"{file} cannot be read ({error})"
+    if found != entry:
+        return f"{file} is corrupt: its sha256 is not the one in the manifest"
+    return None

@@ -1,0 +1,176 @@
+"""A whole loop on the Megatron policy, fed with recorded rollouts: to its end, and again from its checkpoints.
+
+Alone or under torchrun. The first run records its rollouts to a file; the others read them. JSON from rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts
+from megatron.core import parallel_state
+
+from or1_megatron.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    EntropyConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StageConfig,
+)
+from or1_megatron.interfaces import Stopped
+from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.parallel.sharded_state import holdings
+from or1_megatron.rl.batch import BatchLayout
+from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.runtime.seeds import seed_everything
+from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
+
+PROBLEMS = 12
+SHORT = StageConfig(
+    name="short", steps=3, max_response_tokens=6, prompts_per_step=6, prompts_per_update=6, group_size=8
+)
+STAGES = (SHORT, SHORT.model_copy(update={"name": "long", "max_response_tokens": 9, "prompts_per_update": 3}))
+
+
+class RecordedRollouts(TableRollouts):
+    """Rollouts of a file; one that does not exist yet is made, from engines that know nothing of the policy."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(Clock())
+        self.table = np.zeros((SAMPLED + PROBLEMS, SAMPLED))
+        self._file = file
+        self._records = not file.exists()
+        self._known: dict[int, list[Group]] = {} if self._records else pickle.loads(file.read_bytes())
+
+    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+        if self._records:
+            super().roll_out(prompts, group_size, sampling, seed)
+            self._known[seed] = self._groups
+            self._file.write_bytes(pickle.dumps(self._known))
+        self.calls += not self._records
+        self._groups = self._known[seed]
+        assert [group.prompt.problem.id for group in self._groups] == [prompt.problem.id for prompt in prompts]
+
+    def collect(self) -> tuple[list[Group], RolloutReport]:
+        if self.stop_at == self.calls:
+            raise Stopped
+        return super().collect()
+
+
+class LocalPolicy(PolicyDriver):
+    """The driver with a handoff that only tells the version."""
+
+    def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, rollouts: RecordedRollouts) -> None:
+        super().__init__(lockstep, saver)
+        self._rollouts = rollouts
+
+    def hand_off(self, version: int) -> HandoffReport:
+        self._rollouts.version = version
+        return HandoffReport(version, 0, 0.0, 0.0, None)
+
+
+class Run:
+    """One start of the run in ``folder``, on this rank."""
+
+    def __init__(self, model: Path, layout: Mapping[str, Any], folder: Path, rollouts: Path, seed: int) -> None:
+        parallel_state.destroy_model_parallel()
+        parallel = ParallelConfig(**layout)
+        self.mesh: Mesh = build_mesh(parallel, seed=seed)
+        seed_everything(seed, self.mesh.rank)  # another one at each start: the checkpoint's generators count
+        config = OptimizerConfig(lr=1e-2, warmup_steps=4)
+        self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
+        self.saver = CheckpointSaver(self.policy)
+        verbs = policy_verbs(self.policy, lambda version: version, self.saver)
+        self._lockstep = Lockstep(self.mesh, verbs, 60.0)
+        self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()
+        self.loop = Loop(
+            LoopConfig(
+                seed=5,
+                stages=STAGES,
+                algorithm=AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01)),
+                evaluation=EvaluationConfig(),
+                checkpoint=CheckpointConfig(every_steps=1, keep_last=10),
+                layout=BatchLayout(self.mesh.data, budget_tokens=64, alignment=4),
+                max_error_fraction=0.05,
+                export_folder=folder / "hf",
+            ),
+            Ports(
+                policy=LocalPolicy(self._lockstep, self.saver, self.rollouts),
+                rollouts=self.rollouts,
+                stream=RiddleStream(PROBLEMS),
+                evaluator=None,
+                observer=self.diary,
+                tracker=self.diary,
+                keeper=CheckpointKeeper(folder / "checkpoints", keep_last=10, keep_best=True),
+                timer=StepTimer(),
+                stop=lambda: False,
+            ),
+        )
+
+    def to_the_end(self) -> dict[str, Any] | None:
+        """Rank 0: metrics without times, the loop's state without times, every rank's digest of its state."""
+        if self.mesh.rank == 0:
+            self.loop.run()
+            self._lockstep.close()
+        else:
+            self._lockstep.serve()
+        self.saver.close()
+        digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        for holding in holdings(self.policy):
+            digest.update(holding.tensor().numpy().tobytes())
+        digests: list[str] = [""] * self.mesh.world
+        dist.all_gather_object(digests, digest.hexdigest())
+        timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/tokens_per_s")
+        rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
+        state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
+        return {"rows": rows, "state": state, "digests": digests, "steps": self.policy.sgd_steps}
+
+
+def main() -> None:
+    out, model, layout = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    start_process_group(60)
+    scratch = out.parent
+    rollouts = scratch / "rollouts.pickle"
+
+    def start(name: str, seed: int) -> Run:
+        return Run(model, layout, scratch / name, rollouts, seed)
+
+    told = {"whole": start("whole", 1).to_the_end()}
+    for step in (2, 3, 4):  # within a stage, between two, after the first step of the second
+        checkpoint = f"checkpoints/step_{step:06d}"
+        if dist.get_rank() == 0:
+            shutil.copytree(scratch / "whole" / checkpoint, scratch / f"from_{step}" / checkpoint)
+        dist.barrier()
+        told[f"from {step}"] = start(f"from_{step}", 100 + step).to_the_end()
+    stopped = start("stopped", 1)
+    stopped.rollouts.stop_at = 5
+    told["stopped"] = stopped.to_the_end()
+    told["stopped, then on"] = start("stopped", 200).to_the_end()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(told))
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

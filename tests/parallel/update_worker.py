@@ -1,0 +1,174 @@
+"""Under torchrun: bad updates of a model, what they leave behind, and dumps of a bad and a good one for ``or1 replay``.
+
+Arguments: JSON out, HF folder, folder for dumps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
+from or1_megatron.interfaces import Objective
+from or1_megatron.layouts import batch_layout
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.dump import DumpStore
+from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.safety import SgdStep, UpdateGuard
+from or1_megatron.types import Batch, Sample, TokenScores, UpdateReport
+
+LOSS = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.1, temperature=0.8, on_policy=False)
+
+
+@dataclass(frozen=True)
+class InfiniteLoss:
+    """A loss that is reported infinite while every gradient is finite."""
+
+    temperature: float = 0.8
+
+    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+        loss = -log_probs.sum()
+        return loss, {"loss": loss.detach() + math.inf}
+
+
+@dataclass(frozen=True)
+class InfiniteGradient:
+    """A finite loss whose gradient is not: the square root at 0."""
+
+    temperature: float = 0.8
+
+    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+        loss = (log_probs * 0.0).abs().sqrt().sum()
+        return loss, {"loss": loss.detach()}
+
+
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(5)
+    made = []
+    for prompt, response in [(3, 9), (5, 14), (2, 6), (4, 17), (6, 11)]:
+        made.append(
+            Sample(
+                prompt_ids=rng.integers(0, 61, prompt, dtype=np.int32),
+                response_ids=rng.integers(0, 61, response, dtype=np.int32),
+                old_log_probs=rng.normal(-4.0, 0.3, response).astype(np.float32),
+                advantage=float(np.float32(rng.normal())),
+                loss_mask=np.ones(response, dtype=np.bool_),
+            )
+        )
+    return made
+
+
+def digest(policy: MegatronPolicy) -> str:
+    """Of this rank's parameters, fp32 masters and optimizer state, bit for bit."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for name in sorted(value, key=str):
+                add(value[name])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    for network in policy.networks:
+        add(dict(network.named_parameters()))
+    for optimizer in policy.optimizer.chained_optimizers:
+        inner = optimizer.optimizer
+        add([group["params"] for group in inner.param_groups])
+        add([inner.state[p] for group in inner.param_groups for p in group["params"] if p in inner.state])
+    add(policy.sgd_steps)
+    return found.hexdigest()
+
+
+class Everywhere:
+    """The policy on rank 0, every method in lockstep."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.call = lockstep.call
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        scored = self.call("score", temperature, batch.ranks)
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        report: UpdateReport = self.call("update", (objective, batch.token_count), batch.ranks)
+        return report
+
+    def export_hf(self, folder: Path) -> None:
+        self.call("export_hf", folder)
+
+
+def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
+    """After a good update (so that there is optimizer state): each kind of bad one, and whether it left a trace."""
+    good = everywhere.update(batch, LOSS)
+    before = gather()
+    seen = {}
+    for name, told, objective in (
+        ("loss", batch, InfiniteLoss()),
+        ("gradient", batch, InfiniteGradient()),
+        ("both", poisoned, LOSS),
+    ):
+        report = everywhere.update(told, objective)
+        seen[name] = [report.skipped, str(report.sums["loss"]), str(report.grad_norm), gather() == before]
+    again = everywhere.update(batch, LOSS)
+    return {"good": good.skipped, "seen": seen, "again": again.skipped, "moved": gather() != before}
+
+
+def main() -> None:
+    out, model, dumps = (Path(argument) for argument in sys.argv[1:4])
+    torch.set_num_threads(1)
+    start_process_group(60)
+    parallel = ParallelConfig(ranks=2, tensor=2, sequence=True, micro_batch_tokens=64)
+    mesh = build_mesh(parallel, seed=1)
+    config = ModelConfig(hf=model, dtype="float32")
+    policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
+
+    def digests(shared: Any, mine: Any) -> list[str]:
+        everyone: list[str] = [""] * mesh.world
+        torch.distributed.all_gather_object(everyone, digest(policy), group=mesh.control)
+        return everyone
+
+    verbs = {
+        "score": lambda temperature, rows: gather_scores(mesh, policy.score(rows, temperature)),
+        "update": lambda shared, rows: policy.update(rows, shared[0], shared[1]),
+        "export_hf": lambda folder, _: export_hf(policy, folder),
+        "digests": digests,
+    }
+    lockstep = Lockstep(mesh, verbs, 60)
+    if mesh.rank > 0:
+        lockstep.serve()
+    else:
+        layout = batch_layout(parallel, policy.hf)
+        plain = samples()
+        bad = [*plain[:3], replace(plain[3], advantage=math.inf), plain[4]]
+        batch, poisoned = pack(plain, layout), pack(bad, layout)
+        everywhere = Everywhere(lockstep)
+        result = bad_updates(everywhere, batch, poisoned, lambda: lockstep.call("digests"))
+        context = {"model": config.model_dump(mode="json"), "parallel": parallel.model_dump(mode="json")}
+        store = DumpStore(dumps, 2, context)
+        told: list[str] = []
+        guard = UpdateGuard(SafetyConfig(dump_steps=(7,)), everywhere, store, told.append)  # type: ignore[arg-type]  # the three methods that it uses
+        guard.update(SgdStep(7, 0, batch, LOSS))
+        guard.update(SgdStep(8, 1, poisoned, LOSS))
+        out.write_text(json.dumps(result | {"told": told}))
+        lockstep.close()
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

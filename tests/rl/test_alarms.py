@@ -1,0 +1,184 @@
+"""Alarms against sequences worked by hand, from both sides of each threshold.
+
+Not proven here: that the thresholds suit a real run; the report names the signatures, not the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from or1_megatron.config import SafetyConfig, StageConfig
+from or1_megatron.rl.alarms import ALARMS, CALM_STEPS, Alarms, StepSeen
+
+STAGE = StageConfig(
+    name="short", steps=400, max_response_tokens=8192, prompts_per_step=64, prompts_per_update=64, group_size=16
+)
+SAFE = {
+    "policy/grad_norm": 0.5,
+    "mismatch/mean_abs": 0.01,
+    "mismatch/max_abs": 1.0,
+    "entropy/sampled": 0.3,
+    "accuracy/all": 0.95,
+    "accuracy/non_truncated": 0.95,
+    "truncation/ratio": 0.4,
+}
+
+
+class Run:
+    """Steps fed to the alarms one by one; ``told`` are (step, alarm) as they come."""
+
+    def __init__(self, config: SafetyConfig | None = None, dtype: str = "bfloat16") -> None:
+        self.config, self.dtype = config or SafetyConfig(), dtype
+        self.alarms = Alarms(self.config, dtype)
+        self.step = 0
+        self.told: list[tuple[int, str]] = []
+        self.texts: list[str] = []
+        self.metrics: dict[str, float] = {}
+
+    def go(self, *, stage: StageConfig = STAGE, index: int = 0, stage_step: int | None = None, **changes: float) -> Run:
+        """One step; ``changes`` name metrics with __ for /."""
+        self.step += 1
+        row = SAFE | {name.replace("__", "/"): value for name, value in changes.items()}
+        texts, self.metrics = self.alarms.look(StepSeen(self.step, index, stage_step or self.step, stage, row))
+        self.told += [(self.step, text.split("'")[1]) for text in texts]
+        self.texts += texts
+        return self
+
+    def go_on(self, column: str, values: Iterable[float]) -> Run:
+        for value in values:
+            self.go(**{column: value})
+        return self
+
+    def restart(self) -> None:
+        """As a resume does: the state goes through JSON."""
+        state = json.loads(json.dumps(self.alarms.state()))
+        self.alarms = Alarms(self.config, self.dtype)
+        self.alarms.restore(state)
+
+
+def test_a_calm_run_has_none() -> None:
+    run = Run()
+    for _ in range(120):
+        run.go()
+    assert run.told == [] and run.metrics == {f"alarm/{name}": 0.0 for name in ALARMS}
+
+
+def test_gradient_norm_against_its_median() -> None:
+    """Norms 1..11 have median 6: 60 is 10 times that, which is allowed, and 61 is not. The first ten steps are free."""
+    run = Run().go_on("policy__grad_norm", [1000.0])
+    assert run.told == []
+    assert Run().go_on("policy__grad_norm", [*range(1, 12), 60.0]).told == []
+    run = Run().go_on("policy__grad_norm", [*range(1, 12), 61.0])
+    assert run.told == [(12, "grad_norm")]
+    assert "gradient norm 61 is 10.2 times its median over the last 11 steps, 6 (" in run.texts[0]
+    assert Run(SafetyConfig(grad_norm_factor=11.0)).go_on("policy__grad_norm", [*range(1, 12), 61.0]).told == []
+
+
+def test_only_the_last_fifty_norms_count() -> None:
+    """50 norms of 1, then 26 of 9: these are most of the last 50, so the median is 9 and 80 is below 10 times it."""
+    norms = [1.0] * 50 + [9.0] * 26 + [80.0]
+    assert Run().go_on("policy__grad_norm", norms).told == []
+    assert Run().go_on("policy__grad_norm", [1.0] * 50 + [9.0] * 24 + [80.0]).told == [(75, "grad_norm")]
+
+
+def test_once_per_episode_and_across_a_resume() -> None:
+    """High, calm for CALM_STEPS - 1 steps, high again: one episode. Calm for CALM_STEPS: the next is another."""
+    run = Run().go_on("mismatch__mean_abs", [0.06, 0.06])
+    run.go_on("mismatch__mean_abs", [0.01] * (CALM_STEPS - 1))
+    run.restart()
+    assert run.metrics["alarm/mismatch"] == 1
+    run.go(mismatch__mean_abs=0.06)
+    assert run.told == [(1, "mismatch")]
+    run.go_on("mismatch__mean_abs", [0.01] * CALM_STEPS)
+    assert run.metrics["alarm/mismatch"] == 0
+    run.go(mismatch__mean_abs=0.06)
+    assert run.told == [(1, "mismatch"), (2 + CALM_STEPS - 1 + 1 + CALM_STEPS + 1, "mismatch")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest", "config", "alarm"),
+    [
+        ("bfloat16", 0.05, 5.0, SafetyConfig(), False),
+        ("bfloat16", 0.051, 1.0, SafetyConfig(), True),
+        ("bfloat16", 0.01, 5.1, SafetyConfig(), True),
+        ("float32", 1e-4, 1e-2, SafetyConfig(), False),
+        ("float32", 2e-4, 1e-3, SafetyConfig(), True),
+        ("float32", 1e-5, 2e-2, SafetyConfig(), True),
+        ("float32", 2e-4, 2e-2, SafetyConfig(mismatch_mean=2e-4, mismatch_max=2e-2), False),
+        ("bfloat16", float("nan"), 0.0, SafetyConfig(), True),
+    ],
+)
+def test_mismatch(dtype: str, mean: float, largest: float, config: SafetyConfig, alarm: bool) -> None:
+    run = Run(config, dtype).go(mismatch__mean_abs=mean, mismatch__max_abs=largest)
+    assert bool(run.told) == alarm
+
+
+def test_low_entropy_names_its_likely_cause() -> None:
+    assert Run().go(entropy__sampled=0.05, accuracy__all=0.5).told == []
+    assert Run().go(entropy__sampled=0.04, accuracy__all=0.9).told == []  # learnt: nothing is left to explore
+    run = Run().go(entropy__sampled=0.04, accuracy__all=0.5)
+    assert run.told == [(1, "entropy")] and "within the first 100 steps" in run.texts[0]
+    assert "temperature and N_SGD are the recipe's" in run.texts[0]
+    cold = STAGE.model_copy(update={"temperature": 0.6, "prompts_per_update": 16})
+    text = Run().go(entropy__sampled=0.04, accuracy__all=0.5, stage=cold).texts[0]
+    assert "the temperature is 0.6" in text and "N_SGD is 4" in text
+    late = Run().go_on("entropy__sampled", [0.3] * 100).go(entropy__sampled=0.04, accuracy__all=0.5)
+    assert late.told == [(101, "entropy")] and "within the first" not in late.texts[0]
+
+
+def trend(rise: float, fall: float, steps: int = 40, first_stage_step: int = 1) -> Run:
+    """Accuracy 0.5, then 0.5 + rise; non-truncated 0.75, then 0.75 - fall: 20 steps each."""
+    run = Run()
+    for k in range(steps):
+        new = k >= steps - 20
+        run.go(
+            accuracy__all=0.5 + rise * new, accuracy__non_truncated=0.75 - fall * new, stage_step=first_stage_step + k
+        )
+    return run
+
+
+def test_accuracy_up_and_non_truncated_down() -> None:
+    """0.0625 and 0.0625 are enough; a change too small on either side is not, nor are 39 steps."""
+    run = trend(0.0625, 0.0625)
+    assert (40, "non_truncated") in run.told
+    assert "rose from 0.500 to 0.562" in run.texts[0] and "fell from 0.750 to 0.688" in run.texts[0]
+    assert "Expected in the first ~100 steps" in run.texts[0] and "T = 8192, 40.0% truncated" in run.texts[0]
+    late = trend(0.0625, 0.0625, first_stage_step=200)
+    assert "it is not expected" in late.texts[0]
+    for other in (trend(0.0, 0.0625), trend(0.0625, 0.0), trend(0.02, 0.0625), trend(0.0625, 0.02)):
+        assert other.told == []
+    assert trend(0.0625, 0.0625, steps=39).told == []
+
+
+def test_a_new_stage_begins_a_new_comparison() -> None:
+    run = Run()
+    for index, (everything, whole) in enumerate([(0.5, 0.75), (0.6, 0.65)]):
+        for _ in range(20):
+            run.go(accuracy__all=everything, accuracy__non_truncated=whole, index=index)
+    assert run.told == []
+
+
+def plateau(gain: float, level: float = 0.5, steps: int = 400, index: int = 0) -> list[tuple[int, str]]:
+    run = Run()
+    stage = STAGE.model_copy(update={"steps": steps})
+    for k in range(100):
+        now = level + gain * (k >= 50)
+        run.go(accuracy__all=now, accuracy__non_truncated=now, stage=stage, index=index)
+    return run.told
+
+
+def test_plateau_early_in_the_first_stage() -> None:
+    """A gain of 1/128 from 50 steps to the next is standing still, 1/64 is not; at 0.95 there is nothing left to gain;
+    step 100 of 200 is still early, of 199 not; later stages are not watched."""
+    assert plateau(1 / 128) == [(100, "plateau")] == plateau(0.0, steps=200) == plateau(-0.1)
+    assert plateau(1 / 64) == plateau(0.0, level=0.95) == plateau(0.0, steps=199) == plateau(0.0, index=1) == []
+
+
+def test_steps_without_the_metric_are_passed_over() -> None:
+    """No SGD step, and every response truncated: neither rule sees the step."""
+    alarms = Alarms(SafetyConfig(), "float32")
+    told, found = alarms.look(StepSeen(1, 0, 1, STAGE, {"accuracy/all": 0.0}))
+    assert told == [] and set(found.values()) == {0.0}

@@ -1,0 +1,139 @@
+"""Dumps: what is packed comes back, at any layout, with its numbers; and the store keeps what it says.
+
+Not proven here: that a replay of one reproduces the update (tests/parallel/test_replay.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.dump import DumpError, DumpStore, UpdateDump, first_not_finite, read_dump, unpack
+from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
+from or1_megatron.types import Sample, UpdateReport
+
+LOSS = ClippedPolicyLoss(0.2, 0.25, 0.01, 0.8, False)
+
+
+def sample(prompt: list[int], response: list[int], advantage: float, mask: list[int] | None = None) -> Sample:
+    return Sample(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        response_ids=np.array(response, dtype=np.int32),
+        old_log_probs=-np.arange(1, len(response) + 1, dtype=np.float32),
+        advantage=advantage,
+        loss_mask=np.array(mask or [1] * len(response), dtype=np.bool_),
+    )
+
+
+SAMPLES = [
+    sample([5, 6], [7, 8, 9], 0.5),
+    sample([1], [2], -1.25, [1]),
+    sample([3, 4, 5], [6, 7, 8, 9, 10], float("inf"), [1, 0, 1, 1, 0]),
+    sample([9], [9, 9], 0.0),
+]
+
+
+def same(found: Sample, expected: Sample) -> None:
+    for name in Sample.__slots__:
+        left, right = getattr(found, name), getattr(expected, name)
+        np.testing.assert_array_equal(left, right)
+        if isinstance(right, np.ndarray):
+            assert left.dtype == right.dtype
+
+
+@pytest.mark.parametrize("layout", [BatchLayout(1, 64, 1), BatchLayout(2, 16, 8), BatchLayout(4, 9, 2)])
+def test_unpacked_is_what_was_packed(layout: BatchLayout) -> None:
+    found = unpack(pack(SAMPLES, layout))
+    assert len(found) == len(SAMPLES)
+    for left, right in zip(found, SAMPLES, strict=True):
+        same(left, right)
+
+
+def test_uncounted_tokens_at_the_front_join_the_prompt() -> None:
+    """Prompt (1, 2), response (3, 4, 5) of which the first is not counted: as prompt (1, 2, 3), response (4, 5)."""
+    found = unpack(pack([sample([1, 2], [3, 4, 5], 2.0, [0, 1, 1])], BatchLayout(1, 8, 1)))[0]
+    same(found, replace(sample([1, 2, 3], [4, 5], 2.0), old_log_probs=np.array([-2, -3], dtype=np.float32)))
+
+
+def dump(step: int = 12, update: int = 0, **changes: object) -> UpdateDump:
+    log_probs = tuple(np.full(int(s.loss_mask.sum()), -0.5, dtype=np.float32) for s in SAMPLES)
+    log_probs[2][1:] = np.nan, np.inf
+    sums = {"loss": float("nan"), "entropy": 3.5, "max_abs_log_ratio": float("inf")}
+    fields = {
+        "step": step,
+        "update": update,
+        "reason": "skipped",
+        "objective": LOSS,
+        "samples": tuple(SAMPLES),
+        "token_count": 9,
+        "report": UpdateReport(sums, 9, float("inf"), 1e-6, True, 0.0, 0.0),
+        "log_probs": log_probs,
+        "context": {"model": {"hf": "m", "dtype": "float32"}, "versions": {"torch": "2"}},
+    }
+    return UpdateDump(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_dump_comes_back(tmp_path: Path) -> None:
+    store = DumpStore(tmp_path / "dumps", 2, {})
+    written = dump()
+    folder = store.close(store.open(12, 0), written)
+    assert folder == tmp_path / "dumps" / "step_000012_update_0"
+    assert json.loads((folder / "dump.json").read_text())["seen"]["first_not_finite"] == {"2": 1}
+    found = read_dump(folder)
+    for left, right in zip(found.samples, SAMPLES, strict=True):
+        same(left, right)
+    for left, right in zip(found.log_probs, written.log_probs, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert found.objective == LOSS and found.context == written.context
+    assert (found.step, found.update, found.reason, found.token_count) == (12, 0, "skipped", 9)
+    assert found.report.sums["entropy"] == 3.5 and np.isnan(found.report.sums["loss"])
+    assert found.report.grad_norm == float("inf") and found.report.skipped
+
+
+def test_every_objective_of_ours_comes_back(tmp_path: Path) -> None:
+    store = DumpStore(tmp_path, 2, {})
+    assert read_dump(store.close(store.open(1, 0), dump(objective=CrossEntropy(0.7)))).objective == CrossEntropy(0.7)
+
+
+def test_first_not_finite() -> None:
+    values = [np.array([1.0, 2.0]), np.array([1.0, np.nan, np.inf]), np.array([]), np.array([-np.inf])]
+    assert first_not_finite([v.astype(np.float32) for v in values]) == {1: 1, 3: 0}
+
+
+def test_the_newest_stay_and_those_asked_for(tmp_path: Path) -> None:
+    """Keep 2: the last two in number, not in name; step 3 was asked for. A half-written one goes."""
+    store = DumpStore(tmp_path, 2, {})
+    (tmp_path / "step_000001_update_0.partial").mkdir()
+    store.close(store.open(3, 0), dump(3, reason="asked"))
+    for step, update in ((8, 0), (9, 3), (11, 2), (11, 10)):
+        store.close(store.open(step, update), dump(step, update))
+    names = ["step_000003_update_0", "step_000011_update_2", "step_000011_update_10"]
+    assert [path.name for path in store.kept()] == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    store.close(store.open(11, 10), dump(11, 10))  # the same step again, after a resume
+    assert [path.name for path in store.kept()] == names
+
+
+def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match=r"dump\.json: no such file; expected a dump folder"):
+        read_dump(tmp_path)
+    store = DumpStore(tmp_path / "dumps", 2, {})
+    folder = store.close(store.open(1, 0), dump(1))
+    record = json.loads((folder / "dump.json").read_text())
+    record["objective"]["class"] = "os.system"
+    (folder / "dump.json").write_text(json.dumps(record))
+    with pytest.raises(DumpError, match=r"objective 'os\.system', expected one of ClippedPolicyLoss, CrossEntropy"):
+        read_dump(folder)
+    (folder / "dump.json").write_text(json.dumps(record | {"format": 7}))
+    with pytest.raises(DumpError, match="format 7, expected 1"):
+        read_dump(folder)
+    record["objective"]["class"] = "ClippedPolicyLoss"
+    (folder / "dump.json").write_text(json.dumps(record))
+    (folder / "samples.npz").write_bytes((folder / "samples.npz").read_bytes()[:100])
+    with pytest.raises(DumpError, match=r"samples\.npz: not readable"):
+        read_dump(folder)

@@ -1,0 +1,108 @@
+"""docs/performance.md says what the result files say, and a result file says what has to be known to believe it.
+
+Not proven here: any figure; that the benchmarks run (benchmarks/gpu/run.sh --tiny tries those that want a GPU).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import performance
+import pytest
+import result
+
+
+def test_committed_document_is_what_the_results_generate() -> None:
+    expected = performance.document(result.RESULTS)
+    assert performance.DOCUMENT.read_text() == expected, (
+        "run `python benchmarks/performance.py` and commit what it writes"
+    )
+
+
+def test_every_result_has_a_section_and_every_command_exists() -> None:
+    named = {section.name for section in performance.SECTIONS}
+    assert {path.stem for path in result.RESULTS.glob("*.json")} <= named
+    for section in performance.SECTIONS:
+        script = section.command.removeprefix("python ").split()[0]
+        assert (result.ROOT / script).is_file(), f"{section.title}: {script} is not there"
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    figures = {
+        "padding": result.figure(0.0131, "share", at_most=0.02),
+        "planning time": result.figure(1.26, "s", at_most=1.0),
+        "bit-exact": result.figure(True),
+        "responses": 4096,
+    }
+    path = result.write_result("batching", figures, {"ranks": 32, "lengths": [0.5, 2]})
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_result_file(written: dict[str, Any]) -> None:
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=result.ROOT, capture_output=True, text=True, check=True
+    )
+    assert written["commit"].removesuffix("+changes") == head.stdout.strip()
+    assert written["figures"]["padding"] == {"value": 0.0131, "unit": "share", "limit": "≤ 2%", "met": True}
+    assert written["figures"]["planning time"] == {"value": 1.26, "unit": "s", "limit": "≤ 1 s", "met": False}
+    assert written["figures"]["bit-exact"] == {"value": True, "unit": "", "limit": "yes", "met": True}
+    assert written["figures"]["responses"] == {"value": 4096, "unit": ""}
+    assert written["versions"]["torch"] and written["versions"]["python"]
+    assert "cores" in written["device"] or "GiB" in written["device"]
+
+
+def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
+    """A missed limit stands out; what has no result says so, with its command; nothing has run on a GPU."""
+    text = performance.document(tmp_path)
+    assert "| padding | 1.31% | ≤ 2% | yes |" in text
+    assert "| planning time | 1.26 s | ≤ 1 s | **no** |" in text
+    assert "| bit-exact | yes | yes | yes |" in text
+    assert "| responses | 4,096 |  |  |" in text
+    assert "Settings: ranks 32; lengths 0.5 2." in text
+    assert "| recompute, floor / time | not run | ≥ 85% |  |" in text
+    assert "Nothing has run on a GPU yet" in text
+
+
+def test_table_of_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that read "row: column" make a matrix; a result of a GPU ends the statement that there is none."""
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
+    figures = {
+        "0.5B: update": result.figure(1.5, "s"),
+        "0.5B: MFU": result.figure(0.42, "share", at_least=0.5),
+        "1.5B: update": result.figure("out of memory"),
+    }
+    result.write_result("gpu_policy", figures, {})
+    text = performance.document(tmp_path)
+    assert "|  | update | MFU |\n| --- | --- | --- |\n| 0.5B | 1.5 s | 42% (≥ 50%: **no**) |" in text
+    assert "| 1.5B | out of memory |  |" in text
+    assert "Nothing has run on a GPU yet" not in text
+
+
+def test_one_limit_per_figure() -> None:
+    with pytest.raises(ValueError, match="one limit per figure"):
+        result.figure(1.0, at_most=2.0, at_least=0.5)
+
+
+@pytest.mark.slow
+def test_gpu_script_runs_tiny_without_a_gpu(tmp_path: Path) -> None:
+    """All its parts end well and write their results where they are told to; none of these are figures."""
+    # without this session's mark: pytest within the script would take the script for a process left behind
+    environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
+    done = subprocess.run(
+        [result.ROOT / "benchmarks/gpu/run.sh", "--tiny", "--out", tmp_path],
+        env={**environment, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu_head.json", "gpu_offload.json", "gpu_policy.json"}
