@@ -5,8 +5,8 @@
 A random model of 30 million parameters (fp32: 0.4 GB with Adam's moments) on one rank, on two by tensor parallelism,
 and on two by data parallelism with the distributed optimizer. In turns, in one process: clone every tensor that the
 rank writes, copy them into memory that is there already, save (until ``save`` returns), an update while that save is
-being written, an update alone. Each time is that of the slower rank; figures are ratios of medians. The first save,
-which takes its buffers from the system, is told apart.
+being written, an update alone. Each time is that of the slower rank; figures are ratios of medians. The first save is
+told apart.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ from or1_megatron.types import Batch, HandoffReport, Sample, TokenScores, Update
 _PROBE_SEQUENCES = 2
 
 
+@dataclass(frozen=True)
+class Turns:
+    """What trainer and engines do for each other's sake."""
+
+    engines_sleep: bool
+    """They share their devices, and must not use them at once."""
+    trainer_offloads: bool
+    """Its state lies on the host while the engines sample."""
+
+
 class ServedPolicy:
     """``interfaces.Policy``: the driver's verbs, the handoff with its probe, and turns on shared GPUs.
 
@@ -41,19 +52,17 @@ class ServedPolicy:
         engines: RayEngineControl,
         config: HandoffConfig,
         layout: BatchLayout,
-        takes_turns: bool,
-        offloads: bool,
+        turns: Turns,
     ) -> None:
         """
         Args:
             layout: for the probe's batch.
-            takes_turns: engines and trainer share their devices and must not use them at once.
-            offloads: the trainer's state lies on the host while the engines sample.
+            turns: engines that sleep in their turn are asleep now.
         """
         self._driver = PolicyDriver(lockstep, saver)
         self._sender, self._engines, self._config = sender, engines, config
-        self._takes_turns, self._offloads = takes_turns, offloads
-        self._asleep = False
+        self._turns = turns
+        self._asleep = turns.engines_sleep
         self._away = False
         self._handoffs = 0
         self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.probe_tokens // _PROBE_SEQUENCES))
@@ -75,17 +84,17 @@ class ServedPolicy:
             HandoffMismatch: an engine does not compute what the policy computes.
         """
         started_s = time.perf_counter()
-        self._restore()
+        self._trainers_turn()
         every = self._config.probe_every_steps
         due = every and self._handoffs % every == 0
         expected = self._driver.score(self._probe_batch, 1.0).log_probs if due else None
         scored_s = time.perf_counter()
-        if self._offloads:
+        if self._turns.trainer_offloads:
             self._driver.offload("optimizer", "gradients")
         if self._asleep:
             self._engines.wake_up(["weights"])
         bytes_sent = self._driver.send(version)
-        if self._offloads:
+        if self._turns.trainer_offloads:
             self._driver.offload("parameters")
             self._away = True
         if self._asleep:
@@ -118,7 +127,7 @@ class ServedPolicy:
         self._driver.export_hf(folder)
 
     def _trainers_turn(self) -> None:
-        if self._takes_turns and not self._asleep:
+        if self._turns.engines_sleep and not self._asleep:
             self._engines.sleep()
             self._asleep = True
         self._restore()

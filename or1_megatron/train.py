@@ -57,7 +57,7 @@ from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
-from or1_megatron.served import ServedPolicy
+from or1_megatron.served import ServedPolicy, Turns
 from or1_megatron.types import Problem, Prompt, Sampling
 from or1_megatron.verify.registry import build_verifiers
 
@@ -238,6 +238,9 @@ def lead(config: Config, stop: StopRequested) -> int:
         stack.callback(engines.close)
         rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)
         stack.callback(rollouts.close)
+        if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
+            engines.wait_ready()
+            engines.control(config.handoff.timeout_s).sleep()
         mesh, policy = stack.enter_context(trainer_rank(config))
         saver = CheckpointSaver(
             policy,
@@ -253,10 +256,9 @@ def lead(config: Config, stop: StopRequested) -> int:
         control = engines.control(config.handoff.timeout_s)
         sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
         stack.callback(sender.close)
-        takes_turns = config.rollout.placement == "colocated" and not on_cpu
+        turns = Turns(takes_turns(config), offloads(config))
         layout = batch_layout(config.parallel, policy.hf)
-        offloads = config.parallel.offload == "always" or (takes_turns and config.parallel.offload == "auto")
-        served = ServedPolicy(lockstep, policy, saver, sender, control, config.handoff, layout, takes_turns, offloads)
+        served = ServedPolicy(lockstep, policy, saver, sender, control, config.handoff, layout, turns)
         shown, record = watchers(config, folder, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
@@ -274,6 +276,16 @@ def lead(config: Config, stop: StopRequested) -> int:
         )
         with stopping_in_order(stop):
             return run_loop(config, folder, Loop(loop_config(config, policy, folder), ports), shown)
+
+
+def takes_turns(config: Config) -> bool:
+    """Whether engines and trainer share their devices and must not use them at once. On CPU nobody sleeps."""
+    return config.rollout.placement == "colocated" and torch.cuda.is_available()
+
+
+def offloads(config: Config) -> bool:
+    """Whether the trainer's state lies on the host while the engines sample."""
+    return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
 
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:

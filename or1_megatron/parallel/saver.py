@@ -105,6 +105,8 @@ class CheckpointSaver:
         self._buffers: list[tuple[Box, Tensor]] = []
         self._thread: threading.Thread | None = None
         self._outcome: float | CheckpointError | None = None  # seconds; None: told, or nothing to tell
+        if asynchronous:
+            self._copied()  # memory that is used for the first time is slow: not while the loop waits
 
     # -- the loop's side -----------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ LAYOUTS = [
     "TP2 SP one_pass",
     "PP2 VPP2 one_pass overlap",
 ]
-TIED = ["TP2", "PP2", "PP2 VPP2 distopt", "one_pass overlap", "PP2 one_pass"]
+TIED = ["TP2", "PP2", "PP2 VPP2 distopt", "one_pass overlap", "PP2 one_pass", "PP2 VPP2 one_pass overlap"]
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",

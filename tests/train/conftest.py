@@ -21,7 +21,8 @@ stages:
   - {{name: short, steps: 3, max_response_tokens: 40, prompts_per_step: 8, prompts_per_update: 8, group_size: 4}}
   - {{name: long, steps: 3, max_response_tokens: 64, prompts_per_step: 8, prompts_per_update: 4, group_size: 4}}
 evaluate: {{data: [{{path: {data}/heldout.jsonl}}], every_steps: 3, samples: 2}}
-parallel: {{micro_batch_tokens: 256}} # several micro-batches, so that both pipeline stages have work
+# Several micro-batches, so that both pipeline stages have work; the trainer's state on the host while engines sample.
+parallel: {{micro_batch_tokens: 256, offload: always, head: one_pass}}
 checkpoint: {{every_steps: 1, keep_last: 2}}
 safety: {{dump_steps: [1]}}
 track: {{console: plain}}

@@ -52,14 +52,14 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     assert training.survivors() == []
     assert newest_checkpoint(run) >= 3
 
-    # The newest checkpoint is damaged: to the end from the one before it.
+    # The newest checkpoint is damaged: to the end from the one before it, and on another layout.
     *_, before, stopped_at = checkpoint_steps(run)
     damaged = run / "checkpoints" / f"step_{stopped_at:06d}"
     file = max(damaged.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    training = train(config)
+    training = train(config, "parallel.pipeline=1", "parallel.tensor=2")
     status, output = training.finish()
     assert status == 0, output[-3000:]
     assert f"{file} is corrupt" in output and f"Set aside as {damaged.name}.damaged" in output
