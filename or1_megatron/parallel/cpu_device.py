@@ -61,12 +61,9 @@ class _NoStream:
     def __exit__(self, *exc: object) -> None: ...
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _no_stream(*args: Any, **kwargs: Any) -> _NoStream:
-    return _NoStream()
+def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
+    """A new function at each call: torch's compiler tells what it patches apart by identity."""
+    return lambda *args, **kwargs: value()
 
 
 _CUDA_NAME = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
@@ -92,13 +89,13 @@ def _get_cpu_rng_state(device: Any = None, clone: bool = False, graph_safe: bool
 def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, _answering(lambda: None))
     cuda.Stream = cuda.stream = cuda.device = _NoStream
     for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, _no_stream)
+        setattr(cuda, name, _answering(_NoStream))
     cuda.current_device = lambda: CPU
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
-        setattr(cuda, name, lambda *args, **kwargs: 0)
+        setattr(cuda, name, _answering(lambda: 0))
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = _get_cpu_rng_state
     cuda.set_rng_state = cuda.random.set_rng_state = _set_cpu_rng_state
