@@ -15,7 +15,7 @@ from pathlib import Path
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.check_parity import DEFAULT_LAYOUTS, TOLERANCE, check_parity
+from or1_megatron.check_parity import TOLERANCE, check_parity, default_layouts
 from or1_megatron.config import ModelConfig
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
@@ -24,7 +24,7 @@ KINDS = ("log_prob", "entropy", "loss", "grad_norm", "gradient", "parameters")
 
 
 def main() -> int:
-    layouts = (*DEFAULT_LAYOUTS, *MORE)
+    layouts = (*default_layouts(longest=48), *MORE)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         status = check_parity(ModelConfig(hf=MODEL, dtype="float32"), layouts, Console(), out=out)

@@ -109,7 +109,10 @@ def check_parity(
     layouts: Annotated[
         list[str] | None,
         typer.Option(
-            "--layout", metavar="LAYOUT", help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism."
+            "--layout",
+            metavar="LAYOUT",
+            help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism. Words: TPn PPn VPPn CPn DPn SP "
+            "distopt full selective one_pass overlap overlap_gather layers=3+1 rowsN shuffled; 1 for none.",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",

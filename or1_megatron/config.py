@@ -317,8 +317,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     every_steps: Positive = 10
     asynchronous: bool = True
-    """Copy the state and write the copy while training goes on: the loop waits for the copy alone. It takes host
-    memory, in all 12 bytes per parameter in fp32, 14 in bf16. False: the loop waits until all is on disk."""
+    """Saves are written while training goes on, and hold the loop for a copy of the state only. It takes host memory:
+    12 bytes per parameter in fp32, 14 in bf16, over all ranks, and up to twice that where it is page-locked. False: the
+    loop waits until all is on disk."""
     keep_last: Positive = 2
     keep_best: bool = True
     """Keep the checkpoint with the best evaluation beside the newest."""

@@ -27,7 +27,7 @@ def check_inputs(config: Config) -> None:
     folder.create()
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
-    choose_layers(config.parallel.layers)
+    choose_layers(config.parallel, config.model.dtype)
     check_weight_files(config.model.hf, read_hf_config(config.model.hf))
     train, held_out = read_problems(config)
     for verifier in build_verifiers(config.verify, abilities_of([*train, *held_out])).values():

@@ -61,7 +61,7 @@ def parse_layout(text: str, longest: int) -> Case:
     """``text``: words of ``HELP``, separated by blanks. Rows hold a multiple of ``longest`` unless ``rowsN`` is there.
 
     Raises:
-        LayoutError: an unknown word, or words that do not go together.
+        LayoutError: an unknown word, words that do not go together, or rows too short for the longest sequence.
     """
     values: dict[str, Any] = {"distributed_optimizer": False}
     data, budget = 1, 4 * longest
@@ -79,11 +79,13 @@ def parse_layout(text: str, longest: int) -> Case:
             values["layers_per_stage"] = tuple(int(n) for n in word.removeprefix("layers=").split("+"))
         else:
             raise LayoutError(f"layout '{text}': '{word}' is not known; expected {HELP}")
+    if budget < longest:
+        raise LayoutError(f"layout '{text}': rows of {budget} tokens do not hold the longest sequence, {longest}")
     values["ranks"] = data
     for name in ("tensor", "pipeline", "context"):
         values["ranks"] *= values.get(name, 1)
     try:
-        return Case(text, ParallelConfig(**values, micro_batch_tokens=max(1, budget)), "shuffled" in text.split())
+        return Case(text, ParallelConfig(**values, micro_batch_tokens=budget), "shuffled" in text.split())
     except ValidationError as error:
         raise LayoutError(f"layout '{text}': {'; '.join(e['msg'] for e in error.errors())}") from None
 
@@ -92,20 +94,27 @@ class LayersUnavailable(ValueError):
     """Transformer Engine was asked for where it cannot run."""
 
 
-def choose_layers(asked: Literal["auto", "own", "transformer_engine"]) -> LayerKind:
-    """Transformer Engine's layers on a GPU where it is installed, else ours; what was asked for, if it can run.
+def choose_layers(parallel: ParallelConfig, dtype: str) -> LayerKind:
+    """Transformer Engine's layers for bfloat16 on a GPU where it is installed, else ours; or those asked for.
+
+    Its fast attention refuses float32.
 
     Raises:
-        LayersUnavailable: ``transformer_engine`` without the package or without a CUDA device.
+        LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
-    usable = installed and torch.cuda.is_available()
-    if asked == "transformer_engine" and not usable:
-        lacking = "no CUDA device" if installed else "the package transformer-engine is not installed"
-        raise LayersUnavailable(f"parallel.layers is 'transformer_engine', but {lacking}; set it to auto or own")
-    if asked == "auto":
-        return "transformer_engine" if usable else "own"
-    return asked
+    lacking = "" if torch.cuda.is_available() else "there is no CUDA device"
+    if not installed:
+        lacking = "the package transformer-engine is not installed"
+    if dtype != "bfloat16":
+        lacking = lacking or f"model.dtype is {dtype}, and it wants bfloat16"
+    for key, asked, way_out in (
+        ("layers is 'transformer_engine'", parallel.layers == "transformer_engine", "auto or own"),
+        ("overlap_tensor needs Transformer Engine's layers", parallel.overlap_tensor, "false"),
+    ):
+        if asked and lacking:
+            raise LayersUnavailable(f"parallel.{key}, but {lacking}; set it to {way_out}")
+    return "own" if lacking or parallel.layers == "own" else "transformer_engine"
 
 
 def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:

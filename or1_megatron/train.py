@@ -32,7 +32,7 @@ from or1_megatron.dry_run import plan_run
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Evaluator, Rollouts
-from or1_megatron.layouts import batch_layout
+from or1_megatron.layouts import batch_layout, choose_layers
 from or1_megatron.parallel.agreement import AgreedError
 from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
@@ -223,6 +223,7 @@ def lead(config: Config, stop: StopRequested) -> int:
         keeper = checkpoint_keeper(config, folder)
         keeper.clean()
         plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+        choose_layers(config.parallel, config.model.dtype)
         check_resumable(config, folder)
         keeper.newest_intact()  # before anything is started: it reads all of the checkpoint, and there may be none
         folder.write_config(resolved_yaml(config))

@@ -75,8 +75,13 @@ class TorchEpilogue:
         if of_entropies is not None:
             slope = -of_entropies[:, None] / totals
             bias = bias + slope * (scores.entropies - scores.log_totals)[:, None]
+        if offset is not None:
+            # The logits are at most 0 as they are: what is left to subtract goes into the factors, a pass less.
+            rest = (-shift).exp()
+            bias = bias * rest if slope is None else (bias - slope * shift) * rest
+            slope = None if slope is None else slope * rest
         for part, work in self._parts(logits):
-            z = logits[part].sub_(shift[part])
+            z = logits[part] if offset is not None else logits[part].sub_(shift[part])
             if slope is None:
                 z.exp_().mul_(bias[part])
             else:

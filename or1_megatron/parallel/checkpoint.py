@@ -19,7 +19,7 @@ from or1_megatron.parallel.box_files import read_holdings
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import COMMON, LOOP, RANDOM, CheckpointError, restore_random_state
 from or1_megatron.parallel.sharded_state import holdings, set_optimizer_step
-from or1_megatron.runtime.manifest import CheckpointDamaged, check_manifest
+from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest
 
 
 def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[str, Any]:
@@ -38,7 +38,7 @@ def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[
     if policy.mesh.rank == 0:
         try:
             check_manifest(folder, digests)
-        except CheckpointDamaged as error:
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
             problem = CheckpointError(str(error))
     raise_together(policy.mesh, problem)
     policy.sync_parameters()  # or a gather still under way would undo what is loaded

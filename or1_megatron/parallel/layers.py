@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from or1_megatron.config import ParallelConfig
-from or1_megatron.layouts import LayerKind, LayersUnavailable
+from or1_megatron.layouts import LayerKind
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
+from or1_megatron.rl.packing import BatchLayout
 
 
 class RMSNorm(torch.nn.Module):
@@ -44,18 +45,15 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def start_tensor_overlap(kind: LayerKind, parallel: ParallelConfig, hidden_size: int) -> None:
+def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: TransformerConfig) -> None:
     """Transformer Engine's buffers for overlapping TP communication, of the one row length that they then allow.
 
-    Raises:
-        LayersUnavailable: without Transformer Engine's layers.
+    Once per process: Transformer Engine refuses a second time.
     """
-    if kind != "transformer_engine":
-        raise LayersUnavailable("parallel.overlap_tensor needs Transformer Engine's layers on a GPU; set it to false")
     from transformer_engine.pytorch.module.base import initialize_ub
 
-    row_tokens = parallel.micro_batch_tokens // parallel.context
-    initialize_ub([row_tokens, hidden_size], tp_size=parallel.tensor, bootstrap_backend="nccl")
+    shape = [rows.capacity_tokens // parallel.context, config.hidden_size]
+    initialize_ub(shape, tp_size=parallel.tensor, dtype=config.params_dtype, bootstrap_backend="nccl")
 
 
 def layer_spec(kind: LayerKind, qk_norm: bool) -> tuple[ModuleSpec, Any]:

@@ -71,6 +71,8 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=sub_world.ranks, timeout=timeout)
         return
+    # Rank 0 may have a checkpoint to read and engines to start before it joins. What is inside a verb has a deadline.
+    timeout = max(timeout, datetime.timedelta(hours=4))
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return

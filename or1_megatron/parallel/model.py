@@ -61,7 +61,7 @@ def transformer_config(
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,
             calculate_per_token_loss=True,
-            gradient_accumulation_fusion=kind == "transformer_engine",  # theirs writes main_grad itself
+            gradient_accumulation_fusion=False,
             tp_comm_overlap=parallel.overlap_tensor,
             masked_softmax_fusion=False,
             bias_activation_fusion=False,

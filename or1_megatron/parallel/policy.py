@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.layouts import choose_layers
+from or1_megatron.layouts import batch_layout, choose_layers
 from or1_megatron.parallel.agreement import raise_together
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.layers import start_tensor_overlap
@@ -44,11 +44,11 @@ class MegatronPolicy:
         self.family = family_of(self.hf)
         self.dtype = TORCH_DTYPE[model.dtype]
         self._one_pass = parallel.head == "one_pass"
-        kind = choose_layers(parallel.layers)
+        kind = choose_layers(parallel, model.dtype)
         config = transformer_config(self.hf, self.family, parallel, model.dtype, kind)
         config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_tensor:
-            start_tensor_overlap(kind, parallel, config.hidden_size)
+            start_tensor_overlap(batch_layout(parallel, self.hf), parallel, config)
         chunk_layers = parallel.chunk_layers(self.hf["num_hidden_layers"])
         mine = chunk_layers[mesh.pipeline_rank :: mesh.pipeline]
         self.networks = [

@@ -1,7 +1,8 @@
 """Saving a checkpoint while training goes on: copy the state, write the copy in the background.
 
 ``save`` holds the loop for a copy of the state into host buffers that are kept for the next save. They take 12 bytes
-per parameter in fp32 and 14 in bf16, over all ranks together: what data-parallel ranks hold in common is dealt out
+per parameter in fp32 and 14 in bf16 (page-locked, with CUDA, up to twice that: torch rounds each buffer up to a power
+of two), over all ranks together: what data-parallel ranks hold in common is dealt out
 among them. A thread then writes, and its exchanges with other ranks go over a process group of their own, since those
 of training go on meanwhile.
 
@@ -48,6 +49,7 @@ LOOP = "loop.json"
 RANDOM = "random.pt"
 COMMON = "common.pt"  # what Megatron calls the state that is not sharded
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LAST_WAIT_S = 10.0  # for a save that has been given up
 _NO_ROOM_BYTES = 1 << 20  # with less than this left, a failed write is put down to it
 
 
@@ -104,6 +106,7 @@ class CheckpointSaver:
         self._written_here: list[Holding] | None = None
         self._buffers: list[tuple[Box, Tensor]] = []
         self._thread: threading.Thread | None = None
+        self._overdue = False
         self._outcome: float | CheckpointError | None = None  # seconds; None: told, or nothing to tell
         if asynchronous:
             self._copied()  # memory that is used for the first time is slow: not while the loop waits
@@ -153,7 +156,7 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Let a running save come to its end, before the process group goes."""
-        if (problem := self._ended()) is not None:
+        if (problem := self._ended(_LAST_WAIT_S if self._overdue else None)) is not None:
             log.error("%s", problem)
 
     def __enter__(self) -> Self:
@@ -165,12 +168,13 @@ class CheckpointSaver:
         if kind is None or not issubclass(kind, LockstepError):  # with a rank gone, its part will not come
             self.close()
 
-    def _ended(self) -> CheckpointError | None:
+    def _ended(self, wait_s: float | None = None) -> CheckpointError | None:
         """Wait for the running save, if any; its failure, which rank 0 knows."""
         if self._thread is None:
             return None
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
+        self._thread.join(self._timeout_s if wait_s is None else wait_s)
+        self._overdue = self._thread.is_alive()
+        if self._overdue:
             return CheckpointError(f"the running checkpoint was not written within {self._timeout_s:g} s")
         self._thread = None
         if not isinstance(self._outcome, CheckpointError):

@@ -51,6 +51,7 @@ class Watchdog:
         self._asking_since: float | None = None
         self._raised: str | None = None
         self._beats: dict[int, tuple[bytes, float]] = {}
+        self._looked_s = time.monotonic()
         self._over = threading.Event()
         """The verbs are over, or rank 0's main thread is on its way out: nothing to watch."""
         self._telling = threading.Lock()
@@ -137,8 +138,10 @@ class Watchdog:
         if not keys or not self._store.check(keys):  # some have not begun
             return []
         now = time.monotonic()
+        suspended = now - self._looked_s > 10 * _POLL_S  # this process was: the others may have been, too
+        self._looked_s = now
         for rank, beat in enumerate(self._store.multi_get(keys), start=1):
-            if self._beats.get(rank, (b"", now))[0] != beat:
+            if suspended or self._beats.get(rank, (b"", now))[0] != beat:
                 self._beats[rank] = (beat, now)
         return [rank for rank, (_, since) in self._beats.items() if now - since > min(_SILENT_S, self._deadline_s)]
 
@@ -272,6 +275,8 @@ def _late(verb: str, deadline_s: float) -> str:
 def _lost_a_peer(error: Exception) -> bool:
     """A collective that broke or timed out because of another rank; what gloo and NCCL raise has no type of its own."""
     text = str(error)
+    if type(error).__module__.startswith("or1_megatron."):
+        return False  # an error of ours speaks for itself
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
     )

@@ -115,7 +115,7 @@ def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchL
     if lengths.max() > layout.capacity_tokens:
         raise ValueError(
             f"pack: sample {int(lengths.argmax())} has {lengths.max()} tokens (prompt + response), more than the "
-            f"row's budget of {layout.budget_tokens}; raise parallel.micro_batch_tokens"
+            f"row's budget of {layout.capacity_tokens}; raise parallel.micro_batch_tokens"
         )
 
 

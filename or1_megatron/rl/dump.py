@@ -139,16 +139,12 @@ class DumpStore:
         shutil.rmtree(aside, ignore_errors=True)
 
     def kept(self) -> list[Path]:
-        """All dumps, oldest first."""
-        return sorted((path.parent for path in self.folder.glob(f"step_*/{RECORD}")), key=_age)
+        """All dumps in the order of writing, which is not that of steps where a run went back to a checkpoint."""
+        records = sorted(self.folder.glob(f"step_*/{RECORD}"), key=lambda record: record.stat().st_mtime_ns)
+        return [record.parent for record in records]
 
     def _unasked(self) -> list[Path]:
         return [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
-
-
-def _age(folder: Path) -> tuple[int, int]:
-    _, step, _, update = folder.name.split("_")
-    return int(step), int(update)
 
 
 def write_dump(folder: Path, dump: UpdateDump) -> None:

@@ -25,6 +25,13 @@ class CheckpointDamaged(RuntimeError):
     """A checkpoint's files are not those that were saved; the message names the first that is not."""
 
 
+class CheckpointUnreadable(RuntimeError):
+    """A checkpoint that cannot be judged here and now: the disk does not give it, or another version wrote it.
+
+    No reason to pass it over: it may well be intact.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """What the manifest knows of a file."""
@@ -71,7 +78,8 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
     """Compare every file with the manifest; without ``digests`` only which there are and their sizes, which is quick.
 
     Raises:
-        CheckpointDamaged: the manifest is missing or unreadable, or a file is missing, cut, altered or unreadable.
+        CheckpointDamaged: the manifest or a file is missing, cut or altered.
+        CheckpointUnreadable: one cannot be read, or the manifest is of another format.
     """
     entries = _read(folder / MANIFEST)
     for name, entry in entries.items():
@@ -82,9 +90,9 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes; the manifest says {entry.bytes}")
     if digests:
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            for problem in pool.map(lambda item: _altered(folder / item[0], item[1]), entries.items()):
-                if problem is not None:
-                    raise CheckpointDamaged(problem)
+            for file, same in pool.map(lambda item: _compared(folder / item[0], item[1]), entries.items()):
+                if not same:
+                    raise CheckpointDamaged(f"{file} is corrupt: its sha256 is not the one in the manifest")
 
 
 def _read(manifest: Path) -> dict[str, FileEntry]:
@@ -92,22 +100,23 @@ def _read(manifest: Path) -> dict[str, FileEntry]:
         raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
     try:
         content = json.loads(manifest.read_text())
-        if content["format"] != FORMAT:
-            raise CheckpointDamaged(
-                f"{manifest} says format {content['format']}; this version of or1_megatron reads format {FORMAT}: "
-                "go on with the version that wrote it, or start from its exported model"
-            )
-        return {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{manifest} cannot be read ({error!r})") from error
-
-
-def _altered(file: Path, entry: FileEntry) -> str | None:
-    """Why the file is not the one that was saved, if it is not."""
-    try:
-        found = entry_of(file)
+        written_as = content["format"]
+        files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
     except OSError as error:
-        return f"{file} cannot be read ({error})"
-    if found != entry:
-        return f"{file} is corrupt: its sha256 is not the one in the manifest"
-    return None
+        raise CheckpointUnreadable(f"{manifest} cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{manifest} is not what was written ({error!r})") from error
+    if written_as != FORMAT:
+        raise CheckpointUnreadable(
+            f"{manifest} says format {written_as}; this version of or1_megatron reads format {FORMAT}: "
+            "go on with the version that wrote it, or start from its exported model"
+        )
+    return files
+
+
+def _compared(file: Path, entry: FileEntry) -> tuple[Path, bool]:
+    """(the file, whether it is the one that was saved). Raises CheckpointUnreadable."""
+    try:
+        return file, entry_of(file) == entry
+    except OSError as error:
+        raise CheckpointUnreadable(f"{file} cannot be read ({error})") from error

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,6 +216,7 @@ class CheckpointKeeper:
 
         Raises:
             CheckpointDamaged: there are checkpoints, and none is intact. All are left as they are.
+            CheckpointUnreadable: the newest that is not damaged cannot be read now, or is of another format.
         """
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
@@ -305,4 +307,5 @@ class CheckpointKeeper:
             # Renamed first: a deletion that is killed half-way must not look like a checkpoint.
             doomed = path.with_name(path.name + PARTIAL_SUFFIX)
             os.replace(path, doomed)
-            shutil.rmtree(doomed)
+            # Hundreds of gigabytes take a while to go; what a killed run leaves of them, ``clean`` removes.
+            threading.Thread(target=shutil.rmtree, args=(doomed, True), name="checkpoint-deletion").start()

@@ -19,7 +19,7 @@ import ranks
 from checkpoint_worker import STATE
 
 from or1_megatron.parallel.sharded_state import boxes_of
-from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, check_manifest
+from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
 
 FLOAT32 = [
     {"tensor": 2},
@@ -145,7 +145,7 @@ def test_cut_and_missing_files_are_named(told: Any, scratch: Path, tmp_path: Pat
     with pytest.raises(CheckpointDamaged, match=r"loop\.json is missing"):
         check_manifest(copy)
     (copy / MANIFEST).write_text('{"format": 1, "files": {}}')
-    with pytest.raises(CheckpointDamaged, match="format 1; this version of or1_megatron reads format 2"):
+    with pytest.raises(CheckpointUnreadable, match="format 1; this version of or1_megatron reads format 2"):
         check_manifest(copy)
     (copy / MANIFEST).unlink()
     with pytest.raises(CheckpointDamaged, match="not finished"):

@@ -133,7 +133,7 @@ def test_mixtures_equal_transformers(tiny_qwen2: Path, tmp_path: Path) -> None:
 
 def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: Path) -> None:
     """bf16 passes at its own bounds; held to a thousandth of them it fails, and the status and the lines say so."""
-    layouts = named(["TP2 SP", "PP2"])
+    layouts = named(["TP2 SP", "PP2", "PP2"])
     status, printed, rows = check_parity(
         tiny_qwen2, tmp_path / "out.json", "--dtype", "bfloat16", "--tolerance", "1e-3", *layouts
     )
@@ -155,6 +155,7 @@ def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen
         "VPP2": "needs pipeline > 1",
         "SP": "sequence needs tensor > 1",
         "TQ2": "'TQ2' is not known",
+        "rows40": "rows of 40 tokens do not hold the longest sequence, 48",
     }.items():
         with pytest.raises(LayoutError, match=re.escape(expected)):
             measure_layouts(model, [layout], Console())
@@ -189,7 +190,7 @@ def own_reference(folder: Path, samples: list[Sample]) -> tuple[list[torch.Tenso
 def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
-    numbers = transformers_numbers(network, samples)
+    numbers = transformers_numbers(network, samples, "float32")
     log_probs, gradient = own_reference(tiny_qwen2, samples)
     for found, expected in zip(numbers.log_probs, log_probs, strict=True):
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
@@ -219,6 +220,9 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
     assert (found.gradient, found.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
     said = list(beyond(found, "float32", 1.0))
     assert [line.split(" differs")[0] for line in said] == ["loss", "gradient of b"]
+    unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])
+    whole = numbers(log_probs=[np.zeros(2, np.float32), np.zeros(1, np.float32)])
+    assert next(beyond(compare(unscored, whole), "float32", 1.0)).startswith("log-prob differs by nan")
     broken = numbers(moved={"a": torch.full((4,), float("nan")), "b": torch.ones(4)})
     assert "3 steps of a differs by inf" in next(beyond(compare(broken, numbers()), "float32", 1.0))
 
@@ -233,5 +237,5 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
     advantages = [sample.advantage for sample in samples]
     assert min(advantages) < 0 < max(advantages)
-    assert not objective().on_policy and objective().entropy_coefficient > 0
+    assert not objective("float32").on_policy and objective("float32").entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)

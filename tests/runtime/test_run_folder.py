@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ def make_checkpoint(keeper: CheckpointKeeper, step: int, manifest: bool = True) 
 
 
 def names(folder: Path) -> list[str]:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint-deletion":
+            thread.join()
     return sorted(path.name for path in folder.iterdir())
 
 
