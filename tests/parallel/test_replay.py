@@ -50,9 +50,11 @@ def replayed(dump: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_bad_update_is_skipped_on_all_ranks_and_leaves_no_bit_changed(made: tuple[Path, Any]) -> None:
-    """An infinite loss with finite gradients, a finite loss with a gradient that is not, and an infinite advantage."""
-    seen = made[1]
+@pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2"])
+def test_a_bad_update_is_skipped_on_all_ranks_and_leaves_no_bit_changed(layout: str, made: tuple[Path, Any]) -> None:
+    """An infinite loss with finite gradients, a finite loss with a gradient that is not, and an infinite advantage;
+    at DP2 only one of the ranks sees that."""
+    seen = made[1][layout]
     assert not seen["good"] and not seen["again"] and seen["moved"]
     assert {name: (skipped, unchanged) for name, (skipped, _, _, unchanged) in seen["seen"].items()} == {
         "loss": (True, True),
@@ -92,7 +94,7 @@ def test_a_bad_update_is_reproduced_in_one_process(made: tuple[Path, Any]) -> No
 
 def test_a_bad_update_is_dumped(made: tuple[Path, Any]) -> None:
     dump = made[0] / "step_000008_update_1"
-    assert f"or1 replay {dump}" in made[1]["told"][0]
+    assert f"or1 replay {dump}" in made[1]["TP2 SP"]["told"][0]
     found = read_dump(dump)
     assert found.report.skipped and float("inf") in [sample.advantage for sample in found.samples]
     assert (dump / "weights" / "config.json").is_file()

@@ -20,7 +20,7 @@ from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, Sa
 from or1_megatron.interfaces import Objective
 from or1_megatron.layouts import batch_layout
 from or1_megatron.parallel.lockstep import Lockstep
-from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
@@ -129,13 +129,17 @@ def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: A
     return {"good": good.skipped, "seen": seen, "again": again.skipped, "moved": gather() != before}
 
 
-def main() -> None:
-    out, model, dumps = (Path(argument) for argument in sys.argv[1:4])
-    torch.set_num_threads(1)
-    start_process_group(60)
-    parallel = ParallelConfig(ranks=2, tensor=2, sequence=True, micro_batch_tokens=64)
+LAYOUTS = {
+    "DP2": ParallelConfig(ranks=2, micro_batch_tokens=64),  # the poisoned sample is on one replica alone
+    "CP2": ParallelConfig(ranks=2, context=2, head="one_pass", distributed_optimizer=False, micro_batch_tokens=64),
+    "TP2 SP": ParallelConfig(ranks=2, tensor=2, sequence=True, micro_batch_tokens=64),
+}
+"""The last one's updates are dumped."""
+
+
+def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | None) -> dict[str, Any]:
+    """Bad updates at one layout; rank 0 returns what came of them, and dumps two updates where a folder is given."""
     mesh = build_mesh(parallel, seed=1)
-    config = ModelConfig(hf=model, dtype="float32")
     policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
 
     def digests(shared: Any, mine: Any) -> list[str]:
@@ -152,22 +156,36 @@ def main() -> None:
     lockstep = Lockstep(mesh, verbs, 60)
     if mesh.rank > 0:
         lockstep.serve()
-    else:
-        layout = batch_layout(parallel, policy.hf)
-        plain = samples()
-        bad = [*plain[:3], replace(plain[3], advantage=math.inf), plain[4]]
-        batch, poisoned = pack(plain, layout), pack(bad, layout)
-        everywhere = Everywhere(lockstep)
-        result = bad_updates(everywhere, batch, poisoned, lambda: lockstep.call("digests"))
+        return {}
+    layout = batch_layout(parallel, policy.hf)
+    plain = samples()
+    bad = [*plain[:3], replace(plain[3], advantage=math.inf), plain[4]]
+    batch, poisoned = pack(plain, layout), pack(bad, layout)
+    everywhere = Everywhere(lockstep)
+    result = bad_updates(everywhere, batch, poisoned, lambda: lockstep.call("digests"))
+    if dumps is not None:
         context = {"model": config.model_dump(mode="json"), "parallel": parallel.model_dump(mode="json")}
-        store = DumpStore(dumps, 2, context)
         told: list[str] = []
-        guard = UpdateGuard(SafetyConfig(dump_steps=(7,)), everywhere, store, told.append)  # type: ignore[arg-type]  # the three methods that it uses
+        guard = UpdateGuard(SafetyConfig(dump_steps=(7,)), everywhere, DumpStore(dumps, 2, context), told.append)  # type: ignore[arg-type]  # the three methods that it uses
         guard.update(SgdStep(7, 0, batch, LOSS))
         guard.update(SgdStep(8, 1, poisoned, LOSS))
-        out.write_text(json.dumps(result | {"told": told}))
-        lockstep.close()
-    stop_process_group()
+        result["told"] = told
+    lockstep.close()
+    return result
+
+
+def main() -> None:
+    out, model, dumps = (Path(argument) for argument in sys.argv[1:4])
+    torch.set_num_threads(1)
+    store, rank, _ = next(torch.distributed.rendezvous("env://"))
+    config = ModelConfig(hf=model, dtype="float32")
+    results = {}
+    for name, parallel in LAYOUTS.items():
+        start_process_group(60, SubWorld(parallel.ranks, store, name))
+        results[name] = serve_or_lead(parallel, config, dumps if name == "TP2 SP" else None)
+        stop_process_group()
+    if rank == 0:
+        out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
