@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
+from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.table import Experts
 
 Device = Literal["cpu", "cuda"]
 
@@ -36,6 +38,7 @@ class Shape:
     vocab: int
     positions: int
     tied: bool
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
@@ -51,19 +54,38 @@ class Shape:
             vocab=hf["vocab_size"],
             positions=hf["max_position_embeddings"],
             tied=bool(hf.get("tie_word_embeddings", False)),
+            experts=experts_of(hf),
         )
 
     @property
     def parameters(self) -> int:
-        """Weights of embedding, output, attention, gated MLP and norms; biases are left out (below 0.1%)."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
+        """Weights of embedding, output, attention, gated MLPs, routers and norms; biases are left out (below 0.1%)."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self._decoder(whole=True)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all weights, those of routed experts."""
+        if self.experts is None:
+            return 0
+        return len(self.experts.layers) * self.experts.count * 3 * self.hidden * self.experts.intermediate
 
     @property
     def multiplied_weights(self) -> int:
-        """Weights that multiply every token: all but an input embedding of its own; a tied one is the output layer."""
-        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
+        """Weights that multiply every token: all but an input embedding of its own (a tied one is the output layer) and
+        the experts that do not compute it."""
+        return self.vocab * self.hidden + self._decoder(whole=False)
+
+    def _decoder(self, whole: bool) -> int:
+        """Weights of all layers and the last norm; of experts, all (``whole``) or those that compute one token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        every = self.layers * (attention + 2 * self.hidden) + self.hidden
+        if self.experts is None:
+            return every + self.layers * 3 * self.hidden * self.intermediate
+        experts, sparse = self.experts, len(self.experts.layers)
+        width = (experts.count if whole else experts.chosen) * experts.intermediate + (experts.shared or 0)
+        router = self.hidden * experts.count
+        dense = (self.layers - sparse) * 3 * self.hidden * self.intermediate
+        return every + dense + sparse * (3 * self.hidden * width + router)
 
     @property
     def attention_width(self) -> int:
@@ -211,20 +233,44 @@ def _longest(config: Config, stage: StageConfig) -> int:
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
     """Why a model of this shape cannot be cut so; nothing when it can."""
     tensor = parallel.tensor
-    for name, count in (
-        ("num_attention_heads", shape.heads),
-        ("num_key_value_heads", shape.kv_heads),
-        ("intermediate_size", shape.intermediate),
-    ):
+    experts = shape.experts
+    divided = [("num_attention_heads", shape.heads)]
+    if experts is None or len(experts.layers) < shape.layers:
+        divided.append(("intermediate_size", shape.intermediate))
+    if experts is not None:
+        divided.append(("moe_intermediate_size", experts.intermediate))
+    for name, count in divided:
         if count % tensor:
             yield (
                 f"parallel.tensor = {tensor} does not divide the model's {name} = {count}; "
                 f"tensor sizes that do: {_divisors(count)}"
             )
+    # Of fewer key/value heads than TP ranks Megatron cuts the weight all the same, within heads, and gathers the
+    # activations before attention, so that the ranks which share a head compute with the same one.
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        yield (
+            f"parallel.tensor = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} nor is a "
+            f"multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
+        )
+    yield from _expert_conflicts(parallel, experts)
     try:
         parallel.chunk_layers(shape.layers)
     except ValueError as error:
         yield str(error)
+
+
+def _expert_conflicts(parallel: ParallelConfig, experts: Experts | None) -> Iterator[str]:
+    if experts is None:
+        if parallel.expert > 1:
+            yield f"parallel.expert = {parallel.expert}, but the model has no experts; set it to 1"
+        return
+    if experts.count % parallel.expert:
+        yield (
+            f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts; sizes that do: "
+            f"{_divisors(experts.count)}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield "parallel.tensor > 1 needs parallel.sequence=true for a mixture of experts: Megatron trains it only so"
 
 
 def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
@@ -352,11 +398,19 @@ def _kv_tokens(config: Config, shape: Shape) -> int | None:
 def _state_bytes(config: Config, shape: Shape) -> int:
     """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP."""
     parallel = config.parallel
-    weights = _ceil(shape.parameters, parallel.tensor * parallel.pipeline)
+    model_parallel = parallel.tensor * parallel.pipeline
     own = _BYTES[config.model.dtype] + 4
     optimizer = 8 + (4 if config.model.dtype == "bfloat16" else 0)
-    cut = parallel.data * parallel.context if parallel.distributed_optimizer else 1
-    return weights * own + _ceil(weights * optimizer, cut)
+    replicas = parallel.data * parallel.context
+    total = 0
+    for parameters, spread in (
+        (shape.parameters - shape.expert_parameters, 1),
+        (shape.expert_parameters, parallel.expert),
+    ):
+        weights = _ceil(parameters, model_parallel * spread)
+        total += weights * own
+        total += _ceil(weights * optimizer, replicas // spread if parallel.distributed_optimizer else 1)
+    return total
 
 
 def _ceil(value: int, by: int) -> int:

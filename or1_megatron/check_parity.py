@@ -13,8 +13,8 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -244,7 +244,23 @@ def transformers_numbers(network: Any, samples: Sequence[Sample], dtype: str) ->
     """The reference; trains ``network``."""
     device = next(network.parameters()).device
     parameters = dict(network.named_parameters())
-    return reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype))
+    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype))
+    return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
+
+
+def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names in HF's files, where each expert has tensors of its own: transformers joins a layer's in memory."""
+    named = {}
+    for name, tensor in tensors.items():
+        prefix, joined, last = name.partition(".experts.")
+        if not joined:
+            named[name] = tensor
+            continue
+        for expert, of_expert in enumerate(tensor):
+            parts = of_expert.chunk(2) if last == "gate_up_proj" else (of_expert,)
+            for kind, part in zip(last.removesuffix("_proj").split("_"), parts, strict=True):
+                named[f"{prefix}.experts.{expert}.{kind}_proj.weight"] = part
+    return named
 
 
 def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) -> Numbers | None:
@@ -259,12 +275,38 @@ def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) 
         stop_process_group()
 
 
-def _record(model: ModelConfig, task: dict[str, Any], probe: Path) -> Numbers:
+def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> Numbers:
     """Write the probe, and compute the reference's numbers for it."""
     network = load_network(model)
     samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
     probe.write_bytes(pickle.dumps(samples))
     return transformers_numbers(network, samples, model.dtype)
+
+
+def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Row]:
+    """One rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
+
+    Args:
+        task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, ``tolerance``.
+        folder: one for each task and store; the probe goes there.
+        store: of all ranks.
+    """
+    model, probe = ModelConfig(**task["model"]), folder / "probe.pickle"
+    expected = _record(model, task, probe) if rank == 0 else None
+    for number, name in enumerate(task["layouts"]):
+        case = parse_layout(name, task["longest"])
+        if rank >= case.parallel.ranks:
+            continue
+        try:
+            found = _measure_case(case, model, probe, SubWorld(case.parallel.ranks, store, f"{folder}/{number}"))
+        except Exception as error:
+            error.add_note(f"layout '{name}', rank {rank}")
+            raise
+        if expected is None or found is None:
+            continue
+        difference = compare(found, expected)
+        words = tuple(beyond(difference, model.dtype, task["tolerance"]))
+        yield Row(name, found.micro_batches, difference, words)
 
 
 def main() -> int:
@@ -274,28 +316,16 @@ def main() -> int:
     parser.add_argument("found", type=Path)
     arguments = parser.parse_args()
     task = json.loads(arguments.task.read_text())
-    model = ModelConfig(**task["model"])
     torch.set_num_threads(1)
     store, rank, _ = next(dist.rendezvous("env://"))
-    probe = arguments.task.with_name("probe.pickle")
-    expected = _record(model, task, probe) if rank == 0 else None
     rows: list[Row] = []
-    for number, name in enumerate(task["layouts"]):
-        case = parse_layout(name, task["longest"])
-        if rank >= case.parallel.ranks:
-            continue
-        try:
-            found = _measure_case(case, model, probe, SubWorld(case.parallel.ranks, store, f"layout/{number}"))
-        except Exception:
-            print(f"layout '{name}', rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            return 1
-        if expected is None or found is None:
-            continue
-        difference = compare(found, expected)
-        rows.append(
-            Row(name, found.micro_batches, difference, tuple(beyond(difference, model.dtype, task["tolerance"])))
-        )
-        arguments.found.write_text(json.dumps([asdict(row) for row in rows]))
+    try:
+        for row in measure_on_ranks(task, arguments.task.parent, store, rank):
+            rows.append(row)
+            arguments.found.write_text(json.dumps([asdict(row) for row in rows]))
+    except Exception:
+        print(traceback.format_exc(), file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

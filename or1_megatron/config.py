@@ -172,6 +172,8 @@ class ParallelConfig(Section):
     the first and last stages also hold the embedding and the head."""
     context: Positive = 1
     """Context parallelism: every sequence is cut zig-zag over this many ranks."""
+    expert: Positive = 1
+    """Expert parallelism: each layer's experts are spread over this many of the context- and data-parallel ranks."""
     sequence: bool = False
     """Sequence parallelism within the tensor-parallel group."""
     distributed_optimizer: bool = True
@@ -206,6 +208,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"parallel: ranks = {self.ranks} is not a multiple of tensor * pipeline * context = "
                 f"{self.tensor} * {self.pipeline} * {self.context} = {model_parallel}"
+            )
+        if (self.context * self.data) % self.expert:
+            raise ValueError(
+                f"parallel: expert = {self.expert} does not divide context * data parallelism = {self.context} * "
+                f"{self.data}; experts are spread over these ranks"
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel: sequence needs tensor > 1 (sequence parallelism splits within the TP group)")

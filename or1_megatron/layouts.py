@@ -21,7 +21,7 @@ from or1_megatron.rl.packing import BatchLayout, SequenceCost
 
 LayerKind = Literal["own", "transformer_engine"]
 
-_SIZES: Final = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context"}
+_SIZES: Final = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "EP": "expert"}
 _WORDS: Final[dict[str, dict[str, Any]]] = {
     "1": {},
     "SP": {"sequence": True},
@@ -34,7 +34,7 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
     "shuffled": {},
 }
 HELP: Final = (
-    "TPn PPn VPPn CPn DPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
+    "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
     "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); 1 for none of them"
 )
 
@@ -66,7 +66,7 @@ def parse_layout(text: str, longest: int) -> Case:
     values: dict[str, Any] = {"distributed_optimizer": False}
     data, budget = 1, 4 * longest
     for word in text.split():
-        sized = re.fullmatch(r"(TP|PP|VPP|CP|DP|rows)(\d+)", word)
+        sized = re.fullmatch(r"(TP|PP|VPP|CP|DP|EP|rows)(\d+)", word)
         if word in _WORDS:
             values |= _WORDS[word]
         elif sized and sized[1] == "DP":

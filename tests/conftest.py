@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests of several packages share the engines of engine_fixtures
-pytest_plugins = ["engine_fixtures"]
+sys.path.insert(0, str(Path(__file__).parent))  # what tests of several packages share
+pytest_plugins = ["engine_fixtures", "tiny_models"]
 
 # Before anything imports torch or a tokenizer: the cores are shared with subprocesses that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

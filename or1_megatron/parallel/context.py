@@ -74,10 +74,13 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
     return ContextShard(held.to(device), to_row_order.to(device), tuple(spans))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
     """[t, N, D] of attention, from query [t, N, D] and this rank's key and value [t, G, D].
 
     The gradient of keys and values is summed over the ranks on its way back (reduce-scatter).
+
+    Args:
+        scale: what q . k is multiplied with; 1 / sqrt(D) when None.
     """
     mine = torch.cat((key, value), dim=1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
@@ -87,6 +90,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard) -> Te
         q, k, v = query[span.query], keys[span.key], values[span.key]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
         mask = causal_lower_right(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)

@@ -41,7 +41,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream on which everything has already happened; also the context of one, or of a device."""
+    """A stream on which everything has already happened; also its events, and the context of one, or of a device."""
 
     cuda_stream = 0
 
@@ -53,7 +53,8 @@ class _NoStream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: object = None) -> None: ...
+    def record_event(self, event: object = None) -> _NoStream:
+        return self
 
     def __enter__(self) -> _NoStream:
         return self
@@ -112,8 +113,17 @@ def _patch_tensor() -> None:
 def _skip_compilation() -> None:
     """Megatron compiles small functions at import; on CPU that costs seconds and a C++ compiler, and gains nothing."""
     from megatron.core.jit import disable_jit_fuser
+    from megatron.core.transformer.moe.router import TopKRouter
 
     disable_jit_fuser()
+    # Importing that switch has already compiled one of them.
+    compiled: Any = TopKRouter._apply_expert_bias
+    TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The expert dispatcher's counts of tokens; Megatron makes arrays only of those that it finds on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def install_without_cuda() -> bool:
@@ -127,7 +137,9 @@ def install_without_cuda() -> bool:
         _patch_tensor()
         _CudaMeansCpu().__enter__()
         import megatron.core.tensor_parallel.random as megatron_random
+        import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
+        megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
         megatron_random._set_cuda_rng_state = _set_cpu_rng_state
         megatron_random._get_cuda_rng_state = _get_cpu_rng_state
         _installed = True

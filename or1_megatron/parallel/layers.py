@@ -15,6 +15,9 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -56,17 +59,30 @@ def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: Tr
     initialize_ub(shape, tp_size=parallel.tensor, dtype=config.params_dtype, bootstrap_backend="nccl")
 
 
-def layer_spec(kind: LayerKind, qk_norm: bool) -> tuple[ModuleSpec, Any]:
-    """(one decoder layer, the norm after the last)."""
+def layer_spec(kind: LayerKind, qk_norm: bool, experts: bool = False) -> tuple[ModuleSpec, Any]:
+    """(one decoder layer, dense or with a mixture of experts; the norm after the last)."""
     if kind == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
         attention = _transformer_engine_attention()
-        return _spec(TEColumnParallelLinear, TERowParallelLinear, TENorm, attention, qk_norm), TENorm
-    return _spec(ColumnParallelLinear, RowParallelLinear, RMSNorm, PackedCausalAttention, qk_norm), RMSNorm
+        mlp = _mlp(TEColumnParallelLinear, TERowParallelLinear, experts)
+        return _spec(TEColumnParallelLinear, TERowParallelLinear, TENorm, attention, qk_norm, mlp), TENorm
+    mlp = _mlp(ColumnParallelLinear, RowParallelLinear, experts)
+    return _spec(ColumnParallelLinear, RowParallelLinear, RMSNorm, PackedCausalAttention, qk_norm, mlp), RMSNorm
 
 
-def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool) -> ModuleSpec:
+def _mlp(column: Any, row: Any, experts: bool) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    if not experts:
+        return ModuleSpec(module=MLP, submodules=linears)
+    if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine Megatron 0.16.1 reads it unset
+        moe_utils.te_general_gemm = None
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears))
+    )
+
+
+def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool, mlp: ModuleSpec) -> ModuleSpec:
     head_norm = norm if qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -85,7 +101,7 @@ def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool) -> Mo
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

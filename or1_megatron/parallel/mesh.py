@@ -35,6 +35,9 @@ class Mesh:
     """The ranks that share this rank's data-parallel index, over gloo; its first rank receives their micro-batches."""
     replica_leaders: tuple[int, ...]
     """Global rank of each replica's first rank, by data-parallel index."""
+    expert_rank: int = 0
+    expert: int = 1
+    """Ranks over which a layer's experts are spread; they lie within the context- and data-parallel ranks."""
 
     @property
     def first_stage(self) -> bool:
@@ -103,6 +106,8 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
             pipeline_model_parallel_size=config.pipeline,
             virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
             context_parallel_size=config.context,
+            expert_model_parallel_size=config.expert,
+            expert_tensor_parallel_size=config.tensor,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=True,
         )
@@ -122,6 +127,8 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
         control=control,
         replica=replica,
         replica_leaders=leaders,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert=config.expert,
     )
 
 

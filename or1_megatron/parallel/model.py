@@ -6,6 +6,7 @@ what is left by TP between layers.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from or1_megatron.layouts import LayerKind
 from or1_megatron.parallel.layers import layer_spec
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
+from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.table import ModelFamily
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,6 +33,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's description of the model that ``hf`` (an HF config.json) describes."""
     params_dtype = TORCH_DTYPE[dtype]
+    _, sharper = rope_frequencies(hf)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -40,6 +43,8 @@ def transformer_config(
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=family.head_dim(hf),
+            # Rotated queries and keys times a factor each are their product times its square.
+            softmax_scale=None if sharper == 1.0 else sharper**2 / math.sqrt(family.head_dim(hf)),
             normalization="RMSNorm",
             layernorm_epsilon=hf["rms_norm_eps"],
             gated_linear_unit=True,
@@ -73,11 +78,33 @@ def transformer_config(
             overlap_p2p_comm=parallel.virtual_pipeline > 1,
             recompute_granularity=None if parallel.recompute == "none" else parallel.recompute,
             # Without Transformer Engine Megatron's checkpointed norms do not run.
-            recompute_modules=["mlp"] if kind == "own" else ["mlp", "layernorm"],
+            recompute_modules=["mlp", "moe"] if kind == "own" else ["mlp", "moe", "layernorm"],
             recompute_method="uniform" if parallel.recompute == "full" else None,
             recompute_num_layers=1 if parallel.recompute == "full" else None,
             deallocate_pipeline_outputs=False,
+            **_experts_config(hf, family, parallel),
         )
+
+
+def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
+    """Of a mixture of experts; nothing for a dense model. No auxiliary loss: the objective is the only one."""
+    experts = family.experts(hf)
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.chosen,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(hf["num_hidden_layers"])],
+        # The softmax over the chosen alone is the softmax over all, scaled to sum to one.
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.tensor,
+    }
 
 
 def _uneven_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | None:
@@ -115,10 +142,15 @@ class PolicyModel(GPTModel):
     ) -> None:
         chunks = config.virtual_pipeline_model_parallel_size or 1
         self_layers = range(config.num_layers) if layers is None else layers
-        layer, norm = layer_spec(kind, family.qk_norm)
+        dense, norm = layer_spec(kind, family.qk_norm)
+        experts = family.experts(hf)
+        sparse = dense if experts is None else layer_spec(kind, family.qk_norm, experts=True)[0]
+        with_experts = () if experts is None else experts.layers
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * len(self_layers), layer_norm=norm),
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[sparse if layer in with_experts else dense for layer in self_layers], layer_norm=norm
+            ),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=mesh.first_stage and index == 0,
@@ -126,9 +158,8 @@ class PolicyModel(GPTModel):
             vp_stage=index if chunks > 1 else None,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
             position_embedding_type="rope",
-            rotary_base=family.rope_base(hf),
         )
-        self.rotary_pos_emb = PackedRotary(family.head_dim(hf), family.rope_base(hf))
+        self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0])
         self.true_vocab_size = int(hf["vocab_size"])
         self.layers = self_layers
 

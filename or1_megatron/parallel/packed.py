@@ -111,10 +111,10 @@ class PackedRotary(torch.nn.Module):
     Stands in for Megatron's RotaryEmbedding, whose two calls it answers with the row's own positions.
     """
 
-    def __init__(self, head_dim: int, base: float) -> None:
+    def __init__(self, frequencies: Tensor) -> None:
+        """``frequencies``: [D/2] fp32 radians per token (``weights.rope``)."""
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-        self.register_buffer("inverse_frequency", 1.0 / (base**exponent), persistent=False)  # [D/2]
+        self.register_buffer("inverse_frequency", frequencies, persistent=False)
         self.inverse_frequency: Tensor
 
     def get_rotary_seq_len(
@@ -136,8 +136,12 @@ class PackedCausalAttention(torch.nn.Module):
     causality hides them from every real token.
     """
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any
+    ) -> None:
+        """``softmax_scale``: what q . k is multiplied with; 1 / sqrt(D) when None."""
         super().__init__()
+        self.softmax_scale = softmax_scale
 
     def forward(
         self,
@@ -153,13 +157,13 @@ class PackedCausalAttention(torch.nn.Module):
             raise ValueError("PackedCausalAttention needs packed_seq_params (a PackedRow); got None")
         tokens, _, heads, head_dim = query.shape
         if packed_seq_params.shard is not None:
-            out = attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.shard)
+            out = attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.shard, self.softmax_scale)
             return out.reshape(tokens, 1, heads * head_dim)
         grouped = key.shape[2] != heads
         outputs = []
         for bucket in packed_seq_params.buckets:
             q, k, v = (x[:, 0].index_select(0, bucket.gather.flatten()) for x in (query, key, value))
             q, k, v = (x.unflatten(0, bucket.gather.shape).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
             outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells))
         return torch.cat(outputs).index_select(0, packed_seq_params.unsort).reshape(tokens, 1, heads * head_dim)

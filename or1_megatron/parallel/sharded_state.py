@@ -103,6 +103,8 @@ class _Place:
     shards: tuple[ShardedTensor, ...]  # their data are views of one meta tensor of the parameter's shape
     replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that would write a replicated tensor
     count: int
+    of_expert: bool
+    """Its DP replicas are then fewer than the dense parameters': those of its own experts."""
 
     def boxes(self, first: int, last: int, prefix: str = "") -> tuple[Box, ...]:
         """The elements [first, last) of the parameter, flattened; ``start`` counts from ``first``."""
@@ -163,7 +165,8 @@ def _places(policy: MegatronPolicy) -> dict[torch.nn.Parameter, _Place]:
             described = replace(entry, data=blank)
             built = described.build() if isinstance(entry, ShardedTensorFactory) else described
             shards = built if isinstance(built, list) else list(built.values()) if isinstance(built, dict) else [built]
-            places[entry.data] = _Place(entry.key, tuple(shards), tuple(entry.replica_id), blank.numel())
+            is_spread = not getattr(entry.data, "allreduce", True)  # Megatron's mark on experts under EP
+            places[entry.data] = _Place(entry.key, tuple(shards), tuple(entry.replica_id), blank.numel(), is_spread)
     missing = [
         name for network in policy.networks for name, parameter in network.named_parameters() if parameter not in places
     ]
@@ -179,6 +182,8 @@ class _Shared:
         self._load = [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def holding(self, tensor: Callable[[], Tensor], boxes: tuple[Box, ...], place: _Place) -> Holding:
+        if place.of_expert:
+            return Holding(tensor, boxes, not any(place.replica), place.may_differ)
         writer = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[writer] += place.count
         mine = not any(place.replica[:2]) and writer == self._rank

@@ -62,8 +62,11 @@ class ShardedWeights:
             chunk_layers: the layers of every chunk of the whole model, in its order (``ParallelConfig.chunk_layers``).
         """
         self._hf, self._mesh = hf, mesh
+        experts = family.experts(hf)
+        self._local_experts = 0 if experts is None else experts.count // mesh.expert
+        self._first_expert = mesh.expert_rank * self._local_experts
         self._parameters = {
-            _named_in_model(name, model.layers): parameter
+            _named_in_model(name, model.layers, self._first_expert): parameter
             for model in models
             for name, parameter in model.named_parameters()
         }
@@ -84,10 +87,18 @@ class ShardedWeights:
             return self._stage_of_layer[int(parts[2])]
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
+    def _source(self, row: Row) -> int:
+        """The first rank that holds a row's first part; the TP ranks with the other parts follow it.
+
+        Megatron orders ranks TP, CP, DP, PP; experts lie TP, EP, the rest of CP and DP, PP.
+        """
+        stage = self._stage(row) * (self._mesh.world // self._mesh.pipeline)
+        return stage if row.expert is None else stage + row.expert // self._local_experts * self._mesh.tensor
+
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
-        """The rows that this rank's stage holds, with its shard of each."""
+        """The rows that this rank's stage holds (of experts, its own), with its shard of each."""
         for row in self._rows:
-            if self._stage(row) == self._mesh.pipeline_rank:
+            if self._stage(row) == self._mesh.pipeline_rank and row.megatron in self._parameters:
                 yield row, self._parameters[row.megatron]
 
     def mark_cut_parameters(self) -> None:
@@ -144,19 +155,18 @@ class ShardedWeights:
         """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
         shapes = {name: shape for name, _, shape in self.metadata()}
         for row in self._rows:
-            stage = self._stage(row)
-            holds = stage == self._mesh.pipeline_rank and self._mesh.data_rank == 0 and self._mesh.context_rank == 0
+            source = self._source(row)
+            holds = source <= self._mesh.rank < source + self._mesh.tensor
             whole = self._whole(self._parameters[row.megatron], row) if holds else None
             parts: list[Tensor | None] = [None] * len(row.hf)
-            if whole is not None and (self._mesh.rank == 0 or (stage > 0 and self._mesh.tensor_rank == 0)):
+            if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))
             for hf_name, part in zip(row.hf, parts, strict=True):
-                yield hf_name, self._to_rank_0(part, stage, shapes[hf_name])
+                yield hf_name, self._to_rank_0(part, source, shapes[hf_name])
 
-    def _to_rank_0(self, part: Tensor | None, stage: int, shape: tuple[int, ...]) -> Tensor | None:
-        """A later stage's tensor travels to rank 0 from the first TP rank of the stage's first replica."""
-        if stage > 0:
-            source = self._stage_source(stage)
+    def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
+        """A tensor that rank 0 does not hold travels there from ``source``."""
+        if source > 0:
             if self._mesh.rank == source:
                 assert part is not None
                 dist.send(part.contiguous(), dst=0)
@@ -167,14 +177,13 @@ class ShardedWeights:
                 return whole
         return part if self._mesh.rank == 0 else None
 
-    def _stage_source(self, stage: int) -> int:
-        """Global rank of (stage, TP 0, CP 0, DP 0); Megatron orders ranks TP, CP, EP, DP, PP."""
-        return stage * (self._mesh.world // self._mesh.pipeline)
 
-
-def _named_in_model(name: str, layers: range) -> str:
-    """A parameter's name with its layer numbered in the whole model instead of in its chunk."""
+def _named_in_model(name: str, layers: range, first_expert: int) -> str:
+    """A parameter's name with its layer and expert numbered in the whole model instead of on this rank."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(layers[int(parts[2])])
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        parts[at] = str(int(parts[at]) + first_expert)
     return ".".join(parts)

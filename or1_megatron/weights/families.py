@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.weights.llama import LLAMA
+from or1_megatron.weights.mistral import MISTRAL
 from or1_megatron.weights.qwen2 import QWEN2
-from or1_megatron.weights.table import HFConfig, ModelFamily
+from or1_megatron.weights.qwen3 import QWEN3
+from or1_megatron.weights.qwen3_moe import QWEN3_MOE
+from or1_megatron.weights.rope import rope_conflicts
+from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
 
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2,)}
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE)}
 
 _NEEDED = (
     "num_hidden_layers",
@@ -52,16 +57,19 @@ def family_of(hf: HFConfig) -> ModelFamily:
     """The family that ``architectures`` names.
 
     Raises:
-        ModelError: the architecture is unknown; the message lists the known ones. Or a feature that the family's
-            table does not carry (RoPE scaling, sliding windows) is switched on.
+        ModelError: the architecture is unknown; the message lists the known ones. Or the config switches something on
+            that is not computed here (a kind of RoPE scaling, a sliding window): all such keys are named.
     """
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture} is not supported; known: {', '.join(sorted(FAMILIES))}")
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelError(f"RoPE scaling of type '{kind}' is not supported for {architecture} yet; expected 'default'")
-    if hf.get("use_sliding_window"):
-        raise ModelError(f"use_sliding_window is not supported for {architecture}; expected full attention")
-    return FAMILIES[architecture]
+    family = FAMILIES[architecture]
+    if conflicts := [*rope_conflicts(hf), *family.conflicts(hf)]:
+        raise ModelError(f"this {architecture} cannot be trained here: {'; '.join(conflicts)}")
+    return family
+
+
+def experts_of(hf: HFConfig) -> Experts | None:
+    """The mixture of experts; None for a dense model and for an architecture that is not known."""
+    family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
+    return None if family is None else family.experts(hf)

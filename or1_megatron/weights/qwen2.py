@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from or1_megatron.weights.layout import FusedQKV, GateUp, PaddedVocabulary
-from or1_megatron.weights.slicing import Cut
-from or1_megatron.weights.table import ModelFamily, Row, untied
-
-_HF = "model.layers.{layer}."
-_MEGATRON = "decoder.layers.{layer}."
-
-EMBEDDING = Row(
-    ("model.embed_tokens.weight",), ("VH",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary()
+from or1_megatron.weights.decoder import (
+    DENSE_LAYER,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    QKV_BIAS,
+    switched_window_conflicts,
 )
-FINAL_NORM = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
-OUTPUT = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary(), when=untied)
-
-DENSE_LAYER = (
-    Row((_HF + "input_layernorm.weight",), ("H",), _MEGATRON + "input_layernorm.weight", Cut.WHOLE),
-    Row(
-        tuple(f"{_HF}self_attn.{x}_proj.weight" for x in "qkv"),
-        ("QH", "KH", "KH"),
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        Cut.COLUMN,
-        FusedQKV(),
-    ),
-    Row((_HF + "self_attn.o_proj.weight",), ("HQ",), _MEGATRON + "self_attention.linear_proj.weight", Cut.ROW),
-    Row((_HF + "post_attention_layernorm.weight",), ("H",), _MEGATRON + "pre_mlp_layernorm.weight", Cut.WHOLE),
-    Row(
-        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
-        ("FH", "FH"),
-        _MEGATRON + "mlp.linear_fc1.weight",
-        Cut.HALVES,
-        GateUp(),
-    ),
-    Row((_HF + "mlp.down_proj.weight",), ("HF",), _MEGATRON + "mlp.linear_fc2.weight", Cut.ROW),
-)
-QKV_BIAS = Row(
-    tuple(f"{_HF}self_attn.{x}_proj.bias" for x in "qkv"),
-    ("Q", "K", "K"),
-    _MEGATRON + "self_attention.linear_qkv.bias",
-    Cut.COLUMN,
-    FusedQKV(),
-)
+from or1_megatron.weights.table import ModelFamily
 
 QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
@@ -50,4 +19,5 @@ QWEN2 = ModelFamily(
     after=(FINAL_NORM, OUTPUT),
     qk_norm=False,
     qkv_bias=lambda hf: True,
+    conflicts=switched_window_conflicts,
 )

@@ -1,13 +1,14 @@
 """The weight table: per model family, which HF tensors make which Megatron tensor, laid out and cut how.
 
 One table serves the load from HF, the handoff to the engines, the export and the converters; nobody else writes a
-weight's name. Rows are written once per layer kind, with ``{layer}`` for the layer's number in the whole model.
+weight's name. Rows are written once per layer kind, with ``{layer}`` for the layer's number in the whole model and, in
+a mixture of experts, ``{expert}`` for the expert's number in the whole layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from or1_megatron.weights.layout import Layout, Same
@@ -18,6 +19,14 @@ HFConfig = Mapping[str, Any]
 
 def _always(hf: HFConfig) -> bool:
     return True
+
+
+def _every_layer(hf: HFConfig, layer: int) -> bool:
+    return True
+
+
+def _nothing(hf: HFConfig) -> Iterator[str]:
+    return iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +41,46 @@ class Row:
     layout: Layout = Same()
     when: Callable[[HFConfig], bool] = _always
     """Whether models with this HF config have the row."""
+    in_layer: Callable[[HFConfig, int], bool] = _every_layer
+    """Of a layer's rows: whether that layer has it. Models may mix dense layers and mixtures of experts."""
+    expert: int | None = None
+    """Of an expert's weight: the expert's number in its layer."""
 
-    def at(self, layer: int) -> Row:
-        """The row of one layer, placeholders filled in."""
-        return Row(
-            tuple(name.format(layer=layer) for name in self.hf),
-            self.axes,
-            self.megatron.format(layer=layer),
-            self.cut,
-            self.layout,
-            self.when,
+    @property
+    def per_expert(self) -> bool:
+        """Whether there is one such row for each expert."""
+        return "{expert}" in self.megatron
+
+    def at(self, layer: int, expert: int | None = None) -> Row:
+        """The row of one layer (and expert), placeholders filled in."""
+        return replace(
+            self,
+            hf=tuple(name.format(layer=layer, expert=expert) for name in self.hf),
+            megatron=self.megatron.format(layer=layer, expert=expert),
+            expert=expert,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in numbers."""
+
+    count: int
+    """Experts in a layer."""
+    chosen: int
+    """Of them, those that compute a token."""
+    intermediate: int
+    """Width of one expert."""
+    normalised: bool
+    """Whether the chosen experts' weights are scaled to sum to one."""
+    layers: tuple[int, ...]
+    """Those with experts; the others are dense."""
+    shared: int | None = None
+    """Width of the expert that computes every token, if there is one."""
+
+
+def _dense(hf: HFConfig) -> Experts | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +93,27 @@ class ModelFamily:
     layers: tuple[Row, ...]
     after: tuple[Row, ...]
     qk_norm: bool
+    """Whether queries and keys are normed, head by head."""
     qkv_bias: Callable[[HFConfig], bool]
+    conflicts: Callable[[HFConfig], Iterator[str]] = _nothing
+    """What of a config of this family is not computed here, in words; nothing when all is."""
+    experts: Callable[[HFConfig], Experts | None] = _dense
+    """The mixture of experts; None for a dense model."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
         """Every row of a model, in the model's order."""
         yield from (row for row in self.before if row.when(hf))
+        mixture = self.experts(hf)
         for layer in range(hf["num_hidden_layers"]):
-            yield from (row.at(layer) for row in self.layers if row.when(hf))
+            of_layer = [row for row in self.layers if row.when(hf) and row.in_layer(hf, layer)]
+            yield from (row.at(layer) for row in of_layer if not row.per_expert)
+            for expert in range(mixture.count if mixture else 0):
+                yield from (row.at(layer, expert) for row in of_layer if row.per_expert)
         yield from (row for row in self.after if row.when(hf))
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
         """Every HF tensor of a model, with the shape that its config implies."""
-        size = axis_sizes(hf)
+        size = axis_sizes(hf, self.experts(hf))
         return {
             name: tuple(size[axis] for axis in axes)
             for row in self.rows(hf)
@@ -77,17 +124,17 @@ class ModelFamily:
     def head_dim(hf: HFConfig) -> int:
         return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
-    @staticmethod
-    def rope_base(hf: HFConfig) -> float:
-        """RoPE's theta, from either of the two places where HF configs have kept it."""
-        parameters = hf.get("rope_parameters") or {}
-        return float(parameters.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
 
+def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
+    """V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, 1 one.
 
-def axis_sizes(hf: HFConfig) -> dict[str, int]:
-    """V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head."""
+    Of a mixture also E experts, X one expert's intermediate, S the shared expert's intermediate.
+    """
     head_dim = ModelFamily.head_dim(hf)
+    mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared or 0}
     return {
+        **mixture,
+        "1": 1,
         "V": hf["vocab_size"],
         "H": hf["hidden_size"],
         "F": hf["intermediate_size"],

@@ -2,7 +2,7 @@
 
 One start of two ranks does all of it. What a checkpoint holds as a whole is put together by Megatron's own loader.
 Not proven here: generators and pinned copies on GPUs, kills in the middle of a save (test_killed_saves), full disks
-(train/test_bad_input), experts.
+(train/test_bad_input).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ FLOAT32 = [
 ]
 BFLOAT16 = [{}, {"tensor": 2}, {"distributed_optimizer": False}, {"pipeline": 2}]
 TIED = [{"pipeline": 2}, {}, {"tensor": 2}, {"pipeline": 2}]
+ONE_KV_HEAD = [{"tensor": 2}, {}, {"tensor": 2, "sequence": True}]
+EXPERTS = [
+    {"expert": 2},
+    {"tensor": 2, "sequence": True},
+    {"expert": 2, "distributed_optimizer": False},
+    {"pipeline": 2},
+    {"expert": 2, "context": 2},
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +50,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
+def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
     """What the ranks found."""
     plan = [
         ("float32", str(tiny_qwen2), "float32", FLOAT32),
         ("bfloat16", str(tiny_qwen2), "bfloat16", BFLOAT16),
         ("tied", str(tied_qwen2), "float32", TIED),
+        ("one_kv_head", str(tiny("one_kv_head")), "float32", ONE_KV_HEAD),
+        ("experts", str(tiny("qwen3_moe")), "float32", EXPERTS),
     ]
     return ranks.run_json("checkpoint_worker.py", 2, scratch / "out.json", str(tiny_qwen2), json.dumps(plan))
 

@@ -148,7 +148,7 @@ def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: P
 def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen2: Path) -> None:
     model = ModelConfig(hf=tiny_qwen2, dtype="float32")
     for layout, expected in {
-        "TP4": "does not divide the model's num_key_value_heads = 2",
+        "TP3": "does not divide the model's num_attention_heads = 4",
         "PP3": "does not divide the model's num_hidden_layers = 4",
         "PP2 layers=3+2": "holds 5 layers; the model's num_hidden_layers is 4",
         "PP2 layers=4": "has 1 numbers; expected one for each",

@@ -1,0 +1,86 @@
+"""The rows that decoder-only models of the Llama kind share, and what of their configs must be as expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from or1_megatron.weights.layout import FusedQKV, GateUp, PaddedVocabulary
+from or1_megatron.weights.slicing import Cut
+from or1_megatron.weights.table import HFConfig, Row, untied
+
+HF: Final = "model.layers.{layer}."
+MEGATRON: Final = "decoder.layers.{layer}."
+
+EMBEDDING = Row(
+    ("model.embed_tokens.weight",), ("VH",), "embedding.word_embeddings.weight", Cut.VOCABULARY, PaddedVocabulary()
+)
+FINAL_NORM = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
+OUTPUT = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary(), when=untied)
+
+INPUT_NORM = Row((HF + "input_layernorm.weight",), ("H",), MEGATRON + "input_layernorm.weight", Cut.WHOLE)
+QKV = Row(
+    tuple(f"{HF}self_attn.{x}_proj.weight" for x in "qkv"),
+    ("QH", "KH", "KH"),
+    MEGATRON + "self_attention.linear_qkv.weight",
+    Cut.COLUMN,
+    FusedQKV(),
+)
+ATTENTION_OUTPUT = Row(
+    (HF + "self_attn.o_proj.weight",), ("HQ",), MEGATRON + "self_attention.linear_proj.weight", Cut.ROW
+)
+MLP_NORM = Row((HF + "post_attention_layernorm.weight",), ("H",), MEGATRON + "pre_mlp_layernorm.weight", Cut.WHOLE)
+ATTENTION: Final = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
+
+
+def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
+    """down(silu(gate x) * up x), ``width`` (an axis letter) wide, below these prefixes."""
+    return (
+        Row(
+            (hf + "gate_proj.weight", hf + "up_proj.weight"),
+            (width + "H", width + "H"),
+            megatron + "linear_fc1.weight",
+            Cut.HALVES,
+            GateUp(),
+        ),
+        Row((hf + "down_proj.weight",), ("H" + width,), megatron + "linear_fc2.weight", Cut.ROW),
+    )
+
+
+DENSE_MLP: Final = gated_mlp(HF + "mlp.", MEGATRON + "mlp.", "F")
+DENSE_LAYER: Final = (*ATTENTION, *DENSE_MLP)
+
+QKV_BIAS = replace(
+    QKV,
+    hf=tuple(f"{HF}self_attn.{x}_proj.bias" for x in "qkv"),
+    axes=("Q", "K", "K"),
+    megatron=MEGATRON + "self_attention.linear_qkv.bias",
+)
+QK_NORM: Final = tuple(
+    Row((f"{HF}self_attn.{x}_norm.weight",), ("D",), f"{MEGATRON}self_attention.{x}_layernorm.weight", Cut.WHOLE)
+    for x in "qk"
+)
+
+
+def no_bias(hf: HFConfig) -> bool:
+    return False
+
+
+def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
+    """Keys that change what every family of this kind computes."""
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
+    for key in ("attention_bias", "mlp_bias"):
+        if hf.get(key):
+            yield f"{key} = true is not supported: its biases have no rows in the weight table; expected false"
+    if "sliding_attention" in (hf.get("layer_types") or ()):
+        yield "layer_types holds 'sliding_attention', which is not supported; expected full attention in all layers"
+
+
+def switched_window_conflicts(hf: HFConfig) -> Iterator[str]:
+    """Of the families whose ``sliding_window`` counts only with ``use_sliding_window``."""
+    yield from decoder_conflicts(hf)
+    if hf.get("use_sliding_window"):
+        yield "use_sliding_window = true is not supported; expected full attention in all layers"

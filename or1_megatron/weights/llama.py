@@ -1,0 +1,16 @@
+"""Llama 2 and 3 (DeepSeek-R1-Distill-Llama among them): no biases; from 3.1 on RoPE frequencies scaled by bands."""
+
+from __future__ import annotations
+
+from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts, no_bias
+from or1_megatron.weights.table import ModelFamily
+
+LLAMA = ModelFamily(
+    architecture="LlamaForCausalLM",
+    before=(EMBEDDING,),
+    layers=DENSE_LAYER,
+    after=(FINAL_NORM, OUTPUT),
+    qk_norm=False,
+    qkv_bias=no_bias,
+    conflicts=decoder_conflicts,
+)

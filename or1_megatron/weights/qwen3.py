@@ -1,0 +1,24 @@
+"""Qwen3, dense: queries and keys normed head by head, a head dimension of its own, no biases."""
+
+from __future__ import annotations
+
+from or1_megatron.weights.decoder import (
+    DENSE_LAYER,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    QK_NORM,
+    no_bias,
+    switched_window_conflicts,
+)
+from or1_megatron.weights.table import ModelFamily
+
+QWEN3 = ModelFamily(
+    architecture="Qwen3ForCausalLM",
+    before=(EMBEDDING,),
+    layers=(*DENSE_LAYER, *QK_NORM),
+    after=(FINAL_NORM, OUTPUT),
+    qk_norm=True,
+    qkv_bias=no_bias,
+    conflicts=switched_window_conflicts,
+)

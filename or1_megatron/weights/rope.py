@@ -1,0 +1,126 @@
+"""Rotary position embeddings as HF configs describe them: which frequencies, and how much sharper attention is.
+
+Shapes: D head dimension. Positions turn the pair (i, i + D/2) of a head by position * frequency[i].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from or1_megatron.weights.table import HFConfig, ModelFamily
+
+_NEEDED: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""The known types, and the keys that each cannot do without."""
+
+
+def rope_parameters(hf: HFConfig) -> dict[str, Any]:
+    """The parameters in one dictionary, from either of the places where HF configs have kept them.
+
+    ``rope_type`` and ``rope_theta`` are always there.
+    """
+    found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    theta = found.get("rope_theta") or hf.get("rope_theta") or 10_000.0
+    return {**found, "rope_type": found.get("rope_type") or found.get("type") or "default", "rope_theta": float(theta)}
+
+
+def rope_conflicts(hf: HFConfig) -> Iterator[str]:
+    """What of a model's RoPE is not computed here; nothing when all is."""
+    rope = rope_parameters(hf)
+    kind = rope["rope_type"]
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
+        yield f"RoPE parameters by kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
+        return
+    if kind not in _NEEDED:
+        yield f"RoPE scaling of type '{kind}' is not supported; expected one of {', '.join(_NEEDED)}"
+        return
+    if missing := [key for key in _NEEDED[kind] if key not in rope]:
+        yield f"RoPE scaling of type '{kind}' lacks {', '.join(missing)}"
+    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        yield f"partial_rotary_factor = {share} is not supported; expected 1.0: the whole head is rotated"
+
+
+def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
+    """([D/2] fp32 frequencies in radians per token, factor on the rotated queries and on the rotated keys).
+
+    Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands
+    (arXiv 2407.21783 and its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
+
+    Raises:
+        ValueError: a kind of scaling that is not known, or that lacks a parameter.
+    """
+    for problem in rope_conflicts(hf):
+        raise ValueError(problem)
+    rope = rope_parameters(hf)
+    head_dim = ModelFamily.head_dim(hf)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    plain = 1.0 / (rope["rope_theta"] ** exponent)
+    return _SCALED[rope["rope_type"]](plain, rope, hf)
+
+
+def _default(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
+    return plain, 1.0
+
+
+def _linear(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
+    return plain / rope["factor"], 1.0
+
+
+def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
+    """Slow frequencies are divided by ``factor``, fast ones stay, and in between the two are blended."""
+    turns = _original_positions(rope, hf) * plain / (2 * math.pi)  # of each pair over the original context
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * plain / rope["factor"] + kept * plain, 1.0
+
+
+def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
+    """As llama3, with the blend linear in the pair's index; attention is sharpened by the factor returned."""
+    positions, pairs = _original_positions(rope, hf), len(plain)
+    factor = rope["factor"] or hf["max_position_embeddings"] / positions
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(positions / (times * 2 * math.pi)) / math.log(rope["rope_theta"])
+
+    first, last = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    index = torch.arange(pairs, dtype=torch.float32)
+    kept = 1 - ((index - first) / (last - first if last > first else 0.001)).clamp(0.0, 1.0)
+    return (1 - kept) * plain / factor + kept * plain, _yarn_attention_factor(rope, factor)
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    def sharpness(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return sharpness(rope["mscale"]) / sharpness(rope["mscale_all_dim"])
+    return sharpness(1.0)
+
+
+def _original_positions(rope: Mapping[str, Any], hf: HFConfig) -> int:
+    """The context length of pre-training, before the scaling."""
+    outside = hf.get("original_max_position_embeddings")
+    return int(outside or rope.get("original_max_position_embeddings") or hf["max_position_embeddings"])
+
+
+_SCALED: Final[dict[str, Callable[[Tensor, Mapping[str, Any], HFConfig], tuple[Tensor, float]]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,55 @@
+"""Under torchrun: models of several families in several layouts against transformers, and their exports.
+
+Arguments: JSON out, JSON list of (model folder, layouts to compare, layouts to export from), folder for exports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from or1_megatron.check_parity import measure_on_ranks
+from or1_megatron.config import ModelConfig, OptimizerConfig
+from or1_megatron.layouts import parse_layout
+from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf
+
+PROBE = {"sequences": 12, "longest": 40, "seed": 1, "tolerance": 1.0}
+
+
+def export(model: Path, layout: str, target: Path, store: dist.Store, rank: int) -> None:
+    parallel = parse_layout(layout, PROBE["longest"]).parallel  # type: ignore[arg-type]
+    if rank >= parallel.ranks:
+        return
+    start_process_group(60, SubWorld(parallel.ranks, store, str(target)))
+    try:
+        mesh = build_mesh(parallel, seed=1)
+        export_hf(MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(), mesh), target)
+    finally:
+        stop_process_group()
+
+
+def main() -> None:
+    out, plan, exports = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store, rank, _ = next(dist.rendezvous("env://"))
+    told: dict[str, dict[str, Any]] = {}
+    for name, model, compared, exported in plan:
+        folder = exports / name
+        folder.mkdir(exist_ok=True)
+        task = {**PROBE, "model": {"hf": model, "dtype": "float32"}, "layouts": compared}
+        told[name] = {row.name: asdict(row) for row in measure_on_ranks(task, folder, store, rank)}
+        for layout in exported:
+            export(Path(model), layout, folder / layout.replace(" ", "_"), store, rank)
+    if rank == 0:
+        out.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Tiny random models of every family, as HF folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,  # two ranks cannot share it evenly
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+THETA = 500.0
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": THETA,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Of a head's 8 frequencies some stay, some are divided and some lie between."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"rope_theta": THETA}),
+    "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", {"rope_theta": THETA, "sliding_window": None, "head_dim": 24}),
+    "one_kv_head": (
+        "Qwen3",
+        {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0},
+            "original_max_position_embeddings": 32,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "rope_theta": THETA,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+"""Name to transformers' class prefix and what its tiny model has besides ``SIZES``."""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny(name, **changes)``: the folder of a tiny random model of ``FAMILIES``, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str, **changes: Any) -> Path:
+        key = f"{name} {sorted(changes.items())}"
+        if key not in made:
+            made[key] = make_tiny(tmp_path_factory.mktemp(name), name, **changes)
+        return made[key]
+
+    return get
+
+
+def make_tiny(folder: Path, name: str, **changes: Any) -> Path:
+    """A random model of a family (``FAMILIES``), untied unless ``changes`` of its config say otherwise."""
+    import torch
+    import transformers
+
+    prefix, own = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, "tie_word_embeddings": False, **own, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
+    for at, parameter in model.named_parameters():
+        # norms away from 1 and biases away from 0, so that a row in the wrong place shows
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in at else 0.0, std=0.15)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,212 @@
+"""The tables of all families against what transformers says of the same configs, and their own inverses.
+
+Not proven here: that Megatron computes with them what transformers computes (tests/parallel/test_families).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES as TINY
+
+from or1_megatron.weights.decoder import HF, MEGATRON, QK_NORM, QKV_BIAS, gated_mlp
+from or1_megatron.weights.families import FAMILIES, ModelError, family_of, read_hf_config
+from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.qwen3_moe import QWEN3_MOE, sparse
+from or1_megatron.weights.rope import rope_frequencies
+from or1_megatron.weights.slicing import Cut, cut, join
+from or1_megatron.weights.table import Row
+
+ALL = list(TINY)
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("tied", [False, True])
+def test_table_implies_just_what_transformers_saves(name: str, tied: bool, tiny: Callable[..., Path]) -> None:
+    folder = tiny(name, tie_word_embeddings=tied) if tied else tiny(name)
+    hf = read_hf_config(folder)
+    saved = {at: tuple(tensor.shape) for at, tensor in load_file(folder / "model.safetensors").items()}
+    assert family_of(hf).shapes(hf) == saved
+    check_weight_files(folder, hf)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fuse_cut_join_split_is_the_identity(name: str, size: int, tiny: Callable[..., Path]) -> None:
+    """Also with fewer key/value heads than ranks: the cut then goes through a group, and nothing is held twice."""
+    folder = tiny(name)
+    hf, tensors = read_hf_config(folder), load_file(folder / "model.safetensors")
+    rows = list(family_of(hf).rows(hf))
+    assert len({row.megatron for row in rows}) == len(rows)
+    back: dict[str, torch.Tensor] = {}
+    for row in rows:
+        whole = row.layout.fuse([tensors[at] for at in row.hf], hf)
+        parts = [cut(whole, row.cut, rank, size) for rank in range(size)]
+        if row.cut is not Cut.WHOLE and row.cut is not Cut.VOCABULARY:
+            assert sum(part.numel() for part in parts) == whole.numel()
+        back.update(zip(row.hf, row.layout.split(join(parts, row.cut), hf), strict=True))
+    assert back.keys() == tensors.keys()
+    assert all(back[at].equal(tensor) for at, tensor in tensors.items())
+
+
+def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:
+    """Layer 1 is dense, the others have 4 experts, numbered in the layer."""
+    hf = read_hf_config(tiny("qwen3_moe"))
+    by_name = {row.megatron: row for row in QWEN3_MOE.rows(hf)}
+    row = by_name["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert row.hf == ("model.layers.2.mlp.experts.3.gate_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight")
+    assert (row.expert, row.cut) == (3, Cut.HALVES)
+    assert by_name["decoder.layers.0.mlp.router.weight"].hf == ("model.layers.0.mlp.gate.weight",)
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in by_name
+    assert "decoder.layers.1.mlp.router.weight" not in by_name
+    assert "decoder.layers.0.mlp.linear_fc1.weight" not in by_name
+    assert sum(row.expert is not None for row in by_name.values()) == 3 * 4 * 2
+    assert sparse({"decoder_sparse_step": 2}, 1) and not sparse({"decoder_sparse_step": 2}, 2)
+
+
+def test_a_shared_expert_is_rows_and_no_more(tmp_path: Path) -> None:
+    """Qwen2-MoE has what no family here has yet: its table is Qwen3-MoE's and three rows. transformers marks it."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    shared = tuple(
+        replace(row, in_layer=sparse)
+        for row in gated_mlp(HF + "mlp.shared_expert.", MEGATRON + "mlp.shared_experts.", "S")
+    )
+    gate = Row((HF + "mlp.shared_expert_gate.weight",), ("1H",), MEGATRON + "mlp.shared_experts.gate_weight", Cut.WHOLE)
+    layers = [row for row in QWEN3_MOE.layers if row not in QK_NORM]
+    family = replace(
+        QWEN3_MOE,
+        architecture="Qwen2MoeForCausalLM",
+        layers=(*layers, QKV_BIAS, *shared, replace(gate, in_layer=sparse)),
+        qk_norm=False,
+        qkv_bias=lambda hf: True,
+    )
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen2MoeConfig(**sizes, **heads, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    saved = {at: tuple(tensor.shape) for at, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert family.shapes(json.loads((tmp_path / "config.json").read_text())) == saved
+
+
+def _oracle(hf: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(**{key: value for key, value in hf.items() if key != "architectures"})
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    found: tuple[torch.Tensor, float] = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return found
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0},
+        {"rope_theta": 1e6, "head_dim": 96},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        # Llama 3.1 and 3.2 as released
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+        {"rope_theta": 5e5, "head_dim": 64, "rope_scaling": {"rope_type": "llama3", "factor": 32.0,
+         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+        # Qwen's way to long contexts, and YaRN's other keys
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+         "original_max_position_embeddings": 32768}},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 16.0, "beta_fast": 16.0, "beta_slow": 2.0,
+         "truncate": False, "original_max_position_embeddings": 4096}},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+         "original_max_position_embeddings": 4096}},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 8.0, "attention_factor": 1.5,
+         "original_max_position_embeddings": 4096}},
+    ],
+)  # fmt: skip
+def test_rope_equals_transformers(rope: dict[str, Any]) -> None:
+    hf = {**BASE, **rope}
+    found, factor = rope_frequencies(hf)
+    expected, expected_factor = _oracle(json.loads(json.dumps(hf)))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor, rel=1e-12)
+
+
+def test_llama3_bands_by_hand() -> None:
+    """Over 8192 tokens the pair with frequency f turns 8192 f / 2 pi times: above 4 it stays, below 1 it is divided."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    hf = {**BASE, "rope_theta": 5e5, "rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
+    plain, _ = rope_frequencies({**BASE, "rope_theta": 5e5})
+    found, _ = rope_frequencies(hf)
+    for a, b in zip(plain.tolist(), found.tolist(), strict=True):
+        turns = 8192 * a / (2 * math.pi)
+        if turns >= 4:
+            assert b == a
+        elif turns <= 1:
+            assert b == pytest.approx(a / 8)
+        else:
+            assert a / 8 < b < a
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected"),
+    ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq"),
+    ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "(full_attention)"),
+    ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias = true"),
+    ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias = true"),
+    ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ("Qwen3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window = true"),
+    ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ("MistralForCausalLM", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+    ("MistralForCausalLM", {}, "sliding_window = 4096 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "change", "expected"), REFUSED)
+def test_what_is_not_computed_is_refused(architecture: str, change: dict[str, Any], expected: str) -> None:
+    hf = {**BASE, "max_position_embeddings": 32768, **change, "architectures": [architecture]}
+    with pytest.raises(ModelError, match=re.escape(expected)) as raised:
+        family_of(hf)
+    assert architecture in str(raised.value)
+
+
+def test_a_window_that_never_cuts_is_no_window() -> None:
+    for window in (None, 32768):
+        hf = {**BASE, "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        assert family_of({**hf, "max_position_embeddings": 32768}) is FAMILIES["MistralForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda t: t.pop("model.layers.2.mlp.experts.3.up_proj.weight"), "lack model.layers.2.mlp.experts.3.up_proj"),
+        (lambda t: t.update({"model.layers.0.mlp.gate.bias": torch.zeros(4)}), "mlp.gate.bias is no tensor of a Qwen3"),
+        (lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.zeros(5, 64)}), "(5, 64); config.json"),
+    ],
+)  # fmt: skip
+def test_files_that_disagree_name_the_tensor(
+    edit: Callable[[dict[str, torch.Tensor]], object], expected: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tiny("qwen3_moe")
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=re.escape(expected)):
+        check_weight_files(tmp_path, read_hf_config(source))
