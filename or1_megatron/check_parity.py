@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from or1_megatron.arithmetic import Shape, layout_conflicts
+from or1_megatron.arithmetic import layout_conflicts
 from or1_megatron.config import ModelConfig, ParallelConfig
 from or1_megatron.launch import run_ranks
 from or1_megatron.layouts import Case, LayoutError, batch_layout, parse_layout
@@ -32,6 +32,7 @@ from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group
 from or1_megatron.parallel.parity import Difference, Numbers, compare, measure, reference
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.shape import Shape
 from or1_megatron.types import Sample
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files

@@ -67,6 +67,7 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
     devices = f"{found.devices} {'GPUs' if found.device == 'cuda' else 'processes at work at once'}"
     kv = "sized by vLLM" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens per engine"
     extras = ", sequence parallel" if found.sequence else ""
+    extras += f", experts over {found.expert} ranks" if found.expert > 1 else ""
     extras += f", {found.virtual_pipeline} chunks per stage" if found.virtual_pipeline > 1 else ""
     extras += f", {found.recompute} recompute" if found.recompute != "none" else ""
     problems = "not counted" if found.prompt_count is None else f"{found.prompt_count:,} per epoch"

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from or1_megatron.arithmetic import Shape
 from or1_megatron.config import ParallelConfig
 from or1_megatron.rl.packing import BatchLayout, SequenceCost
+from or1_megatron.shape import Shape
 
 LayerKind = Literal["own", "transformer_engine"]
 

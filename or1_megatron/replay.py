@@ -16,11 +16,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from or1_megatron.arithmetic import Shape, layout_conflicts
+from or1_megatron.arithmetic import layout_conflicts
 from or1_megatron.config import ModelConfig, ParallelConfig
 from or1_megatron.launch import run_ranks
 from or1_megatron.layouts import LayoutError, parse_layout
 from or1_megatron.rl.dump import WEIGHTS, DumpError, UpdateDump, first_not_finite, read_dump
+from or1_megatron.shape import Shape
 from or1_megatron.types import UpdateReport
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.files import check_weight_files

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from or1_megatron.arithmetic import PlanError, Shape, plan
+from or1_megatron.arithmetic import PlanError, plan
 from or1_megatron.config import Config
 from or1_megatron.dry_run import render
+from or1_megatron.shape import Shape
 
 # DeepSeek-R1-Distill-Qwen-7B's config.json.
 QWEN_7B = {
@@ -80,6 +81,39 @@ def test_parameters_and_bytes_of_a_7b() -> None:
     assert found.state_bytes_per_rank == pytest.approx(half * 6 + half * 12 / 16, abs=2)
 
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def test_parameters_of_a_mixture() -> None:
+    """The published count is 30,532,122,624, of which the norms of queries and keys are 48 * 2 * 128 = 12,288.
+
+    A token is computed by 8 of 128 experts: the other 120, of 3 * 2048 * 768 weights each in 48 layers, and the
+    embedding multiply nothing.
+    """
+    shape = Shape.of(QWEN3_30B_A3B)
+    assert shape.parameters == 30_532_122_624 - 12_288
+    assert shape.expert_parameters == 48 * 128 * 3 * 2048 * 768
+    assert shape.multiplied_weights == shape.parameters - 151_936 * 2048 - 48 * 120 * 3 * 2048 * 768
+
+
+def test_experts_are_spread() -> None:
+    """Dense weights: 6 bytes, and 12 over 16 ranks. Experts: an eighth of them on each rank, 12 bytes over 2 ranks."""
+    parallel = {"ranks": 16, "expert": 8, "micro_batch_tokens": 36864}
+    shape = Shape.of(QWEN3_30B_A3B)
+    experts, dense = shape.expert_parameters / 8, shape.parameters - shape.expert_parameters
+    found = plan(or1_7b(parallel=parallel), QWEN3_30B_A3B, device="cuda")
+    assert found.state_bytes_per_rank == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
+    lines = conflicts(or1_7b(parallel={**parallel, "ranks": 24, "expert": 12}), QWEN3_30B_A3B)
+    assert any("expert = 12 does not divide the model's 128 experts" in line for line in lines)
+    lines = conflicts(or1_7b(parallel={"ranks": 4, "tensor": 4, "micro_batch_tokens": 36864}), QWEN3_30B_A3B)
+    assert any("needs parallel.sequence=true for a mixture of experts" in line for line in lines)
+
+
 def test_separate_placement_adds_devices() -> None:
     config = or1_7b(rollout={"engines": 8, "tensor_parallel": 4, "placement": "separate"})
     assert plan(config, QWEN_7B, device="cuda").devices == 64
@@ -90,7 +124,9 @@ def test_separate_placement_adds_devices() -> None:
     [
         ({"parallel": {"ranks": 8, "tensor": 8, "micro_batch_tokens": 36864}},
          ["tensor = 8 does not divide", "num_attention_heads = 28", "1, 2, 4, 7, 14, 28"]),
-        ({"parallel": {"ranks": 28, "tensor": 28, "micro_batch_tokens": 36864}}, ["num_key_value_heads = 4"]),
+        ({"parallel": {"ranks": 14, "tensor": 14, "micro_batch_tokens": 36864}},
+         ["tensor = 14 neither divides", "num_key_value_heads = 4", "a multiple"]),
+        ({"parallel": {"ranks": 2, "expert": 2, "micro_batch_tokens": 36864}}, ["expert = 2, but the model has no"]),
         ({"parallel": {"ranks": 8, "pipeline": 8, "micro_batch_tokens": 36864}},
          ["8 * 1 = 8 does not divide", "num_hidden_layers = 28"]),
         ({"parallel": {"ranks": 8, "pipeline": 4, "virtual_pipeline": 2, "micro_batch_tokens": 36864}},

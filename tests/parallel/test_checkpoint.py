@@ -72,7 +72,16 @@ def test_same_layout_resumes_to_the_bit(told: Any) -> None:
     assert third == again and third != resume["went_on"]["updates"][1]
 
 
-@pytest.mark.parametrize(("name", "layouts"), [("float32", FLOAT32), ("bfloat16", BFLOAT16), ("tied", TIED)])
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("float32", FLOAT32),
+        ("bfloat16", BFLOAT16),
+        ("tied", TIED),
+        ("one_kv_head", ONE_KV_HEAD),
+        ("experts", EXPERTS),
+    ],
+)
 def test_any_layout_loads_any_other(told: Any, name: str, layouts: list[Any]) -> None:
     """Each layout loads what the one before it saved, and saves it again: every whole tensor, the optimizer's included,
     is that of the first checkpoint to the bit. The updates that follow agree within rounding."""

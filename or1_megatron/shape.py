@@ -1,0 +1,85 @@
+"""The numbers of a model that decide what fits where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from or1_megatron.weights.families import experts_of
+from or1_megatron.weights.table import Experts
+
+BYTES: Final = {"float32": 4, "bfloat16": 2}
+"""Of one number, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a decoder that decide what fits where, from HF's config.json."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    tied: bool
+    experts: Experts | None = None
+
+    @classmethod
+    def of(cls, hf: Mapping[str, Any]) -> Shape:
+        """Raises KeyError for what ``weights.families.read_hf_config`` has not checked."""
+        heads = hf["num_attention_heads"]
+        return cls(
+            layers=hf["num_hidden_layers"],
+            hidden=hf["hidden_size"],
+            intermediate=hf["intermediate_size"],
+            heads=heads,
+            kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            vocab=hf["vocab_size"],
+            positions=hf["max_position_embeddings"],
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            experts=experts_of(hf),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of embedding, output, attention, gated MLPs, routers and norms; biases are left out (below 0.1%)."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self._decoder(whole=True)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all weights, those of routed experts."""
+        if self.experts is None:
+            return 0
+        return len(self.experts.layers) * self.experts.count * 3 * self.hidden * self.experts.intermediate
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Weights that multiply every token: all but an input embedding of its own (a tied one is the output layer) and
+        the experts that do not compute it."""
+        return self.vocab * self.hidden + self._decoder(whole=False)
+
+    def _decoder(self, whole: bool) -> int:
+        """Weights of all layers and the last norm; of experts, all (``whole``) or those that compute one token."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        every = self.layers * (attention + 2 * self.hidden) + self.hidden
+        if self.experts is None:
+            return every + self.layers * 3 * self.hidden * self.intermediate
+        experts, sparse = self.experts, len(self.experts.layers)
+        width = (experts.count if whole else experts.chosen) * experts.intermediate + (experts.shared or 0)
+        router = self.hidden * experts.count
+        dense = (self.layers - sparse) * 3 * self.hidden * self.intermediate
+        return every + dense + sparse * (3 * self.hidden * width + router)
+
+    @property
+    def attention_width(self) -> int:
+        """Query channels of all layers."""
+        return self.layers * self.heads * self.head_dim
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Keys and values of one token in all layers, unsharded."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
