@@ -106,7 +106,7 @@ def test_experts_are_spread() -> None:
     parallel = {"ranks": 16, "expert": 8, "micro_batch_tokens": 36864}
     shape = Shape.of(QWEN3_30B_A3B)
     experts, dense = shape.expert_parameters / 8, shape.parameters - shape.expert_parameters
-    found = plan(or1_7b(parallel=parallel), QWEN3_30B_A3B, device="cuda")
+    found = plan(or1_7b(parallel=parallel, rollout={"engines": 16}), QWEN3_30B_A3B, device="cuda")
     assert found.state_bytes_per_rank == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
     lines = conflicts(or1_7b(parallel={**parallel, "ranks": 24, "expert": 12}), QWEN3_30B_A3B)
     assert any("expert = 12 does not divide the model's 128 experts" in line for line in lines)

@@ -139,6 +139,9 @@ def install_without_cuda() -> bool:
         import megatron.core.tensor_parallel.random as megatron_random
         import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
+        from or1_megatron.parallel import uneven
+
+        uneven.install()
         megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
         megatron_random._set_cuda_rng_state = _set_cpu_rng_state
         megatron_random._get_cuda_rng_state = _get_cpu_rng_state

@@ -1,0 +1,49 @@
+"""Gathering and scattering parts of different sizes over gloo, which NCCL can and gloo cannot.
+
+Megatron does so among the tensor-parallel ranks that share an expert: each brings the tokens routed to it from where
+they came from. Patched into Megatron where there is no CUDA (``cpu_device``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import megatron.core.tensor_parallel.mappings as mappings
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_gather_even = mappings._gather_along_first_dim
+_reduce_scatter_even = mappings._reduce_scatter_along_first_dim
+
+
+def _gather(
+    mine: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """[t, ...] of each rank, t its own, to all of them end to end."""
+    if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+        gathered: Tensor = _gather_even(mine, group, output_split_sizes, use_global_buffer)
+        return gathered
+    parts = [mine.new_empty(size, *mine.shape[1:]) for size in output_split_sizes]
+    parts[group.rank()] = mine.contiguous()
+    for rank, part in enumerate(parts):
+        dist.broadcast(part, group=group, group_src=rank)
+    return torch.cat(parts)
+
+
+def _reduce_scatter(
+    whole: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """The sum over ranks of [T, ...]; of it this rank's [t, ...]."""
+    if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+        scattered: Tensor = _reduce_scatter_even(whole, group, input_split_sizes, use_global_buffer)
+        return scattered
+    total = whole.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.split(list(input_split_sizes))[group.rank()].contiguous()
+
+
+def install() -> None:
+    mappings._gather_along_first_dim = _gather
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter
