@@ -1,7 +1,7 @@
 """What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
 
 vLLM imports this module in every worker process, before the worker looks up its weight-transfer backend: importing
-``handoff.gloo_worker`` here is what makes ours known there, under tensor parallelism too.
+``handoff``'s workers here is what makes ours known there, under tensor parallelism too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from or1_megatron.handoff import gloo_worker
+from or1_megatron.handoff import gloo_worker, shard_worker
 
 gloo_worker.register()
+shard_worker.register()
 
 
 class FullDistributionLogProbs(torch.nn.Module):
