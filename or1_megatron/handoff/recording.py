@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.plan import Want
+from or1_megatron.handoff.reload import put_back
 from or1_megatron.weights.holdings import Box, whole
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ View = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A rectangle that a loader copies. ``axes``: the tensor's axis behind each axis of the view that it copies from."""
+    """A rectangle that a loader copies."""
 
     box: Box
     axes: tuple[int, ...]
+    """For each axis of the view that the loader copies from, the tensor's axis behind it; -1 where its size is 1."""
 
 
 @dataclass
@@ -86,7 +88,7 @@ def landing_of(shape: tuple[int, ...], view: View) -> Landing | None:
 
 
 def _view(tensor: Tensor) -> View:
-    return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 class _Placeholders(TorchDispatchMode):
@@ -181,15 +183,6 @@ def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[Tens
     finally:
         put_back(model, model_config)
     return recorder.recorded
-
-
-def put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """End a layerwise reload that is not to be completed: layers not yet loaded get their tensors back."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.load_numel, info.load_numel_total = 0, 0
-    finalize_layerwise_reload(model, model_config)
 
 
 class SliceLoader(_Placeholders):

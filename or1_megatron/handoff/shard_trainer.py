@@ -81,6 +81,8 @@ class ShardSender:
         self._plan: HandoffPlan | None = None
         self._store: Store | None = None
         self._handoffs = 0
+        self.received: dict[int, int] = {}
+        """On rank 0: bytes that each engine rank counted in the last handoff."""
 
     @property
     def plan(self) -> HandoffPlan:
@@ -226,18 +228,18 @@ class ShardSender:
             total += sent
             for destination, value in sums.items():
                 expected[destination] = expected.get(destination, 0) + value
-        arrived = 0
+        self.received = {}
         for destination, value in sorted(expected.items()):
             index = destination - self.plan.trainers
             key = f"received/{self._handoffs}/{destination}"
             received, theirs = board.read(key, f"engine rank {index}", keep=False)
-            arrived += received
+            self.received[index] = received
             if theirs != value:
                 raise HandoffError(
                     f"handoff {self._handoffs}: engine rank {index} received slices whose checksums sum up to "
                     f"{theirs:x}; those that were sent sum up to {value:x}"
                 )
-        if arrived != total:
+        if (arrived := sum(self.received.values())) != total:
             raise HandoffError(f"handoff {self._handoffs}: {total} bytes were sent, {arrived} received")
         return total
 

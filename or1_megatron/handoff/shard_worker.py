@@ -15,12 +15,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.gloo import WireSpec, join_store, open_group
 from or1_megatron.handoff.plan import HandoffPlan, Shipment
-from or1_megatron.handoff.recording import Recorded, SliceLoader, put_back, record_wants
+from or1_megatron.handoff.recording import Recorded, SliceLoader, record_wants
+from or1_megatron.handoff.reload import finish_reload, put_back
 from or1_megatron.handoff.shard_trainer import BACKEND
 from or1_megatron.handoff.shipping import message_bytes, unseal
 from or1_megatron.handoff.wire import Board, GlooTransport, Transport, allocate, in_background
@@ -133,9 +134,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 if not missing[cut.name]:
                     complete.append((self._specs[cut.name], parts.pop(cut.name)))
             with loader:
-                self.model.load_weights(  # type: ignore[operator]  # every vLLM model has it
-                    (spec.name, loader.offer(spec, boxes)) for spec, boxes in complete
-                )
+                self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
             del message, slices, complete
             loader.release()
         return received, total
@@ -162,7 +161,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
     def finish_weight_update(self) -> None:
         assert self._loader is not None
         with self._loader:
-            finalize_layerwise_reload(self.model, self.model_config)
+            finish_reload(self.model, self.model_config)
         self._loader.check_complete()
         self._loader = None
 

@@ -92,7 +92,7 @@ class Board:
             pass  # the board has gone with its host, and they will notice that
 
     def publish(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken too
+        self._store.set(key, pickle.dumps(value))
 
     def read(self, key: str, whose: str, keep: bool = True, watched: Future[Any] | None = None) -> Any:
         """What ``whose`` publishes; waits for it. ``keep=False``: nobody else will read it."""
