@@ -1,6 +1,6 @@
 """What a handoff costs on CPU: slices from every trainer rank, against gathering on rank 0 and broadcasting.
 
-    python benchmarks/handoff.py            (about ten minutes)
+    python benchmarks/handoff.py [ROUNDS]       (two rounds by default: about ten minutes)
 
 A policy of 100M parameters in bf16 at TP2 x PP2 (four torchrun ranks) hands off to two engines of one rank, then to two
 of two ranks; the backends ``gloo`` and ``shard`` by turns, each to engines of its own, in one run. Every rank has one
@@ -24,7 +24,6 @@ from result import figure, write_result
 ROOT = Path(__file__).resolve().parents[1]
 BUCKET_BYTES = 16 << 20
 HANDOFFS = 6
-ROUNDS = 2
 TRAINER_RANKS = 4
 SHAPE = {
     "vocab_size": 16384,
@@ -60,7 +59,7 @@ def forget_peak() -> int:
     return peak_bytes()
 
 
-def worker(model: Path, out: Path) -> None:
+def worker(model: Path, out: Path, rounds: int) -> None:
     """One trainer rank. Rank 0 starts the engines too, and writes what was measured."""
     import torch
     import torch.distributed as dist
@@ -80,7 +79,7 @@ def worker(model: Path, out: Path) -> None:
     if mesh.rank == 0:
         start_ray(None, "benchmark-handoff")
     turns = []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for tensor in (1, 2):
             for backend in ("gloo", "shard"):
                 config = HandoffConfig(backend=backend, bucket_bytes=BUCKET_BYTES, timeout_s=300)
@@ -98,6 +97,7 @@ def worker(model: Path, out: Path) -> None:
                     sharded = sender._sharded
                     received = list(sharded.received.values()) if sharded else [turn["bytes"]] * 2 * tensor
                     turns.append({**turn, "tensor": tensor, "backend": backend, "received": received})
+                    print(f"TP{tensor} {backend}: {[round(s, 2) for s in turn['seconds']]} s", flush=True)
                 sender.close()
                 if pool is not None:
                     pool.close()
@@ -129,8 +129,9 @@ def measure(sender: Any, mesh: Any) -> dict[str, Any]:
 
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
-        worker(Path(sys.argv[2]), Path(sys.argv[3]))
+        worker(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
         return
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     from or1_megatron.plan_handoff import expected_wants
     from or1_megatron.weights.families import family_of, read_hf_config
     from or1_megatron.weights.holdings import box_size
@@ -141,7 +142,7 @@ def main() -> None:
         hf = read_hf_config(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRAINER_RANKS}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        subprocess.run([*command, __file__, "worker", str(folder), str(out)], check=True, env=environment)
+        subprocess.run([*command, __file__, "worker", str(folder), str(out), str(rounds)], check=True, env=environment)
         turns = json.loads(out.read_text())
     figures: dict[str, Any] = {}
     for tensor, goal in ((1, 1.3), (2, 2.0)):
@@ -160,7 +161,7 @@ def main() -> None:
         gathered = max(size for turn in of["gloo"] for size in turn["extra_bytes"]) / BUCKET_BYTES
         figures[f"the same with gloo {to}, in buckets"] = figure(gathered)
     settings = {"shape": SHAPE, "dtype": "bfloat16", "trainer": "TP2 PP2", "engines": 2, "bucket bytes": BUCKET_BYTES}
-    path = write_result("handoff", figures, {**settings, "handoffs per turn": HANDOFFS - 1, "turns": ROUNDS})
+    path = write_result("handoff", figures, {**settings, "handoffs per turn": HANDOFFS - 1, "rounds": rounds})
     print(json.dumps(figures, indent=2))
     print(path)
 

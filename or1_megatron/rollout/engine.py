@@ -174,7 +174,10 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
+        """Begin; an earlier update that never came to its end is given up. Until this one has, nothing is served."""
         self._refuse_while_decoding("update weights")
+        if self._updating:
+            self._llm.collective_rpc("abandon_weight_update")
         self._updating = True
         self._llm.start_weight_update()
 

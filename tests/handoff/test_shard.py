@@ -22,7 +22,10 @@ from or1_megatron.config import HandoffConfig
 from or1_megatron.handoff.certificate import compare_probe, probe_tokens
 from or1_megatron.handoff.gloo import HandoffError
 from or1_megatron.handoff.wire import GlooTransport
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.plan_handoff import expected_wants
+from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.weights.holdings import Box, box_size
+from or1_megatron.weights.qwen2 import QWEN2
 
 VOCABULARY = 61
 PROBE = probe_tokens(VOCABULARY, 40)
@@ -123,7 +126,24 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
         assert shards <= sent[0] <= 1.02 * shards, f"{engine_ranks} engine ranks"
         if layout != (1, 1, 1):
             assert max(sent[1:]) <= 0.6 * sent[0]
+    assert_loaders_asked_as_forecast(trainer, control.workers_per_engine)
     trainer.close()
+
+
+def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> None:
+    """``or1 plan-handoff`` foretells what the loaders ask for; here it is compared with what they asked for."""
+    received: dict[tuple[int, str], list[Box]] = {}
+    for sender in trainer.senders:
+        for shipment in sender.plan.shipments:
+            for slot in shipment.bucket.slots:
+                key = (shipment.destination - trainer.grid.world, slot.spec.name)
+                received.setdefault(key, []).append(slot.spec.box)
+    for (rank, name), boxes in received.items():
+        wants = expected_wants(QWEN2, trainer.grid.hf, rank % engine_tensor, engine_tensor)
+        (box,) = (want.box for want in wants if want.name == name)
+        hull = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True))
+        assert hull == box, f"engine rank {rank}: {name}"
+        assert sum(map(box_size, boxes)) == box_size(box)
 
 
 def same_shaped(shipment: Any) -> tuple[Any, Any]:
@@ -170,10 +190,23 @@ def test_what_the_transport_spoils_stops_the_run_by_name(
         trainer.send()
     assert time.monotonic() - start < 30
     monkeypatch.undo()
-    with pytest.raises(Exception, match="did not come to its end"):
+    with pytest.raises(EngineError, match="did not come to its end"):
         control.score_prompts(PROBE)
     trainer.grid.model = renewed(model, seed=9)
     trainer.send()  # meets the engines anew
+    assert difference(control, trainer.grid.model) < 1e-4
+    trainer.close()
+
+
+def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
+    """As when another engine failed after this one had all of its weights."""
+    pool, model = pools["single"]
+    control = pool.control(CONFIG.timeout_s)
+    control.start_weight_update()
+    with pytest.raises(EngineError, match="engine 0 cannot score prompts: an update of its weights did not come to"):
+        control.score_prompts(PROBE)
+    trainer = Trainer(Grid(renewed(model, seed=4), 1, 2, 1), CONFIG, control)
+    trainer.send()
     assert difference(control, trainer.grid.model) < 1e-4
     trainer.close()
 
