@@ -41,16 +41,23 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """Trainer ranks as Megatron numbers them: tensor fastest, then the replicas (context, data), then the pipeline."""
+    """Trainer ranks as Megatron numbers them: tensor fastest, then the replicas (context, data), then the pipeline.
+
+    Experts are spread over the replicas: expert rank 0, 1, ... and round again.
+    """
 
     tensor: int
     replicas: int
     pipeline: int
+    expert: int = 1
 
-    def ranks(self, stage: int, tensor_rank: int) -> range:
-        """All replicas of one shard."""
+    def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
+        """All ranks that hold one shard; of an expert's shard those of its expert rank."""
         first = tensor_rank + self.tensor * self.replicas * stage
-        return range(first, first + self.tensor * self.replicas, self.tensor)
+        stop = first + self.tensor * self.replicas
+        if expert_rank is None:
+            return range(first, stop, self.tensor)
+        return range(first + expert_rank * self.tensor, stop, self.tensor * self.expert)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -134,18 +141,22 @@ def holdings(
     shapes: Mapping[str, tuple[int, ...]],
     stage: Callable[[Row], int],
     grid: RankGrid,
+    expert_rank: Callable[[Row], int | None] = lambda row: None,
 ) -> list[Holding]:
     """Every part of every HF tensor with the ranks that hold it, in the order of the table.
 
     Args:
         stage: the pipeline stage that holds a row.
+        expert_rank: the expert-parallel rank that holds a row; None for what is no expert's.
     """
     found: list[Holding] = []
     for row in rows:
         holders: dict[tuple[str, Box], list[int]] = {}
         for tensor_rank in range(grid.tensor):
             for piece in pieces(row, hf, shapes, tensor_rank, grid.tensor):
-                holders.setdefault((piece.name, piece.box), []).extend(grid.ranks(stage(row), tensor_rank))
+                holders.setdefault((piece.name, piece.box), []).extend(
+                    grid.ranks(stage(row), tensor_rank, expert_rank(row))
+                )
         order = {name: index for index, name in enumerate(row.hf)}
         for name, box in sorted(holders, key=lambda key: (order[key[0]], key[1])):
             found.append(Holding(name, box, tuple(sorted(holders[name, box]))))

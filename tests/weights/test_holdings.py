@@ -95,6 +95,14 @@ def test_ranks_of_a_grid_by_hand() -> None:
     assert norm == Holding(f"{LAYER}input_layernorm.weight", ((0, 16),), (0, 1, 2, 3))
 
 
+def test_ranks_of_experts_by_hand() -> None:
+    """TP2, four replicas in two expert ranks: ranks 0..7, replica = rank // 2, expert rank = replica % 2."""
+    grid = RankGrid(2, 4, 1, expert=2)
+    assert list(grid.ranks(0, 1)) == [1, 3, 5, 7]
+    assert list(grid.ranks(0, 1, expert_rank=0)) == [1, 5]
+    assert list(grid.ranks(0, 0, expert_rank=1)) == [2, 6]
+
+
 def test_rectangles() -> None:
     assert intersection(((0, 4), (2, 6)), ((2, 8), (0, 4))) == ((2, 4), (2, 4))
     assert intersection(((0, 4),), ((4, 8),)) is None
