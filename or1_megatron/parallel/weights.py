@@ -141,40 +141,6 @@ class ShardedWeights:
             self._metadata = [(name, self._dtype, shapes[name]) for row in self._rows for name in row.hf]
         return self._metadata
 
-    @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
-        shapes = {name: shape for name, _, shape in self.metadata()}
-        for row in self._rows:
-            stage = self._stage(row)
-            holds = stage == self._mesh.pipeline_rank and self._mesh.data_rank == 0 and self._mesh.context_rank == 0
-            whole = self._whole(self._parameters[row.megatron], row) if holds else None
-            parts: list[Tensor | None] = [None] * len(row.hf)
-            if whole is not None and (self._mesh.rank == 0 or (stage > 0 and self._mesh.tensor_rank == 0)):
-                parts = list(row.layout.split(whole, self._hf))
-            for hf_name, part in zip(row.hf, parts, strict=True):
-                yield hf_name, self._to_rank_0(part, stage, shapes[hf_name])
-
-    def _to_rank_0(self, part: Tensor | None, stage: int, shape: tuple[int, ...]) -> Tensor | None:
-        """A later stage's tensor travels to rank 0 from the first TP rank of the stage's first replica."""
-        if stage > 0:
-            source = self._stage_source(stage)
-            if self._mesh.rank == source:
-                assert part is not None
-                dist.send(part.contiguous(), dst=0)
-                return None
-            if self._mesh.rank == 0:
-                whole = torch.empty(shape, dtype=self._dtype, device=device())
-                dist.recv(whole, src=source)
-                return whole
-        return part if self._mesh.rank == 0 else None
-
-    def _stage_source(self, stage: int) -> int:
-        """Global rank of (stage, TP 0, CP 0, DP 0); Megatron orders ranks TP, CP, EP, DP, PP."""
-        return stage * (self._mesh.world // self._mesh.pipeline)
-
-    # -- by slices -----------------------------------------------------------------------------------------------
-
     @property
     def ranks(self) -> int:
         return self._mesh.world
@@ -213,6 +179,38 @@ class ShardedWeights:
             for piece in pieces(row, self._hf, shapes, self._mesh.tensor_rank, self._mesh.tensor):
                 found.setdefault(piece.name, []).append((row, piece))
         return found
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
+        shapes = {name: shape for name, _, shape in self.metadata()}
+        for row in self._rows:
+            stage = self._stage(row)
+            holds = stage == self._mesh.pipeline_rank and self._mesh.data_rank == 0 and self._mesh.context_rank == 0
+            whole = self._whole(self._parameters[row.megatron], row) if holds else None
+            parts: list[Tensor | None] = [None] * len(row.hf)
+            if whole is not None and (self._mesh.rank == 0 or (stage > 0 and self._mesh.tensor_rank == 0)):
+                parts = list(row.layout.split(whole, self._hf))
+            for hf_name, part in zip(row.hf, parts, strict=True):
+                yield hf_name, self._to_rank_0(part, stage, shapes[hf_name])
+
+    def _to_rank_0(self, part: Tensor | None, stage: int, shape: tuple[int, ...]) -> Tensor | None:
+        """A later stage's tensor travels to rank 0 from the first TP rank of the stage's first replica."""
+        if stage > 0:
+            source = self._stage_source(stage)
+            if self._mesh.rank == source:
+                assert part is not None
+                dist.send(part.contiguous(), dst=0)
+                return None
+            if self._mesh.rank == 0:
+                whole = torch.empty(shape, dtype=self._dtype, device=device())
+                dist.recv(whole, src=source)
+                return whole
+        return part if self._mesh.rank == 0 else None
+
+    def _stage_source(self, stage: int) -> int:
+        """Global rank of (stage, TP 0, CP 0, DP 0); Megatron orders ranks TP, CP, EP, DP, PP."""
+        return stage * (self._mesh.world // self._mesh.pipeline)
 
 
 def _named_in_model(name: str, layers: range) -> str:
