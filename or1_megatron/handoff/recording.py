@@ -11,7 +11,6 @@ A loader that does more to a tensor than look at a part of it cannot be served s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,6 @@ from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.plan import Want
 from or1_megatron.handoff.reload import put_back
 from or1_megatron.weights.holdings import Box, whole
-
-log = logging.getLogger(__name__)
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride): what a loader made of a placeholder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,6 +27,10 @@ from or1_megatron.handoff.shard_trainer import BACKEND
 from or1_megatron.handoff.shipping import message_bytes, unseal
 from or1_megatron.handoff.wire import Board, GlooTransport, Transport, allocate, in_background
 from or1_megatron.weights.holdings import Box
+
+log = logging.getLogger(__name__)
+
+_NAMED = 8  # tensors that a warning names
 
 
 @dataclass
@@ -80,6 +85,9 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             specs = [WireSpec(*fields).spec() for fields in init_info.tensors]
             self._specs = {spec.name: spec for spec in specs}
             self._recorded = record_wants(self.model, self.model_config, specs)
+            if whole := self._recorded.whole:
+                reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(whole.items())[:_NAMED])
+                log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
             board.publish(f"wants/{index}", self._recorded.wants(specs))
             self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
             opened = in_background(

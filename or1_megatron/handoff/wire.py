@@ -21,6 +21,7 @@ from or1_megatron.handoff.gloo import HandoffError
 T = TypeVar("T")
 
 _LOOK_S = 0.2  # how often a wait looks at the board
+_BLAME_S = 3.0  # after a broken connection: how long to look for the cause
 
 
 class Transport(Protocol):
@@ -46,14 +47,17 @@ class GlooTransport:
         Thread(target=self._wait_in_turn, args=(self._started,), name="handoff wire", daemon=True).start()
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        return self._track(self._group.send([buffer], destination, number))  # type: ignore[attr-defined]  # no stub
+        return self._track(lambda: self._group.send([buffer], destination, number))  # type: ignore[attr-defined]  # no stub
 
     def receive(self, buffer: Tensor, source: int, number: int) -> Future[None]:
-        return self._track(self._group.recv([buffer], source, number))  # type: ignore[attr-defined]  # no stub
+        return self._track(lambda: self._group.recv([buffer], source, number))  # type: ignore[attr-defined]  # no stub
 
-    def _track(self, work: Any) -> Future[None]:
+    def _track(self, start: Callable[[], Any]) -> Future[None]:
         done: Future[None] = Future()
-        self._started.put((work, done))
+        try:
+            self._started.put((start(), done))
+        except RuntimeError as error:  # of a connection that is known to be broken
+            done.set_exception(error)
         return done
 
     def _wait_in_turn(self, started: SimpleQueue[tuple[Any, Future[None]] | None]) -> None:
@@ -118,9 +122,18 @@ class Board:
 
         self._poll(done, what, watched, pause_s=0.0)
         if (error := future.exception()) is not None:
-            self._look(what)
+            self._find_cause(what, watched)
             raise HandoffError(f"handoff: {self.who} waited for {what}: {error}") from error
         return future.result()
+
+    def _find_cause(self, what: str, watched: Future[Any] | None) -> None:
+        """A connection broke: whoever left may still be saying why."""
+        deadline = time.monotonic() + _BLAME_S
+        while time.monotonic() < deadline:
+            self._look(what)
+            if watched is not None and watched.done() and (failure := watched.exception()) is not None:
+                raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
+            time.sleep(_LOOK_S)
 
     def _poll(
         self, done: Callable[[], bool | None], what: str, watched: Future[Any] | None, pause_s: float = 0.005
