@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from or1_megatron.cli import app
 from or1_megatron.config import ParallelConfig
 from or1_megatron.plan_handoff import expected_wants, forecast
 from or1_megatron.weights.families import family_of
 
+ROOT = Path(__file__).parents[1]
 HF = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 2,
@@ -56,6 +61,15 @@ def test_like_cut_engines_need_one_link_each() -> None:
     assert plan.wanted == list(plan.received.values())
     crossing = plan.links.get((0, 1), 0) + plan.links.get((1, 0), 0)
     assert crossing <= 2 * (2 * 14 * 64 + 2 * 5 * 64)
+
+
+def test_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart: PP2 to two engines, 3.1 MiB each."""
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, ["plan-handoff", "examples/quickstart/quickstart.yaml", "--gigabits", "8"])
+    assert result.exit_code == 0, result.output
+    assert "each engine rank receives 3.1 to 3.1 MiB, 1.00 times its shard" in result.output
+    assert "6.2 MiB (float32)" in result.output and "0.00326 s at 8 Gb/s" in result.output
 
 
 def test_replicas_and_stages_all_send() -> None:

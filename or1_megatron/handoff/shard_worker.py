@@ -77,6 +77,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 f"engine {init_info.engine_index} has {self.parallel_config.world_size} workers, the trainer expects "
                 f"{init_info.workers_per_engine} per engine"
             )
+        self.shutdown()  # of an earlier connection
         index = init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
         self._rank = init_info.trainers + index
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
