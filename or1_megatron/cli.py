@@ -170,6 +170,25 @@ def replay(
 
 
 @app.command()
+def plan_handoff(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set parallel.tensor=4. Repeatable."),
+    ] = None,
+    gigabits: Annotated[float, typer.Option(help="Speed of each rank's link, per direction, in Gb/s.")] = 400.0,
+) -> None:
+    """Print who would send which bytes of the weights to whom with handoff.backend: shard. Starts nothing."""
+    from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+
+    with explained(*USER_OS_ERRORS):
+        from or1_megatron.config_file import load_config
+        from or1_megatron.plan_handoff import forecast_of, print_forecast
+
+        print_forecast(forecast_of(load_config(config, overrides or ())), gigabits, Console())
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has and lacks, and what follows from it."""
     from or1_megatron.doctor import CHECKS, print_findings, stops_training

@@ -295,8 +295,11 @@ class VerifyConfig(Section):
 
 
 class HandoffConfig(Section):
-    backend: Literal["gloo"] = "gloo"
+    backend: Literal["gloo", "shard"] = "gloo"
+    """gloo: rank 0 gathers whole tensors and broadcasts them to all engines; shard: all trainer ranks send, and each
+    engine rank receives just the slices that its loaders ask for."""
     bucket_bytes: Positive = 512 << 20
+    """Of what travels in one piece; a trainer rank holds at most two of them."""
     probe_every_steps: NonNegative = 1
     """0: never."""
     probe_tokens: Positive = 64

@@ -234,7 +234,14 @@ def lead(config: Config, stop: StopRequested) -> int:
         places = engine_places(config)
         on_cpu = not torch.cuda.is_available()
         engines = EnginePool(
-            config.rollout, config.model.hf, config.model.dtype, longest_sequence(config), run_id, on_cpu, places
+            config.rollout,
+            config.model.hf,
+            config.model.dtype,
+            longest_sequence(config),
+            run_id,
+            on_cpu,
+            places,
+            config.handoff.backend,
         )
         stack.callback(engines.close)
         rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)

@@ -5,10 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 _ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
+
+
+class Spec(Protocol):
+    """What has to be known of a tensor to give it a place."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +42,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Generic[S]):
     """A tensor's place in its bucket."""
 
-    spec: TensorSpec
+    spec: S
     offset_bytes: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -38,19 +55,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    slots: tuple[Slot, ...]
+class Bucket(Generic[S]):
+    slots: tuple[Slot[S], ...]
     size_bytes: int
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(specs: Sequence[S], bucket_bytes: int) -> list[Bucket[S]]:
     """Cut the sequence of tensors, in order, into buckets of at most ``bucket_bytes``.
 
     A tensor larger than that gets a bucket of its own: the receiver needs it whole to load it, so cutting it would save
     nothing there.
     """
-    buckets: list[Bucket] = []
-    slots: list[Slot] = []
+    buckets: list[Bucket[S]] = []
+    slots: list[Slot[S]] = []
     filled = 0
     for spec in specs:
         offset = -(-filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

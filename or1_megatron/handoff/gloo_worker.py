@@ -14,10 +14,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from or1_megatron.handoff.buckets import plan_buckets
 from or1_megatron.handoff.gloo import BACKEND, WireSpec, broadcast, join_store, open_group
+from or1_megatron.handoff.reload import finish_reload
 
 
 @dataclass
@@ -93,7 +94,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             self.model.load_weights(received())
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        finish_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         self._group = None

@@ -11,6 +11,7 @@ from or1_megatron.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from or1_megatron.handoff.gloo_trainer import GlooTrainerEngine
+    from or1_megatron.handoff.shard_trainer import ShardSender
 
 
 class EngineControl(Protocol):
@@ -40,8 +41,9 @@ class EngineControl(Protocol):
 class EngineWeightSender:
     """``interfaces.WeightSender`` over vLLM's weight-transfer protocol.
 
-    Rank 0 holds the engines and sends. The other ranks only iterate the shards, so that the collectives behind the
-    iteration meet; they neither import vllm nor know the engines.
+    Rank 0 holds the engines. With the ``gloo`` backend it sends, and the other ranks only iterate the shards, so that
+    the collectives behind the iteration meet; with ``shard`` every rank sends what it holds. Other ranks than 0 do not
+    import vllm.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class EngineWeightSender:
     ) -> None:
         """
         Args:
-            shards: the policy's weights in HF names.
-            rank: of this trainer process; 0 sends.
+            shards: the policy's weights in HF names; for ``shard`` a ``shard_trainer.SlicedWeights``.
+            rank: of this trainer process.
             engines: required on rank 0, ignored elsewhere.
         """
         if rank == 0 and engines is None:
@@ -59,13 +61,21 @@ class EngineWeightSender:
         self._config = config
         self._engines = engines if rank == 0 else None
         self._transfer: GlooTrainerEngine | None = None
+        self._sharded: ShardSender | None = None
+        if config.backend == "shard":
+            from or1_megatron.handoff.shard_trainer import ShardSender
+
+            self._sharded = ShardSender(shards, rank, config, self._engines)  # type: ignore[arg-type]  # as documented
 
     def connect(self) -> None:
-        """Meet the engines; ``send`` does it when it has not been done. Nothing to do on ranks other than 0.
+        """Meet the engines; ``send`` does it when it has not been done. Collective with ``shard``; else rank 0's.
 
         Raises:
             HandoffError: not all engines came within ``timeout_s``, or one failed.
         """
+        if self._sharded is not None:
+            self._sharded.connect()
+            return
         if self._engines is None or self._transfer is not None:
             return
         from or1_megatron.handoff import gloo_trainer
@@ -86,20 +96,25 @@ class EngineWeightSender:
         self._transfer = transfer
 
     def send(self, version: int) -> int:
-        """Bring every engine to ``version``, prefix caches emptied; returns the bytes that this rank sent.
+        """Bring every engine to ``version``, prefix caches emptied; returns the bytes that were sent.
+
+        On ranks other than 0 those that this rank sent.
 
         Collective over the trainer's ranks.
 
         Raises:
             HandoffError: an engine failed, or did not keep up within ``timeout_s``.
         """
+        if self._engines is not None:
+            self._engines.next_version = version
+        if self._sharded is not None:
+            return self._sharded.send()
         if self._engines is None:
             for _ in self._shards:
                 pass
             return 0
         self.connect()
         assert self._transfer is not None
-        self._engines.next_version = version
         self._transfer.send_weights()
         return self._transfer.bytes_sent
 
@@ -108,6 +123,8 @@ class EngineWeightSender:
         return [] if self._engines is None else self._engines.score_prompts(token_ids)
 
     def close(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
         if self._transfer is not None:
             self._transfer.shutdown()
             self._transfer = None

@@ -20,6 +20,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.weights.families import ModelError
 from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
 from or1_megatron.weights.table import ModelFamily, Row
 
@@ -79,6 +80,7 @@ class ShardedWeights:
             layer: index % mesh.pipeline for index, layers in enumerate(chunk_layers) for layer in layers
         }
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
+        self._held: dict[str, list[tuple[Row, Piece]]] | None = None
 
     def _stage(self, row: Row) -> int:
         """The pipeline stage that holds a row."""
@@ -149,6 +151,45 @@ class ShardedWeights:
             shapes = {name: shape for held in everyone for name, shape in held.items()}
             self._metadata = [(name, self._dtype, shapes[name]) for row in self._rows for name in row.hf]
         return self._metadata
+
+    @property
+    def ranks(self) -> int:
+        return self._mesh.world
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank; collective."""
+        box = [value]
+        if self._mesh.world > 1:
+            dist.broadcast_object_list(box, src=0, group=self._mesh.control)
+        return box[0]
+
+    def holdings(self) -> list[Holding]:
+        """Which rank of the whole trainer holds which part of which HF tensor."""
+        shapes = {name: shape for name, _, shape in self.metadata()}
+        grid = RankGrid(self._mesh.tensor, self._mesh.context * self._mesh.data, self._mesh.pipeline)
+        return holdings(self._rows, self._hf, shapes, self._stage, grid)
+
+    @torch.no_grad()
+    def read(self, name: str, box: Box) -> Tensor:
+        """A rectangle of an HF tensor, as a view of this rank's parameter. KeyError when this rank does not hold it."""
+        if self._held is None:
+            self._held = self._pieces_by_name()
+        for row, piece in self._held.get(name, ()):
+            if intersection(box, piece.box) == box:
+                place = tuple(
+                    slice(start - low + there, stop - low + there)
+                    for (start, stop), (low, _), (there, _) in zip(box, piece.box, piece.place, strict=True)
+                )
+                return self.readable(self._parameters[row.megatron]).detach()[place]
+        raise KeyError(f"rank {self._mesh.rank} does not hold '{name}' at {box}")
+
+    def _pieces_by_name(self) -> dict[str, list[tuple[Row, Piece]]]:
+        shapes = {name: shape for name, _, shape in self.metadata()}
+        found: dict[str, list[tuple[Row, Piece]]] = {}
+        for row, _ in self.local_rows():
+            for piece in pieces(row, self._hf, shapes, self._mesh.tensor_rank, self._mesh.tensor):
+                found.setdefault(piece.name, []).append((row, piece))
+        return found
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:

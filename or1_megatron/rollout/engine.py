@@ -92,6 +92,7 @@ class VllmEngine:
         self._pending: dict[str, _Pending] = {}
         self._serial = 0
         self._keeps_full_log_probs = False
+        self._updating = False
         # What start-up left behind is permanent, and a step makes thousands of short-lived objects: without this the
         # collector walks vLLM's modules again and again (3% of the decoding time of a small model).
         gc.collect()
@@ -107,7 +108,9 @@ class VllmEngine:
 
         Raises:
             ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
+            RuntimeError: a weight update has begun and has not come to its end.
         """
+        self._refuse_mixture("decode")
         for request in requests:
             total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
             if total > self._settings.max_model_tokens:
@@ -147,6 +150,7 @@ class VllmEngine:
             RuntimeError: requests are being decoded.
         """
         self._refuse_while_decoding("score prompts")
+        self._refuse_mixture("score prompts")
         params = self._sampling_params(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=self._final_only
         )
@@ -170,7 +174,11 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
+        """Begin; an earlier update that never came to its end is given up. Until this one has, nothing is served."""
         self._refuse_while_decoding("update weights")
+        if self._updating:
+            self._llm.collective_rpc("abandon_weight_update")
+        self._updating = True
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -189,6 +197,7 @@ class VllmEngine:
                 f"engine {self._settings.index}: vLLM would not reset its prefix cache after the update to version "
                 f"{version}; some of its blocks are still in use"
             )
+        self._updating = False
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._llm.shutdown_weight_transfer_engine()
@@ -218,6 +227,13 @@ class VllmEngine:
         if self._pending:
             raise RuntimeError(
                 f"engine {self._settings.index} cannot {what}: {len(self._pending)} requests are being decoded"
+            )
+
+    def _refuse_mixture(self, what: str) -> None:
+        if self._updating:
+            raise RuntimeError(
+                f"engine {self._settings.index} cannot {what}: an update of its weights did not come to its end, so "
+                "that old and new ones may be mixed; a complete handoff mends that"
             )
 
     def _completion(self, output: Any, finished_s: float) -> Completion:

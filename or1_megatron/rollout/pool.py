@@ -83,6 +83,7 @@ class EnginePool:
         run_id: str,
         on_cpu: bool,
         places: Sequence[EnginePlace] | None = None,
+        weight_transfer: str = "gloo",
     ) -> None:
         """
         Args:
@@ -90,6 +91,7 @@ class EnginePool:
             run_id: as given to ``cluster.start_ray``.
             on_cpu: the engines' nodes have no GPU.
             places: one per engine; required when colocated on GPUs, else Ray places the engines.
+            weight_transfer: ``handoff.backend``.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
@@ -112,6 +114,7 @@ class EnginePool:
                 gpu_memory_fraction=config.gpu_memory_fraction,
                 tensor_parallel=config.tensor_parallel,
                 colocated=config.placement == "colocated",
+                weight_transfer=weight_transfer,
             )
             place = EnginePlace() if places is None else places[index]
             options = _actor_options(config, place, index, run_id, on_cpu)

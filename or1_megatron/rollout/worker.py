@@ -1,7 +1,7 @@
 """What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
 
 vLLM imports this module in every worker process, before the worker looks up its weight-transfer backend: importing
-``handoff.gloo_worker`` here is what makes ours known there, under tensor parallelism too.
+``handoff``'s workers here is what makes ours known there, under tensor parallelism too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from or1_megatron.handoff import gloo_worker
+from or1_megatron.handoff import gloo_worker, shard_worker
+from or1_megatron.handoff.reload import put_back
 
 gloo_worker.register()
+shard_worker.register()
 
 
 class FullDistributionLogProbs(torch.nn.Module):
@@ -46,6 +48,16 @@ class WorkerExtension:
     """Methods that ``collective_rpc`` reaches by name."""
 
     model_runner: Any  # vLLM's, of the worker that this is mixed into
+    model_config: Any
+    _weight_update_active: bool
+
+    def abandon_weight_update(self) -> None:
+        """Give up an update that began and will not come to its end: vLLM would not begin another.
+
+        Layers that were not loaded keep their weights, so that the model is a mixture until the next update.
+        """
+        self._weight_update_active = False
+        put_back(self.model_runner.model, self.model_config)
 
     def keep_log_probs_of_full_distribution(self) -> None:
         """From now on, log-probs of requests with top_p < 1 are those before the cut.

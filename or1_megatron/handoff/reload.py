@@ -1,0 +1,36 @@
+"""vLLM's layerwise reload, begun and ended: what both our workers need around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Complete a layerwise reload, tied layers included.
+
+    A layer that shares another one's weight (a tied output layer) is loaded by nobody, so vLLM does not process it
+    anew. On CPU it computes with a copy that was packed for oneDNN when the model was built: without this, with the
+    weights of that time.
+    """
+    finalize_layerwise_reload(model, model_config)
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, torch.nn.Parameter):
+            continue
+        if id(weight) in seen and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]  # vLLM's
+        seen.add(id(weight))
+
+
+def put_back(model: torch.nn.Module, model_config: Any) -> None:
+    """End a layerwise reload that is not to be completed: layers not yet loaded get their tensors back."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.load_numel_total = 0, 0
+    finalize_layerwise_reload(model, model_config)

@@ -1,0 +1,186 @@
+"""The part of our ``shard`` backend that runs inside vLLM's workers."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+from or1_megatron.handoff.buckets import TensorSpec
+from or1_megatron.handoff.gloo import WireSpec, join_store, open_group
+from or1_megatron.handoff.plan import HandoffPlan, Shipment
+from or1_megatron.handoff.recording import Recorded, SliceLoader, record_wants
+from or1_megatron.handoff.reload import finish_reload, put_back
+from or1_megatron.handoff.shard_trainer import BACKEND
+from or1_megatron.handoff.shipping import message_bytes, unseal
+from or1_megatron.handoff.wire import Board, GlooTransport, Transport, allocate, in_background
+from or1_megatron.weights.holdings import Box
+
+log = logging.getLogger(__name__)
+
+_NAMED = 8  # tensors that a warning names
+
+
+@dataclass
+class ShardInitInfo(WeightTransferInitInfo):
+    """Where the trainer's board is, how large the group, all tensors of the model, and which engine this is."""
+
+    address: str
+    port: int
+    trainers: int
+    world_size: int
+    workers_per_engine: int
+    timeout_s: float
+    tensors: list[tuple[str, str, list[int]]]
+    engine_index: int
+
+
+@dataclass
+class ShardUpdateInfo(WeightTransferUpdateInfo):
+    """The number of this handoff on this connection, from 1."""
+
+    handoff: int
+
+
+class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateInfo]):
+    """Receives the slices that this worker's loaders ask for, and loads them through vLLM's layerwise reload."""
+
+    init_info_cls = ShardInitInfo
+    update_info_cls = ShardUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._board: Board | None = None
+        self._transport: Transport | None = None
+        self._plan: HandoffPlan | None = None
+        self._recorded = Recorded()
+        self._specs: dict[str, TensorSpec] = {}
+        self._loader: SliceLoader | None = None
+        self._rank = 0
+
+    def init_transfer_engine(self, init_info: ShardInitInfo) -> None:
+        """Record what the loaders ask for, tell the trainer, and join the group; blocks until everyone has."""
+        if init_info.workers_per_engine != self.parallel_config.world_size:
+            raise ValueError(
+                f"engine {init_info.engine_index} has {self.parallel_config.world_size} workers, the trainer expects "
+                f"{init_info.workers_per_engine} per engine"
+            )
+        self.shutdown()  # of an earlier connection
+        index = init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
+        self._rank = init_info.trainers + index
+        store = join_store(init_info.address, init_info.port, init_info.timeout_s)
+        board = Board(store, f"engine rank {index}", init_info.timeout_s)
+        try:
+            specs = [WireSpec(*fields).spec() for fields in init_info.tensors]
+            self._specs = {spec.name: spec for spec in specs}
+            self._recorded = record_wants(self.model, self.model_config, specs)
+            if whole := self._recorded.whole:
+                reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(whole.items())[:_NAMED])
+                log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
+            board.publish(f"wants/{index}", self._recorded.wants(specs))
+            self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
+            opened = in_background(
+                lambda: open_group(store, init_info.address, self._rank, init_info.world_size, init_info.timeout_s)
+            )
+            group = board.wait(opened, f"{init_info.world_size} ranks to form a group")
+        except BaseException as error:
+            board.fail(error)
+            raise
+        self._board, self._transport = board, GlooTransport(group, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+        self._loader = SliceLoader(self._recorded)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base, which ends by synchronising an accelerator; slices are received on the host."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ShardUpdateInfo) -> None:
+        """Receive and load all of this worker's shipments.
+
+        Raises:
+            HandoffError: somebody failed or did not keep up.
+            SliceMismatch: a slice is not what was sent. In either case the model is a mixture.
+        """
+        if self._board is None or self._plan is None or self._loader is None:
+            raise RuntimeError("shard weight transfer: update_weights came before init_weight_transfer_engine")
+        try:
+            received, total = self._receive(self._board, self._plan, self._loader, update_info.handoff)
+        except BaseException as error:
+            self._board.fail(error)
+            put_back(self.model, self.model_config)
+            raise
+        self._board.publish(f"received/{update_info.handoff}/{self._rank}", (received, total))
+
+    def _receive(self, board: Board, plan: HandoffPlan, loader: SliceLoader, handoff: int) -> tuple[int, int]:
+        """(bytes received, the sum of all slices' checksums)."""
+        missing = defaultdict[str, int](int)
+        for shipment in plan.shipments:
+            for slot in shipment.bucket.slots:
+                missing[slot.spec.name] += 1
+        parts: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        received, total = 0, 0
+        for shipment, message in self._messages(board, plan):
+            slices, sums = unseal(shipment, message, handoff)
+            received, total = received + message.numel(), total + sums
+            complete = []
+            for cut, values in slices:
+                parts[cut.name].append((cut.box, values))
+                missing[cut.name] -= 1
+                if not missing[cut.name]:
+                    complete.append((self._specs[cut.name], parts.pop(cut.name)))
+            with loader:
+                self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
+            del message, slices, complete
+            loader.release()
+        return received, total
+
+    def _messages(self, board: Board, plan: HandoffPlan) -> Iterator[tuple[Shipment, Tensor]]:
+        """Shipments as they come, each in a buffer of its own: layers hold on to parts of it until they are complete.
+
+        One more than there are senders is under way, so that all of them send while the last arrival is loaded.
+        """
+        assert self._transport is not None
+        window = 1 + len({shipment.source for shipment in plan.shipments})
+        under_way: deque[tuple[Shipment, Tensor, Future[None]]] = deque()
+        waiting = deque(plan.shipments)
+        while under_way or waiting:
+            while waiting and len(under_way) < window:
+                shipment = waiting.popleft()
+                buffer = allocate(message_bytes(shipment))
+                future = self._transport.receive(buffer, shipment.source, shipment.number)
+                under_way.append((shipment, buffer, future))
+            shipment, buffer, future = under_way.popleft()
+            board.wait(future, f"{shipment.bucket.slots[0].spec} from trainer rank {shipment.source}")
+            yield shipment, buffer
+
+    def finish_weight_update(self) -> None:
+        assert self._loader is not None
+        with self._loader:
+            finish_reload(self.model, self.model_config)
+        self._loader.check_complete()
+        self._loader = None
+
+    def shutdown(self) -> None:
+        if isinstance(self._transport, GlooTransport):
+            self._transport.close()
+        self._board, self._transport, self._plan = None, None, None
+
+
+def register() -> None:
+    """Make the backend known to vLLM's factory in this process; once is enough, twice does no harm."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, ShardWeightTransferEngine)

@@ -1,0 +1,163 @@
+"""Which trainer rank holds which part of which HF tensor, found by running the table's own functions on row numbers.
+
+A layout op and a cut move whole rows (axis 0) or take a range of columns (axis 1): the axes behind stay as they are. So
+what they do to a tensor is what they do to the numbers of its rows, and no formula of theirs is written a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from or1_megatron.weights.slicing import Cut, cut
+from or1_megatron.weights.table import Row
+
+Box = tuple[tuple[int, int], ...]
+"""A rectangle of a tensor: (start, stop) for each axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of an HF tensor, and where a rank's shard of the Megatron tensor has it."""
+
+    name: str
+    box: Box
+    place: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A rectangle of an HF tensor that each of these trainer ranks holds."""
+
+    name: str
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """Trainer ranks as Megatron numbers them: tensor fastest, then the replicas (context, data), then the pipeline.
+
+    Experts are spread over the replicas: expert rank 0, 1, ... and round again.
+    """
+
+    tensor: int
+    replicas: int
+    pipeline: int
+    expert: int = 1
+
+    def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
+        """All ranks that hold one shard; of an expert's shard those of its expert rank."""
+        first = tensor_rank + self.tensor * self.replicas * stage
+        stop = first + self.tensor * self.replicas
+        if expert_rank is None:
+            return range(first, stop, self.tensor)
+        return range(first + expert_rank * self.tensor, stop, self.tensor * self.expert)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def box_size(box: Box) -> int:
+    """Elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two rectangles of one tensor share; None when that is nothing."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """``box`` less ``hole``, which lies inside it, as rectangles that do not overlap."""
+    rest: list[Box] = []
+    for axis, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
+        for part in ((start, low), (high, stop)):
+            if part[0] < part[1]:
+                rest.append((*hole[:axis], part, *box[axis + 1 :]))
+    return rest
+
+
+def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> list[Piece]:
+    """What tensor-parallel rank ``rank`` of ``size`` holds of a row's HF tensors, in the order of its shard.
+
+    Args:
+        shapes: of the HF tensors.
+
+    Raises:
+        ValueError: the row cannot be cut so.
+    """
+    labels, owners, first = [], [], 1  # 0 marks the rows that a cut pads with
+    for name in row.hf:
+        rows = shapes[name][0]
+        labels.append(torch.arange(first, first + rows)[:, None])
+        owners.append((first, name))
+        first += rows
+    fused = row.layout.fuse(labels, hf)  # [rows of the Megatron tensor, 1]
+    rest = whole(shapes[row.hf[0]][1:])
+    place_rest = rest
+    if row.cut is Cut.ROW:
+        columns = cut(torch.arange(shapes[row.hf[0]][1])[None], row.cut, rank, size)[0]
+        rest = ((int(columns[0]), int(columns[-1]) + 1), *rest[1:])
+        place_rest = whole((len(columns), *shapes[row.hf[0]][2:]))
+    else:
+        fused = cut(fused, row.cut, rank, size)
+    found = []
+    for place, label, length in _runs(fused[:, 0], {start for start, _ in owners}):
+        start, name = max(owner for owner in owners if owner[0] <= label)
+        found.append(
+            Piece(name, ((label - start, label - start + length), *rest), ((place, place + length), *place_rest))
+        )
+    return found
+
+
+def _runs(labels: Tensor, breaks: set[int]) -> list[tuple[int, int, int]]:
+    """(place, first label, length) of every stretch of consecutive labels; none goes on into a label of ``breaks``."""
+    if not len(labels):
+        return []
+    new = labels[1:] != labels[:-1] + 1
+    for label in breaks:
+        new |= labels[1:] == label
+    starts = [0, *(new.nonzero()[:, 0] + 1).tolist()]
+    stops = [*starts[1:], len(labels)]
+    runs = [(start, int(labels[start]), stop - start) for start, stop in zip(starts, stops, strict=True)]
+    return [run for run in runs if run[1] > 0]
+
+
+def holdings(
+    rows: Iterable[Row],
+    hf: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    stage: Callable[[Row], int],
+    grid: RankGrid,
+    expert_rank: Callable[[Row], int | None] = lambda row: None,
+) -> list[Holding]:
+    """Every part of every HF tensor with the ranks that hold it, in the order of the table.
+
+    Args:
+        stage: the pipeline stage that holds a row.
+        expert_rank: the expert-parallel rank that holds a row; None for what is no expert's.
+    """
+    found: list[Holding] = []
+    for row in rows:
+        holders: dict[tuple[str, Box], list[int]] = {}
+        for tensor_rank in range(grid.tensor):
+            for piece in pieces(row, hf, shapes, tensor_rank, grid.tensor):
+                holders.setdefault((piece.name, piece.box), []).extend(
+                    grid.ranks(stage(row), tensor_rank, expert_rank(row))
+                )
+        order = {name: index for index, name in enumerate(row.hf)}
+        for name, box in sorted(holders, key=lambda key: (order[key[0]], key[1])):
+            found.append(Holding(name, box, tuple(sorted(holders[name, box]))))
+    return found

@@ -1,0 +1,81 @@
+"""What a checksum tells apart. That no two slices of a real model collide is a matter of odds, not shown here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from or1_megatron.handoff.checksum import checksum
+from or1_megatron.handoff.plan import Shipment, Slice, Want, make_plan
+from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, seal, unseal
+from or1_megatron.weights.holdings import Holding
+
+W = Slice("w", ((0, 100), (0, 30)), torch.float32)
+
+
+def content(size: int = 12_000) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_any_flipped_bit_shows() -> None:
+    flat = content()
+    true = checksum(W, flat, 1)
+    for byte in (*range(0, 12_000, 997), 8191, 8192, 11_999):
+        for bit in (0, 7):
+            flat[byte] ^= 1 << bit
+            assert checksum(W, flat, 1) != true, f"bit {bit} of byte {byte}"
+            flat[byte] ^= 1 << bit
+    assert checksum(W, flat, 1) == true
+
+
+def test_words_that_change_places_show() -> None:
+    flat = content()
+    swapped = flat.clone()
+    swapped[:8], swapped[8:16] = flat[8:16], flat[:8]
+    assert checksum(W, flat, 1) != checksum(W, swapped, 1)
+
+
+def test_it_belongs_to_one_slice_of_one_handoff() -> None:
+    flat = content()
+    others = [
+        checksum(Slice("v", W.box, W.dtype), flat, 1),
+        checksum(Slice("w", ((100, 200), (0, 30)), W.dtype), flat, 1),
+        checksum(W, flat, 2),
+    ]
+    assert len({checksum(W, flat, 1), *others}) == 4
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 8191, 8192, 8200])
+def test_sizes_that_are_no_multiples(size: int) -> None:
+    """The last byte counts, whatever the size."""
+    flat = content(max(size, 1))[:size]
+    true = checksum(W, flat, 1)
+    if size:
+        flat = flat.clone()
+        flat[-1] ^= 1
+        assert checksum(W, flat, 1) != true
+
+
+def shipment() -> Shipment:
+    held = [Holding("w", ((0, 3),), (0,)), Holding("v", ((0, 5),), (0,))]
+    wants = [[Want("w", ((0, 3),)), Want("v", ((0, 5),))]]
+    (only,) = make_plan(held, {"w": torch.bfloat16, "v": torch.float32}, wants, 1, 1 << 10).shipments
+    return only
+
+
+def test_a_sealed_shipment_opens_to_what_was_put_in() -> None:
+    sent = shipment()
+    message = torch.zeros(message_bytes(sent), dtype=torch.uint8)
+    w, v = torch.tensor([1, 2, 3], dtype=torch.bfloat16), torch.arange(5.0)
+    for slot, values in zip(sent.bucket.slots, (w, v), strict=True):
+        slot.view(message).copy_(values)
+    total = seal(sent, message, 7)
+    slices, theirs = unseal(sent, message, 7)
+    assert theirs == total
+    assert [cut.name for cut, _ in slices] == ["w", "v"]
+    assert torch.equal(slices[0][1], w) and torch.equal(slices[1][1], v)
+    with pytest.raises(SliceMismatch, match=r"'w'\[0:3\] from trainer rank 0 .* handoff 8"):
+        unseal(sent, message, 8)
+    slices[1][1][4] = 5.0
+    with pytest.raises(SliceMismatch, match=r"'v'\[0:5\]"):
+        unseal(sent, message, 7)

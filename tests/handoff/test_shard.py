@@ -1,0 +1,231 @@
+"""Handoffs by slices from trainers of several layouts to real engines; transformers is the oracle.
+
+The trainer's ranks are threads with shards cut by the table: a real Megatron policy hands off in tests/parallel and in
+benchmarks/handoff.py. Not tried here: several nodes, CUDA, mixtures of experts.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, rollout_config
+from sharded_trainer import Grid, Trainer
+
+from or1_megatron.config import HandoffConfig
+from or1_megatron.handoff.certificate import compare_probe, probe_tokens
+from or1_megatron.handoff.gloo import HandoffError
+from or1_megatron.handoff.wire import GlooTransport
+from or1_megatron.plan_handoff import expected_wants
+from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.weights.holdings import Box, box_size
+from or1_megatron.weights.qwen2 import QWEN2
+
+VOCABULARY = 61
+PROBE = probe_tokens(VOCABULARY, 40)
+CONFIG = HandoffConfig(backend="shard", bucket_bytes=60_000, timeout_s=60.0)
+
+
+def make_model(folder: Path, tied: bool) -> TinyModel:
+    """4 heads in 2 groups, D = 32, a vocabulary that neither trainer nor engine ranks share evenly."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+    )
+    oracle = Qwen2ForCausalLM(config).float().eval()
+    for name, parameter in oracle.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.12)
+    oracle.save_pretrained(folder)
+    return TinyModel(folder, oracle)
+
+
+def write_tokenizer(tiny_model: TinyModel, folder: Path) -> None:
+    for path in tiny_model.folder.glob("*token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+def renewed(model: Any, seed: int) -> Any:
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.3 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def difference(control: Any, model: Any) -> float:
+    oracle = TinyModel(Path(), model)
+    expected = [oracle.log_probs(ids[:1].tolist(), ids[1:].tolist()).astype(np.float32) for ids in PROBE]
+    return compare_probe(control.score_prompts(PROBE), expected, bound=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pools(tiny_model: TinyModel, ray_cluster: None, tmp_path_factory: Any) -> Iterator[dict[str, Any]]:
+    """Two single engines on an untied model, and one of two ranks on a tied one."""
+    made: dict[str, Any] = {}
+    for kind, changes in {"single": {}, "tensor": {"engines": 1, "tensor_parallel": 2}}.items():
+        folder = tmp_path_factory.mktemp(kind)
+        model = make_model(folder, tied=kind == "tensor")
+        write_tokenizer(tiny_model, folder)
+        pool = EnginePool(
+            rollout_config(**changes),
+            folder,
+            "float32",
+            MAX_MODEL_TOKENS,
+            f"{RUN_ID}-shard-{kind}",
+            on_cpu=True,
+            weight_transfer="shard",
+        )
+        made[kind] = (pool, model.oracle)
+    for pool, _ in made.values():
+        pool.wait_ready()
+    yield made
+    for pool, _ in made.values():
+        pool.close()
+
+
+def model_bytes(model: Any) -> int:
+    return sum(4 * p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("single", (1, 1, 1)), ("single", (2, 2, 2)), ("tensor", (2, 1, 1)), ("tensor", (1, 1, 2))],
+)
+def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int, int, int]) -> None:
+    """Twice over one connection; every rank sends, and each engine rank receives its own shard's bytes and no more."""
+    pool, model = pools[kind]
+    control = pool.control(CONFIG.timeout_s)
+    trainer = Trainer(Grid(model, *layout), CONFIG, control)
+    for version in (1, 2):
+        trainer.grid.model = renewed(model, seed=version)
+        control.next_version = version
+        sent = trainer.send()
+        assert control.versions() == [version] * control.engines
+        assert difference(control, trainer.grid.model) < 1e-4
+        assert all(sent)
+        engine_ranks = control.engines * control.workers_per_engine
+        # What tensor parallelism does not cut (norms and the row-parallel layers' none) every rank receives whole.
+        norms = sum(4 * p.numel() for name, p in model.named_parameters() if "norm" in name)
+        shards = control.engines * (model_bytes(model) + (control.workers_per_engine - 1) * norms)
+        assert shards <= sent[0] <= 1.02 * shards, f"{engine_ranks} engine ranks"
+        if layout != (1, 1, 1):
+            assert max(sent[1:]) <= 0.6 * sent[0]
+    assert_loaders_asked_as_forecast(trainer, control.workers_per_engine)
+    trainer.close()
+
+
+def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> None:
+    """``or1 plan-handoff`` foretells what the loaders ask for; here it is compared with what they asked for."""
+    received: dict[tuple[int, str], list[Box]] = {}
+    for sender in trainer.senders:
+        for shipment in sender.plan.shipments:
+            for slot in shipment.bucket.slots:
+                key = (shipment.destination - trainer.grid.world, slot.spec.name)
+                received.setdefault(key, []).append(slot.spec.box)
+    for (rank, name), boxes in received.items():
+        wants = expected_wants(QWEN2, trainer.grid.hf, rank % engine_tensor, engine_tensor)
+        (box,) = (want.box for want in wants if want.name == name)
+        hull = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True))
+        assert hull == box, f"engine rank {rank}: {name}"
+        assert sum(map(box_size, boxes)) == box_size(box)
+
+
+def same_shaped(shipment: Any) -> tuple[Any, Any]:
+    """Two slices of one shape in a bucket."""
+    slots = shipment.bucket.slots
+    return next((a, b) for i, a in enumerate(slots) for b in slots[i + 1 :] if a.spec.shape == b.spec.shape)
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "dropped bucket", "swapped tensors", "bucket of the last handoff"])
+def test_what_the_transport_spoils_stops_the_run_by_name(
+    pools: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults between packing and loading: the engine names the tensor, and refuses to serve until a whole handoff."""
+    pool, model = pools["single"]
+    control = pool.control(CONFIG.timeout_s)
+    trainer = Trainer(Grid(model, 2, 1, 1), CONFIG, control)
+    trainer.send()
+    send, of_rank_0 = GlooTransport.send, trainer.senders[0]._transport
+    last: dict[str, torch.Tensor] = {}
+
+    def faulty(self: Any, buffer: torch.Tensor, destination: int, number: int) -> Any:
+        if self is of_rank_0 and (destination, number) == (3, 1):
+            shipment = next(s for s in trainer.senders[0].plan.shipments if (s.destination, s.number) == (3, 1))
+            if fault == "flipped bit":
+                buffer[20] ^= 4
+            elif fault == "dropped bucket":
+                buffer.zero_()
+            elif fault == "swapped tensors":
+                one, two = (slot.view(buffer) for slot in same_shaped(shipment))
+                kept = one.clone()
+                one.copy_(two)
+                two.copy_(kept)
+            elif last:
+                buffer.copy_(last["buffer"])
+            else:
+                last["buffer"] = buffer.clone()
+        return send(self, buffer, destination, number)
+
+    monkeypatch.setattr(GlooTransport, "send", faulty)
+    if fault == "bucket of the last handoff":
+        trainer.send()
+    start = time.monotonic()
+    with pytest.raises(HandoffError, match=r"engine 1 .*'model\.[a-z0-9_.]+'\[.*did not arrive as it was sent"):
+        trainer.send()
+    assert time.monotonic() - start < 30
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="did not come to its end"):
+        control.score_prompts(PROBE)
+    trainer.grid.model = renewed(model, seed=9)
+    trainer.send()  # meets the engines anew
+    assert difference(control, trainer.grid.model) < 1e-4
+    trainer.close()
+
+
+def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
+    """As when another engine failed after this one had all of its weights."""
+    pool, model = pools["single"]
+    control = pool.control(CONFIG.timeout_s)
+    control.start_weight_update()
+    with pytest.raises(EngineError, match=r"engine \d cannot score prompts: an update of its weights did not come to"):
+        control.score_prompts(PROBE)
+    trainer = Trainer(Grid(renewed(model, seed=4), 1, 2, 1), CONFIG, control)
+    trainer.send()
+    assert difference(control, trainer.grid.model) < 1e-4
+    trainer.close()
+
+
+def test_rank_that_fails_ends_everybodys_wait(pools: Any) -> None:
+    """Long before the deadline, and with the cause."""
+    pool, model = pools["single"]
+    trainer = Trainer(Grid(model, 2, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
+    trainer.send()
+
+    def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    trainer.weights[1].tamper = broken
+    start = time.monotonic()
+    with pytest.raises(HandoffError, match="trainer rank 1: out of memory"):
+        trainer.send()
+    assert time.monotonic() - start < 30
+    trainer.weights[1].tamper = lambda name, tensor: tensor
+    trainer.send()
+    assert difference(pool.control(10.0), trainer.grid.model) < 1e-4
+    trainer.close()
