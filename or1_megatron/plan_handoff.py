@@ -98,8 +98,14 @@ def forecast(
     """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each."""
     family = family_of(hf)
     shapes = family.shapes(hf)
-    grid = RankGrid(parallel.tensor, parallel.context * parallel.data, parallel.pipeline)
-    held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid)
+    grid = RankGrid(parallel.tensor, parallel.context * parallel.data, parallel.pipeline, parallel.expert)
+    experts = family.experts(hf)
+    local_experts = 0 if experts is None else experts.count // parallel.expert
+
+    def expert_rank(row: Row) -> int | None:
+        return None if row.expert is None else row.expert // local_experts
+
+    held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid, expert_rank=expert_rank)
     wants = [expected_wants(family, hf, rank, tensor) for rank in range(tensor)] * engines
     element = getattr(torch, dtype)
     plan = make_plan(held, dict.fromkeys(shapes, element), wants, parallel.ranks, bucket_bytes)

@@ -166,8 +166,12 @@ class ShardedWeights:
     def holdings(self) -> list[Holding]:
         """Which rank of the whole trainer holds which part of which HF tensor."""
         shapes = {name: shape for name, _, shape in self.metadata()}
-        grid = RankGrid(self._mesh.tensor, self._mesh.context * self._mesh.data, self._mesh.pipeline)
-        return holdings(self._rows, self._hf, shapes, self._stage, grid)
+        mesh = self._mesh
+        grid = RankGrid(mesh.tensor, mesh.context * mesh.data, mesh.pipeline, mesh.expert)
+        return holdings(self._rows, self._hf, shapes, self._stage, grid, expert_rank=self._expert_rank)
+
+    def _expert_rank(self, row: Row) -> int | None:
+        return None if row.expert is None else row.expert // self._local_experts
 
     @torch.no_grad()
     def read(self, name: str, box: Box) -> Tensor:
