@@ -29,6 +29,7 @@ DTYPES: Final = {
     "BF16": torch.bfloat16,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_MADV_POPULATE_READ: Final = 22  # linux/mman.h
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
@@ -78,6 +79,7 @@ class MappedFile:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.view = memoryview(self._map)
+        self._address = self.tensor(0, 1, torch.uint8).data_ptr()
 
     def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
         """[count] elements at byte ``begin``; not to be written to."""
@@ -85,10 +87,22 @@ class MappedFile:
             warnings.simplefilter("ignore")  # that it is not writable
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
 
-    def read_ahead(self, begin: int, length: int) -> None:
-        """Have the kernel begin to read what will be looked at."""
+    def populate(self, begin: int, length: int) -> None:
+        """Have the kernel read what will be looked at, all at once: page by page costs as much as the copy."""
         page = begin - begin % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, page, begin + length - page)
+        try:
+            self._map.madvise(_MADV_POPULATE_READ, page, begin + length - page)
+        except OSError:  # a kernel before 5.14 does not know it
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + length - page)
+
+    def populate_tensor(self, tensor: Tensor) -> None:
+        """The same for a contiguous view of what ``tensor`` gave."""
+        self.populate(tensor.data_ptr() - self._address, tensor.nbytes)
+
+    def release(self, begin: int, length: int) -> None:
+        """What has been looked at need not stay mapped: such pages are the last that a kernel short of memory drops."""
+        page = begin - begin % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, page, begin + length - page)
 
 
 class HFWeights:
@@ -131,13 +145,22 @@ class HFWeights:
         return self._where[name][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """[count, ...] rows, read ahead."""
-        mapped, begin, entry = self._where[name]
+        """[count, ...] rows, read already."""
+        mapped, start, length = self._range(name, first, count)
+        mapped.populate(start, length)
+        entry = self._where[name][2]
         dtype = DTYPES[entry.dtype]
-        of_a_row = math.prod(entry.shape[1:])
-        start = begin + first * of_a_row * dtype.itemsize
-        mapped.read_ahead(start, count * of_a_row * dtype.itemsize)
-        return mapped.tensor(start, count * of_a_row, dtype).view(count, *entry.shape[1:])
+        return mapped.tensor(start, length // dtype.itemsize, dtype).view(count, *entry.shape[1:])
+
+    def release(self, name: str, first: int, count: int) -> None:
+        """The rows are not needed any more; whoever looks at them all the same reads them again."""
+        mapped, start, length = self._range(name, first, count)
+        mapped.release(start, length)
+
+    def _range(self, name: str, first: int, count: int) -> tuple[MappedFile, int, int]:
+        mapped, begin, entry = self._where[name]
+        of_a_row = math.prod(entry.shape[1:]) * DTYPES[entry.dtype].itemsize
+        return mapped, begin + first * of_a_row, count * of_a_row
 
 
 def carried(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ from or1_megatron.runtime.manifest import sync
 
 JOURNAL: Final = "conversion.json"
 _LOCK: Final = "conversion.lock"
-_THREADS: Final = 4
+_THREADS: Final = 4  # some of them wait for the disk
 _SPARE_BYTES: Final = 64 << 20  # for headers, tokenizer, metadata
 
 
@@ -128,7 +128,7 @@ class Job:
 
     def each(self, items: Iterable[Any], one: Callable[[Any], None]) -> None:
         """Do something to every item, several at a time; the first failure ends it all, and is raised."""
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             futures = [pool.submit(one, item) for item in items]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)

@@ -147,6 +147,8 @@ class MegatronCheckpoint:
             here, there = parts
             tensor = self._tensor(key, chunk)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
             if tensor.shape == (count, *rest):
+                if tensor.is_contiguous():
+                    self._maps[chunk.file].populate_tensor(tensor)
                 return tensor
             if found is None:
                 found = torch.empty((count, *rest), dtype=tensor.dtype)

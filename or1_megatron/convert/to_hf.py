@@ -169,10 +169,11 @@ def megatron_to_hf(
     plan = _Plan(checkpoint, source, record, dtype, shard_bytes)
     with Job(out, plan.identity(), sum(plan.sizes), console) as job:
         digests = _Digests(checkpoint, job)
-        job.write(
-            [file.name for file in plan.files], plan.sizes, lambda name, advance: _write(job, plan, name, advance)
-        )
-        digests.compare()
+        try:
+            names = [file.name for file in plan.files]
+            job.write(names, plan.sizes, lambda name, advance: _write(job, plan, name, advance))
+        finally:
+            digests.compare()  # says more than an error in reading what has been altered
         _complete(job, plan, record, run)
         if verify:
             _verify(job, plan)

@@ -120,6 +120,12 @@ class _Plan:
         rows = self.weights.rows(piece.source.name, piece.run.hf_row, piece.run.rows)
         return rows.to(self.dtype(piece.source.name))
 
+    def boxes(self, name: str) -> Iterator[tuple[Box, Tensor]]:
+        """What a file is made of; each tensor is good until the next is asked for."""
+        for piece in self.files[name]:
+            yield piece.box, self.tensor(piece)
+            self.weights.release(piece.source.name, piece.run.hf_row, piece.run.rows)
+
     def identity(self) -> dict[str, Any]:
         """What has to be the same for a conversion to go on."""
         files = [*sorted(self.folder.glob("*.safetensors")), *carried(self.folder)]
@@ -189,8 +195,8 @@ def hf_to_megatron(
     with Job(out, plan.identity(), sum(plan.sizes), console) as job:
 
         def write(name: str, advance: Any) -> None:
-            pieces = ((piece.box, plan.tensor(piece)) for piece in plan.files[name])
-            written, entry = write_boxes(job.aside / name, pieces, advance)
+            torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests say more
+            written, entry = write_boxes(job.aside / name, plan.boxes(name), advance)
             job.finished(name, [asdict(entry), [[box.offset, box.length] for box in written]])
 
         job.write(list(plan.files), plan.sizes, write)
