@@ -11,7 +11,6 @@ import math
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import Target
+from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
 
@@ -69,6 +69,7 @@ class MegatronCheckpoint:
 
     Raises (this and all methods):
         ConvertError: the folder is no such checkpoint, or a file is missing, cut or unreadable.
+        CheckpointDamaged: a file is not the one that its manifest speaks of.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,13 +100,13 @@ class MegatronCheckpoint:
                         *(place.relative_path, place.offset, place.length),
                     )
                 )
+        self._manifest = read_manifest(self.folder) if (self.folder / MANIFEST).is_file() else {}
+        if self._manifest:
+            check_manifest(self.folder, digests=False)
         self._maps: dict[str, MappedFile] = {}
         self._tensors: dict[tuple[str, int], Tensor] = {}
         self._lock = threading.Lock()
-
-    def files(self, keys: Sequence[str]) -> list[Path]:
-        """Those that hold tensors of these keys."""
-        return [self.folder / name for name in sorted({c.file for key in keys for c in self._chunks[key]})]
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def key_of(self, target: Target) -> tuple[str, tuple[int, ...]]:
         """(what the tensor is called here, its entry of the stack).
@@ -193,18 +194,31 @@ class MegatronCheckpoint:
 
     def _tensor(self, key: str, chunk: _Chunk) -> Tensor:
         """A box: pages of its file."""
-        with self._lock:  # FakeTensorMode is the process's
+        file = self._file(chunk.file)
+        with self._lock:
             known = self._tensors.get((chunk.file, chunk.begin))
             if known is None:
-                known = self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk)
+                known = self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
         return known
 
-    def _mapped(self, key: str, chunk: _Chunk) -> Tensor:
+    def _file(self, name: str) -> MappedFile:
+        """Opened, and read once from beginning to end for its digest: what is then looked at is in memory."""
+        with self._lock:
+            opening = self._opening[name]
+        with opening:
+            if name not in self._maps:
+                path = self.folder / name
+                try:
+                    if name in self._manifest:
+                        check_digest(path, self._manifest[name])
+                    self._maps[name] = MappedFile(path)
+                except (OSError, ValueError) as error:
+                    raise ConvertError(f"{path} cannot be read ({error})") from error
+            return self._maps[name]
+
+    def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
         path = self.folder / chunk.file
         try:
-            if chunk.file not in self._maps:
-                self._maps[chunk.file] = MappedFile(path)
-            file = self._maps[chunk.file]
             if chunk.begin + chunk.length > len(file.view):
                 raise ConvertError(
                     f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to "

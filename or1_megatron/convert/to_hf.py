@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from or1_megatron.convert.rows import Source, Target, targets
 from or1_megatron.convert.run_source import RunOf, run_of
 from or1_megatron.convert.to_megatron import HF, PIECE_BYTES, RECORD, forget, identical
 from or1_megatron.parallel.export import CARRIED
-from or1_megatron.runtime.manifest import MANIFEST, check_manifest, sync
+from or1_megatron.runtime.manifest import sync
 from or1_megatron.weights.families import family_of, read_hf_config
 
 SHARD_BYTES: Final = 4 << 30
@@ -117,7 +116,7 @@ class _Plan:
         """A tensor's rows, in order."""
         target, source = self._places[self.copies.get(name, name)]
         key, index = self.checkpoint.key_of(target)
-        of_a_row = math.prod(source.shape[1:]) * max(4, self.checkpoint.dtype(key).itemsize)
+        of_a_row = math.prod(source.shape[1:]) * self.checkpoint.dtype(key).itemsize  # cut as to_megatron cuts
         most = max(1, PIECE_BYTES // of_a_row)
         return [_Piece(key, index, p.hf_row, p.row, p.rows) for run in source.runs for p in run.cut(most)]
 
@@ -168,12 +167,8 @@ def megatron_to_hf(
         )
     plan = _Plan(checkpoint, source, record, dtype, shard_bytes)
     with Job(out, plan.identity(), sum(plan.sizes), console) as job:
-        digests = _Digests(checkpoint, job)
-        try:
-            names = [file.name for file in plan.files]
-            job.write(names, plan.sizes, lambda name, advance: _write(job, plan, name, advance))
-        finally:
-            digests.compare()  # says more than an error in reading what has been altered
+        names = [file.name for file in plan.files]
+        job.write(names, plan.sizes, lambda name, advance: _write(job, plan, name, advance))
         _complete(job, plan, record, run)
         if verify:
             _verify(job, plan)
@@ -192,30 +187,6 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConvertError(f"{path} cannot be read ({error!r})") from error
     return record
-
-
-class _Digests:
-    """Compares the checkpoint's files with its manifest, where it has one, while they are being converted."""
-
-    def __init__(self, checkpoint: MegatronCheckpoint, job: Job) -> None:
-        self._problem: Exception | None = None
-        self._thread: threading.Thread | None = None
-        if (checkpoint.folder / MANIFEST).is_file():
-            check_manifest(checkpoint.folder, digests=False)
-            self._thread = threading.Thread(target=self._run, args=(checkpoint.folder,), daemon=True)
-            self._thread.start()
-
-    def _run(self, folder: Path) -> None:
-        try:
-            check_manifest(folder)
-        except Exception as error:  # raised by compare
-            self._problem = error
-
-    def compare(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        if self._problem is not None:
-            raise self._problem
 
 
 def _write(job: Job, plan: _Plan, name: str, advance: Callable[[int], None]) -> None:

@@ -81,7 +81,7 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
         CheckpointDamaged: the manifest or a file is missing, cut or altered.
         CheckpointUnreadable: one cannot be read, or the manifest is of another format.
     """
-    entries = _read(folder / MANIFEST)
+    entries = read_manifest(folder)
     for name, entry in entries.items():
         file = folder / name
         if not file.is_file():
@@ -95,7 +95,15 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
                     raise CheckpointDamaged(f"{file} is corrupt: its sha256 is not the one in the manifest")
 
 
-def _read(manifest: Path) -> dict[str, FileEntry]:
+def check_digest(path: Path, entry: FileEntry) -> None:
+    """Compare one file with what its manifest says. Raises CheckpointDamaged."""
+    if (problem := _altered(path, entry)) is not None:
+        raise CheckpointDamaged(problem)
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """The files of a checkpoint. Raises CheckpointDamaged when it cannot be read."""
+    manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
     try:

@@ -16,7 +16,7 @@ import ranks
 import torch
 from safetensors.torch import load_file
 
-KILLS = 12
+KILLS = 8
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def test_killed_at_random_times(make_model: Any, tmp_path: Path) -> None:
     for direction in ("there", "back"):
         assert told[direction]["kills"] == KILLS and told[direction]["went_on"] > 0
     names = sorted(path.name for path in (scratch / "first").iterdir())
-    assert names == sorted(path.name for path in (scratch / "megatron").iterdir()) and len(names) > 15
+    assert names == sorted(path.name for path in (scratch / "megatron").iterdir()) and len(names) > 10
     for name in names:
         if name != "hf":
             assert (scratch / "first" / name).read_bytes() == (scratch / "megatron" / name).read_bytes(), name
