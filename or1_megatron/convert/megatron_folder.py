@@ -72,7 +72,8 @@ class MegatronCheckpoint:
         CheckpointDamaged: a file is not the one that its manifest speaks of.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, digests: bool = True) -> None:
+        """``digests``: compare files with the manifest, where there is one; not needed where all is compared anyway."""
         self.folder = resolve(folder)
         try:
             metadata = FileSystemReader(self.folder).read_metadata()
@@ -100,7 +101,7 @@ class MegatronCheckpoint:
                         *(place.relative_path, place.offset, place.length),
                     )
                 )
-        self._manifest = read_manifest(self.folder) if (self.folder / MANIFEST).is_file() else {}
+        self._manifest = read_manifest(self.folder) if digests and (self.folder / MANIFEST).is_file() else {}
         if self._manifest:
             check_manifest(self.folder, digests=False)
         self._maps: dict[str, MappedFile] = {}

@@ -92,17 +92,21 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             for file, same in pool.map(lambda item: _compared(folder / item[0], item[1]), entries.items()):
                 if not same:
-                    raise CheckpointDamaged(f"{file} is corrupt: its sha256 is not the one in the manifest")
+                    raise _corrupt(file)
 
 
 def check_digest(path: Path, entry: FileEntry) -> None:
-    """Compare one file with what its manifest says. Raises CheckpointDamaged."""
-    if (problem := _altered(path, entry)) is not None:
-        raise CheckpointDamaged(problem)
+    """Compare one file with what its manifest says. Raises CheckpointDamaged, CheckpointUnreadable."""
+    if not _compared(path, entry)[1]:
+        raise _corrupt(path)
+
+
+def _corrupt(path: Path) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is corrupt: its sha256 is not the one in the manifest")
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """The files of a checkpoint. Raises CheckpointDamaged when it cannot be read."""
+    """The files of a checkpoint. Raises CheckpointDamaged, CheckpointUnreadable."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
