@@ -77,6 +77,18 @@ SECTIONS = (
         (("loop held / memory copy of the state", "≤ 1.5"),),
     ),
     Section(
+        "convert",
+        "Converters",
+        "python benchmarks/convert.py --scratch FOLDER",
+        "HF folder to Megatron checkpoint and back, whole commands from start to exit, beside cp -r and fsync of the "
+        "same bytes. Peak of RssAnon, summed over processes.",
+        (
+            ("to Megatron, speed / cp -r with fsync", "≥ 0.600"),
+            ("to HF, speed / cp -r with fsync", "≥ 0.600"),
+            ("peak anonymous memory", "≤ 2 GiB"),
+        ),
+    ),
+    Section(
         "quickstart",
         "The quickstart",
         "python benchmarks/quickstart.py --seeds 1 2 3",

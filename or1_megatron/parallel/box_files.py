@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from or1_megatron.parallel.sharded_state import Box, Holding
+from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.runtime.manifest import FileEntry
+
+_PIECE_BYTES = 1 << 20
 
 
 class StateMismatch(RuntimeError):
@@ -55,21 +57,24 @@ class WrittenBox:
 class _DigestedFile:
     """A file whose digest is known when it is written. As much of a file as torch.save needs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wrote: Callable[[int], None]) -> None:
         self._file = path.open("wb", buffering=0)
+        self._wrote = wrote
         self._digest = hashlib.sha256()
         self.position = 0
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
         """What torch.save makes another error of."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._digest.update(view)
         left = view
         try:
-            while left:  # an unbuffered write may be cut short
-                left = left[self._file.write(left) :]
-        except OSError as error:
+            while left:  # in pieces that stay in the processor's cache between digest and write, which may cut short
+                count = self._file.write(left[:_PIECE_BYTES])
+                self._digest.update(left[:count])
+                left = left[count:]
+                self._wrote(count)
+        except Exception as error:
             self.failure = error
             raise
         self.position += len(view)
@@ -87,9 +92,14 @@ class _DigestedFile:
         self._file.close()
 
 
-def write_boxes(path: Path, boxes: Iterable[tuple[Box, Tensor]]) -> tuple[list[WrittenBox], FileEntry]:
-    """Write the boxes' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError."""
-    file = _DigestedFile(path)
+def write_boxes(
+    path: Path, boxes: Iterable[tuple[Box, Tensor]], wrote: Callable[[int], None] = lambda count: None
+) -> tuple[list[WrittenBox], FileEntry]:
+    """Write the boxes' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
+
+    ``wrote`` is told of every few bytes; what it raises ends the writing.
+    """
+    file = _DigestedFile(path, wrote)
     written = []
     try:
         for box, tensor in boxes:

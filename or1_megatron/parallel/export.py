@@ -15,7 +15,7 @@ from torch import Tensor
 
 from or1_megatron.parallel.agreement import AgreedError
 
-_COPIED = (  # what belongs to a model whatever its weights; a source's own notes do not
+CARRIED = (  # what belongs to a model whatever its weights; a source's own notes do not
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model", "*.tiktoken"),
 )
@@ -90,7 +90,7 @@ class HFWriter:
             file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             (self._aside / f"shard-{i}.safetensors").rename(self._aside / file)
             weight_map.update(dict.fromkeys(names, file))
-        for pattern in _COPIED:
+        for pattern in CARRIED:
             for path in self._source.glob(pattern):
                 shutil.copy2(path, self._aside / path.name)
         if count > 1:

@@ -36,9 +36,10 @@ from torch import Tensor
 
 from or1_megatron.parallel.agreement import AgreedError, raise_together
 from or1_megatron.parallel.box_files import WrittenBox, write_boxes, write_metadata
+from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.parallel.lockstep import LockstepError
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.sharded_state import Box, Holding, holdings, optimizer_step
+from or1_megatron.parallel.sharded_state import holdings, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.runtime.run_folder import put_in_place

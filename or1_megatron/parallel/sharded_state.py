@@ -20,39 +20,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.parallel.policy import MegatronPolicy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A contiguous part of a holding, and the box of a whole tensor that it is.
-
-    ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` counts elements of the holding's tensor.
-    """
-
-    key: str
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One flat tensor of this rank's state. ``tensor()`` is looked up anew at each use: it may have moved."""
-
-    tensor: Callable[[], Tensor]
-    boxes: tuple[Box, ...]
-    is_written_here: bool
-    """Of ranks that hold the same, one writes it."""
-    may_differ: bool
-    """The whole's shape depends on the layout (a padded vocabulary): rows that one side lacks are zeros."""
 
 
 def holdings(policy: MegatronPolicy) -> list[Holding]:

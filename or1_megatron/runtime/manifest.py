@@ -81,7 +81,7 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
         CheckpointDamaged: the manifest or a file is missing, cut or altered.
         CheckpointUnreadable: one cannot be read, or the manifest is of another format.
     """
-    entries = _read(folder / MANIFEST)
+    entries = read_manifest(folder)
     for name, entry in entries.items():
         file = folder / name
         if not file.is_file():
@@ -92,10 +92,22 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             for file, same in pool.map(lambda item: _compared(folder / item[0], item[1]), entries.items()):
                 if not same:
-                    raise CheckpointDamaged(f"{file} is corrupt: its sha256 is not the one in the manifest")
+                    raise _corrupt(file)
 
 
-def _read(manifest: Path) -> dict[str, FileEntry]:
+def check_digest(path: Path, entry: FileEntry) -> None:
+    """Compare one file with what its manifest says. Raises CheckpointDamaged, CheckpointUnreadable."""
+    if not _compared(path, entry)[1]:
+        raise _corrupt(path)
+
+
+def _corrupt(path: Path) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is corrupt: its sha256 is not the one in the manifest")
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """The files of a checkpoint. Raises CheckpointDamaged, CheckpointUnreadable."""
+    manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
     try:

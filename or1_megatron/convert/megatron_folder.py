@@ -1,0 +1,256 @@
+"""Megatron's side: a ``torch_dist`` checkpoint, whoever wrote it, as maps of memory.
+
+Each box of a tensor is what torch.save makes of it. Loaded without its bytes, it says where in the file they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+
+from or1_megatron.convert.hf_folder import MappedFile
+from or1_megatron.convert.job import ConvertError
+from or1_megatron.convert.rows import Target
+from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
+
+_NEWEST: Final = "latest_checkpointed_iteration.txt"
+
+
+class _Slice(io.RawIOBase):
+    """Part of a mapped file as a file."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        count = max(0, min(len(into), len(self._view) - self._at))
+        into[:count] = self._view[self._at : self._at + count]
+        self._at += count
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class MegatronCheckpoint:
+    """Reads rows of a checkpoint's tensors. Safe for threads.
+
+    Raises (this and all methods):
+        ConvertError: the folder is no such checkpoint, or a file is missing, cut or unreadable.
+        CheckpointDamaged: a file is not the one that its manifest speaks of.
+    """
+
+    def __init__(self, folder: Path, digests: bool = True) -> None:
+        """``digests``: compare files with the manifest, where there is one; not needed where all is compared anyway."""
+        self.folder = resolve(folder)
+        try:
+            metadata = FileSystemReader(self.folder).read_metadata()
+        except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
+            raise ConvertError(f"{self.folder / '.metadata'} cannot be read ({error!r})") from error
+        self.tensors = {
+            key: found
+            for key, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
+        self._lying: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+        storage = metadata.storage_data or {}
+        where = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
+        for key, found in self.tensors.items():
+            for chunk in found.chunks:
+                place = where.get((key, tuple(chunk.offsets)))
+                if place is None:
+                    raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
+                if getattr(place, "transform_descriptors", None):
+                    raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
+                self._chunks[key].append(
+                    _Chunk(
+                        *(tuple(chunk.offsets), tuple(chunk.sizes)),
+                        *(place.relative_path, place.offset, place.length),
+                    )
+                )
+        self._manifest = read_manifest(self.folder) if digests and (self.folder / MANIFEST).is_file() else {}
+        if self._manifest:
+            check_manifest(self.folder, digests=False)
+        self._maps: dict[str, MappedFile] = {}
+        self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._lock = threading.Lock()
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def key_of(self, target: Target) -> tuple[str, tuple[int, ...]]:
+        """(what the tensor is called here, its entry of the stack).
+
+        Raises:
+            ConvertError: it is not here under any of its names, or has another shape.
+        """
+        for key in target.keys:
+            if key in self.tensors:
+                self._check_shape(key, target.whole)
+                return key, target.index
+        for key in map(target.unstacked, target.keys):
+            if key in self.tensors:
+                self._check_shape(key, target.whole[1:])
+                return key, target.index[1:]
+        raise ConvertError(f"{self.folder} lacks {target.keys[0]}: it is of another model, or not whole")
+
+    def _check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
+        found = tuple(self.tensors[key].size)
+        same = found == wanted
+        if key in ("embedding.word_embeddings.weight", "output_layer.weight"):  # padded rows behind
+            same = len(found) == 2 and found[0] >= wanted[0] and found[1] == wanted[1]
+        if not same:
+            raise ConvertError(f"{self.folder}: {key} has shape {found}; the model's config implies {wanted}")
+
+    def dtype(self, key: str) -> torch.dtype:
+        found: torch.dtype = self.tensors[key].properties.dtype
+        return found
+
+    def rows(self, key: str, index: tuple[int, ...], first: int, count: int) -> Tensor:
+        """[count, ...] rows of an entry: the pages of the file where they lie in one box, else put together."""
+        rest = tuple(self.tensors[key].size)[len(index) + 1 :]
+        found = None
+        covered = 0
+        for chunk in self._of(key, index):
+            parts = self._overlap(chunk, len(index), first, count)
+            if parts is None:
+                continue
+            here, there = parts
+            tensor = self._tensor(key, chunk)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
+            if tensor.shape == (count, *rest):
+                if tensor.is_contiguous():
+                    self._maps[chunk.file].populate_tensor(tensor)
+                return tensor
+            if found is None:
+                found = torch.empty((count, *rest), dtype=tensor.dtype)
+            found[there] = tensor
+            covered += tensor.numel()
+        if found is None or covered != found.numel():
+            wanted = count * math.prod(rest)
+            raise ConvertError(
+                f"{self.folder}: {covered} of the {wanted} elements of {key}{list(index) or ''}, rows {first} to "
+                f"{first + count}, are there"
+            )
+        return found
+
+    def _of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
+        """The boxes that hold part of an entry."""
+        with self._lock:
+            if (key, index) not in self._lying:
+                depth = len(index)
+                for chunk in self._chunks[key]:
+                    entries: list[tuple[int, ...]] = [()]
+                    for offset, size in zip(chunk.offset[:depth], chunk.sizes[:depth], strict=True):
+                        entries = [(*entry, offset + i) for entry in entries for i in range(size)]
+                    for entry in entries:
+                        self._lying.setdefault((key, entry), []).append(chunk)
+            return self._lying.get((key, index), [])
+
+    @staticmethod
+    def _overlap(
+        chunk: _Chunk, depth: int, first: int, count: int
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What of a box is wanted, within the box and within what is wanted."""
+        row, rows = chunk.offset[depth], chunk.sizes[depth]
+        low, high = max(first, row), min(first + count, row + rows)
+        if low >= high:
+            return None
+        rest = [
+            slice(offset, offset + size)
+            for offset, size in zip(chunk.offset[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
+        ]
+        everything = [slice(None)] * len(rest)
+        return (slice(low - row, high - row), *everything), (slice(low - first, high - first), *rest)
+
+    def _tensor(self, key: str, chunk: _Chunk) -> Tensor:
+        """A box: pages of its file."""
+        file = self._file(chunk.file)
+        with self._lock:
+            known = self._tensors.get((chunk.file, chunk.begin))
+            if known is None:
+                known = self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
+        return known
+
+    def _file(self, name: str) -> MappedFile:
+        """Opened, and read once from beginning to end for its digest: what is then looked at is in memory."""
+        with self._lock:
+            opening = self._opening[name]
+        with opening:
+            if name not in self._maps:
+                path = self.folder / name
+                try:
+                    if name in self._manifest:
+                        check_digest(path, self._manifest[name])
+                    self._maps[name] = MappedFile(path)
+                except (OSError, ValueError) as error:
+                    raise ConvertError(f"{path} cannot be read ({error})") from error
+            return self._maps[name]
+
+    def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
+        path = self.folder / chunk.file
+        try:
+            if chunk.begin + chunk.length > len(file.view):
+                raise ConvertError(
+                    f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to "
+                    f"{chunk.begin + chunk.length}"
+                )
+            with FakeTensorMode():
+                blob = _Slice(file.view[chunk.begin : chunk.begin + chunk.length])
+                said = torch.load(blob, weights_only=True)  # type: ignore[arg-type]  # as much of a file as it needs
+            storage = said.untyped_storage()
+            begin = chunk.begin + storage._checkpoint_offset
+            flat = file.tensor(begin, storage.nbytes() // said.dtype.itemsize, said.dtype)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if isinstance(error, ConvertError):
+                raise
+            raise ConvertError(f"{path} is damaged or missing: {key} cannot be read ({error})") from error
+        if tuple(said.shape) != chunk.sizes:
+            raise ConvertError(f"{path}: {key} has a box of shape {tuple(said.shape)}; .metadata says {chunk.sizes}")
+        return flat.as_strided(chunk.sizes, said.stride(), said.storage_offset())
+
+
+def resolve(folder: Path) -> Path:
+    """The checkpoint that a folder holds or is: Megatron-LM's name the newest iteration in a file beside them."""
+    if not folder.is_dir():
+        raise ConvertError(f"checkpoint {folder} does not exist")
+    newest = folder / _NEWEST
+    if not (folder / ".metadata").is_file() and newest.is_file():
+        said = newest.read_text().strip()
+        return resolve(folder / (f"iter_{int(said):07d}" if said.isdigit() else said))
+    if not (folder / ".metadata").is_file():
+        raise ConvertError(f"{folder} has no .metadata; expected a Megatron checkpoint in the format torch_dist")
+    about = folder / "metadata.json"
+    if about.is_file() and (kind := json.loads(about.read_text()).get("sharded_backend")) != "torch_dist":
+        raise ConvertError(f"{about} says sharded_backend {kind}; expected torch_dist")
+    return folder
