@@ -89,6 +89,21 @@ SECTIONS = (
         ),
     ),
     Section(
+        "handoff",
+        "Handoff on CPU",
+        "python benchmarks/handoff.py",
+        "Slices from every trainer rank (`shard`) against gathering on rank 0 and broadcasting (`gloo`): 100M "
+        "parameters in bf16, TP2 x PP2 to two engines.",
+        (("time, gloo / shard, to TP1 engines", "≥ 1.3"), ("time, gloo / shard, to TP2 engines", "≥ 2")),
+    ),
+    Section(
+        "handoff_forecast",
+        "Handoffs of large models on paper",
+        "python benchmarks/handoff_forecast.py",
+        "The planner's bytes over links of 400 Gb/s, one per rank; packing, checksums and loading come on top. Nothing "
+        "is sent.",
+    ),
+    Section(
         "quickstart",
         "The quickstart",
         "python benchmarks/quickstart.py --seeds 1 2 3",

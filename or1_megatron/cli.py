@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from or1_megatron.arithmetic import Device
-
 if TYPE_CHECKING:
     import torch
+
+    from or1_megatron.arithmetic import Device
 
 app = typer.Typer(
     name="or1",

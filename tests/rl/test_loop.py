@@ -285,7 +285,8 @@ def test_checkpoints_newest_and_best(tmp_path: Path) -> None:
     """Saved: every 4 steps, the end, and each new best evaluation (every 2 steps); kept: the last two and the best."""
     world = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], every_steps=4, export_every=3)
     result = world.loop.run()
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    left = (path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    kept = sorted(name for name in left if not name.endswith(".partial"))  # deletions may still be under way
     best = max((r.accuracy, -step) for step, r in world.diary.evaluations.items() if step)
     assert result.best_step == -best[1]
     assert kept == sorted({"step_000008", "step_000009", f"step_{result.best_step:06d}"})
