@@ -2,7 +2,7 @@
 
 Every part receives the section it needs, never the root. Defaults are the recipe's (Skywork-OR1 technical report,
 arXiv 2505.22312; where its released code differs, the field says so). How files, overlays and overrides become this
-object is in ``config_file``.
+object is in ``config_file``. The sections of the algorithm are in ``config_algorithm``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, and strict about names and types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+from or1_megatron.config_algorithm import AdvantageConfig as AdvantageConfig
+from or1_megatron.config_algorithm import AlgorithmConfig
+from or1_megatron.config_algorithm import CorrectionConfig as CorrectionConfig
+from or1_megatron.config_algorithm import EntropyConfig as EntropyConfig
+from or1_megatron.config_algorithm import KLConfig as KLConfig
+from or1_megatron.config_algorithm import LossConfig as LossConfig
+from or1_megatron.config_base import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class RunConfig(Section):
@@ -94,53 +90,6 @@ class StageConfig(Section):
     def sgd_steps(self) -> int:
         """N_SGD = (D_R / D_T) * N_reuse."""
         return self.prompts_per_step // self.prompts_per_update * self.reuse
-
-
-class AdvantageConfig(Section):
-    """A = (r - mean) / (std + eps) over the group."""
-
-    std_ddof: Literal[0, 1] = 1
-    eps: NonNegativeFloat = 1e-6
-    truncation_mask: Literal["none", "before", "after"] = "none"
-    """RECIPE section 3. none: the recipe; before: truncated responses stay out of mean and std and get 0; after: they
-    count in mean and std, then get 0."""
-    reject_uniform_groups: bool = True
-    """Groups whose advantages are all zero never enter the batch."""
-
-
-class LossConfig(Section):
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
-
-
-class EntropyConfig(Section):
-    """Adaptive entropy control, RECIPE section 2: alpha_k = c_k * 1{e_k <= target}, c moves by delta per step."""
-
-    mode: Literal["off", "fixed", "adaptive"] = "adaptive"
-    coefficient: NonNegativeFloat = 0.0
-    """alpha when fixed; c_0 when adaptive."""
-    target: NonNegativeFloat = 0.2
-    delta: NonNegativeFloat = 0.005
-    minimum: NonNegativeFloat = 0.0
-    maximum: PositiveFloat | None = None
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> Self:
-        highest = float("inf") if self.maximum is None else self.maximum
-        if self.minimum > highest:
-            raise ValueError(f"entropy: minimum = {self.minimum} is above maximum = {self.maximum}")
-        if self.mode == "adaptive" and not self.minimum <= self.coefficient <= highest:
-            raise ValueError(
-                f"entropy: coefficient (c_0) = {self.coefficient:g} is outside [minimum, maximum] = "
-                f"[{self.minimum:g}, {highest:g}]"
-            )
-        return self
-
-
-class AlgorithmConfig(Section):
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    entropy: EntropyConfig = EntropyConfig()
 
 
 class OptimizerConfig(Section):

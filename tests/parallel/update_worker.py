@@ -37,7 +37,7 @@ class InfiniteLoss:
 
     temperature: float = 0.8
 
-    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
         loss = -log_probs.sum()
         return loss, {"loss": loss.detach() + math.inf}
 
@@ -48,7 +48,7 @@ class InfiniteGradient:
 
     temperature: float = 0.8
 
-    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
         loss = (log_probs * 0.0).abs().sqrt().sum()
         return loss, {"loss": loss.detach()}
 

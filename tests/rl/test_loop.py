@@ -18,8 +18,10 @@ from fakes import Clock, Diary, RiddleStream, TablePolicy, TableRollouts, proble
 from or1_megatron.config import (
     AlgorithmConfig,
     CheckpointConfig,
+    CorrectionConfig,
     EntropyConfig,
     EvaluationConfig,
+    KLConfig,
     SafetyConfig,
     StageConfig,
 )
@@ -115,7 +117,11 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
         stage.model_copy(update={"steps": n})
         for stage, n in zip((*TWO_STAGES, TWO_STAGES[1]), (18, 2, 10), strict=True)
     ]
-    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=0.5, delta=0.005))
+    algorithm = AlgorithmConfig(
+        entropy=EntropyConfig(target=0.5, delta=0.005),
+        kl=KLConfig(reference=Path("start")),
+        correction=CorrectionConfig(mode="truncated"),
+    )
     world = World(tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100))
     result = world.loop.run()
     assert result.finished and result.steps == 30
@@ -141,7 +147,9 @@ def test_order_of_verbs(tmp_path: Path) -> None:
     before = [(0, "hand_off"), (0, "evaluate")]
     first = ["filter_solved", "take_problems", "roll_out", "verify", "observe", "assign_advantages", "reject", "score"]
     done = ["hand_off", "evaluate", "report", "save", "export"]
-    step = [(0, verb) for verb in [*first, "batch", "update", "control_entropy"]] + [(1, verb) for verb in done]
+    step = [(0, verb) for verb in [*first, "read_entropy", "batch", "update", "control_entropy"]] + [
+        (1, verb) for verb in done
+    ]
     assert world.diary.verbs == before + step
     assert {verb for _, verb in step} == set(VERBS)
 
