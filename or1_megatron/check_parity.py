@@ -115,7 +115,7 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
     noise, so that ratios spread over the clip range; likewise those of engine and reference. The padding token stays
     out: transformers gives it no gradient.
     """
-    rng = np.random.default_rng(seed)
+    rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     generator = torch.Generator().manual_seed(seed)
     vocabulary, padding = network.config.vocab_size, network.config.pad_token_id
     ids = torch.randint(0, vocabulary, (count, 1), generator=generator)
@@ -137,7 +137,8 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
         mask = np.ones(tokens - prompt, dtype=np.bool_)
         mask[(tokens - prompt) // 2] = False
         own = of_row[prompt - 1 : tokens - 1]
-        noise, engine, reference = rng.normal(0.0, 0.3, (3, tokens - prompt))
+        noise = rng.normal(0.0, 0.3, tokens - prompt)
+        engine, reference = others.normal(0.0, 0.3, (2, tokens - prompt))
         made.append(
             Sample(
                 prompt_ids=row[:prompt],

@@ -25,8 +25,8 @@ class FrozenReference:
         # Userbuffers belong to the policy, one set per process; without gradients there is nothing to compute again.
         plain = parallel.model_copy(update={"overlap_tensor": False, "recompute": "none"})
         network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), plain, mesh)
-        self._mesh, self._chunks = mesh, network.chunks
-        for chunk in self._chunks:
+        self._mesh, self.chunks = mesh, network.chunks
+        for chunk in self.chunks:
             chunk.requires_grad_(False)
         self._host = HostCopy() if offload else None
         self._leave()
@@ -36,10 +36,10 @@ class FrozenReference:
         if self._host is not None:
             self._host.give_back()
         try:
-            return score_rows(self._mesh, self._chunks, rows, temperature)
+            return score_rows(self._mesh, self.chunks, rows, temperature)
         finally:
             self._leave()
 
     def _leave(self) -> None:
         if self._host is not None:
-            self._host.take(distinct_storages(p.data for chunk in self._chunks for p in chunk.parameters()))
+            self._host.take(distinct_storages(p.data for chunk in self.chunks for p in chunk.parameters()))
