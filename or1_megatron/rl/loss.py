@@ -146,14 +146,26 @@ class ClippedPolicyLoss:
         return loss, sums
 
 
-def make_objective(algorithm: AlgorithmConfig, stage: StageConfig, alpha: float, clip_high: float) -> ClippedPolicyLoss:
+def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
+    """Whether rho is against pi_k, the policy at the step's start, rather than against what the engines sampled from.
+
+    They differ only where older weights sampled (``stale``). Then, without a correction, rho itself has to make up for
+    it, and is against the engines' log-probs: PPO as ever. With one, w = pi_k / pi_engine does, and rho measures
+    only how far the step has moved: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    """
+    return not stale or algorithm.correction.mode != "off"
+
+
+def make_objective(
+    algorithm: AlgorithmConfig, stage: StageConfig, alpha: float, clip_high: float, stale: bool = False
+) -> ClippedPolicyLoss:
     """The objective of a step's updates: alpha_k and epsilon_high are the controllers', all else is configured."""
     return ClippedPolicyLoss(
         clip_low=algorithm.loss.clip_low,
         clip_high=clip_high,
         entropy_coefficient=alpha,
         temperature=stage.temperature,
-        on_policy=stage.sgd_steps == 1,
+        on_policy=stage.sgd_steps == 1 and old_is_the_policy(algorithm, stale),
         dual_clip=algorithm.loss.dual_clip,
         kl_coefficient=algorithm.kl.coefficient,
         correction=algorithm.correction.mode,

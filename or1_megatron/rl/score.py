@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from or1_megatron.config import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import BatchLayout, check_log_probs, pack, to_samples
+from or1_megatron.rl.loss import old_is_the_policy
 from or1_megatron.rl.metrics import Mismatch, scored_mismatch
 from or1_megatron.types import AdvantagedGroup, Float32Array, Sample
 
@@ -33,26 +34,29 @@ def score(
     stage: StageConfig,
     algorithm: AlgorithmConfig,
     layout: BatchLayout,
+    stale: bool = False,
 ) -> Scored:
     """One pass of the policy where N_SGD > 1 or e_k is to be the full entropy, one of the reference where there is one.
 
     N_SGD = 1 needs no old log-probs (rho is 1): the samples keep the engines', which the update compares with its own.
-    The reference scores what is trained on alone. Of rejected groups only the entropy is of interest; where it is to be
-    measured on kept ones and there are none, it is measured on all.
+    ``stale``: older weights than the policy's sampled them (``loss.old_is_the_policy``); engine against policy is then
+    no mismatch. The reference scores what is trained on alone. Of rejected groups only the entropy is of interest;
+    where it is to be measured on kept ones and there are none, it is measured on all.
     """
     groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
     full = algorithm.entropy.estimate == "full"
+    freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
     others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
     passed = samples + [sample for group in others for sample in to_samples(group)]
     mismatch, entropies = None, None
-    if passed and (stage.sgd_steps > 1 or full):
+    if passed and (freeze or full):
         scores = policy.score(pack(passed, layout), stage.temperature)
         check_log_probs(passed, scores.log_probs)
         own = scores.log_probs[: len(samples)]
-        mismatch = scored_mismatch(samples, own) if samples else None
+        mismatch = scored_mismatch(samples, own) if samples and not stale else None
         entropies = scores.entropies if full else None
-        if stage.sgd_steps > 1:
+        if freeze:
             samples = list(_frozen(samples, own, algorithm.correction.mode != "off"))
     if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs

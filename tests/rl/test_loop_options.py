@@ -12,6 +12,7 @@ import pytest
 from test_loop import STAGE, World, compare
 
 from or1_megatron.config import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
+from or1_megatron.rl.score import score
 
 OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_update": 4})
 """N_SGD = 4."""
@@ -87,6 +88,27 @@ def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> No
         np.testing.assert_array_equal(np.sort(engines), np.sort(np.concatenate(sampled)))
         row = world.diary.rows[1]
         assert row["correction/weight"] == pytest.approx(1, abs=1e-6) and row["correction/cut_fraction"] == 0
+
+
+def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
+    """N_SGD = 4 and a policy that has moved on. Without correction they stand for old ones, and no pass is made; with
+    one, the policy's own stand there and theirs beside them. Neither is a mismatch of engine and policy."""
+    world = World(tmp_path, [OFF_POLICY], evaluate_every=0)
+    world.loop.start()
+    world.loop.train_step()
+    kept, rejected = world.diary.rolled[1][2], []
+    sampled = [c.log_probs for g in kept for c in g.group.completions]
+    passes = world.policy.calls.count("score")
+    for mode in ("off", "truncated"):
+        algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
+        found = score(world.policy, kept, rejected, OFF_POLICY, algorithm, world.loop.config.layout, stale=True)
+        samples = [sample for group in found.samples for sample in group]
+        assert found.mismatch is None and world.policy.calls.count("score") == passes + (mode != "off")
+        for sample, of_engine in zip(samples, sampled, strict=True):
+            kept_as = sample.old_log_probs if mode == "off" else sample.engine_log_probs
+            assert kept_as is of_engine
+            assert (mode == "off") == (sample.engine_log_probs is None)
+    assert any(abs(s.old_log_probs - e).max() > 0.01 for s, e in zip(samples, sampled, strict=True))
 
 
 EVERYTHING = AlgorithmConfig.model_validate(

@@ -219,6 +219,9 @@ def test_the_objective_of_a_step_is_the_configured_one() -> None:
     once = stage.model_copy(update={"prompts_per_update": 8})
     plain = make_objective(AlgorithmConfig(), once, alpha=0.0, clip_high=0.2)
     assert plain == ClippedPolicyLoss(0.2, 0.2, 0.0, 0.7, True)
+    # Sampled by older weights: rho is against theirs, unless a correction makes up for them.
+    assert not make_objective(AlgorithmConfig(), once, 0.0, 0.2, stale=True).on_policy
+    assert make_objective(algorithm, once, 0.0, 0.2, stale=True).on_policy
 
 
 NO_TOKENS = TokenInputs(*(torch.zeros(0) for _ in range(5)))
