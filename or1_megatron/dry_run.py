@@ -41,8 +41,8 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
     Raises:
         ModelError: the folder holds no model that can be read.
     """
-    ours, theirs = Shape.of(hf), Shape.of(read_hf_config(folder))
-    kinds = hf["model_type"], read_hf_config(folder)["model_type"]
+    other = read_hf_config(folder)
+    ours, theirs, kinds = Shape.of(hf), Shape.of(other), (hf.get("model_type"), other.get("model_type"))
     different = [] if kinds[0] == kinds[1] else [f"model_type {kinds[1]} (the model has {kinds[0]})"]
     different += [
         f"{field.name} {getattr(theirs, field.name)} (the model has {getattr(ours, field.name)})"

@@ -335,7 +335,7 @@ class Loop:
         """The inverse of ``state``."""
         self.steps_done = state["steps_done"]
         self.controller.restore(state["controller"])
-        self.clip_high.restore(state["clip_high"])
+        self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])
