@@ -23,8 +23,9 @@ from or1_megatron.verify.mathematics.reading import (
     Words,
 )
 from or1_megatron.verify.mathematics.scalars import is_numeral, is_plain, same_quantity
+from or1_megatron.verify.mathematics.spread import spread
 from or1_megatron.verify.mathematics.tree import Node
-from or1_megatron.verify.mathematics.value import operations, proportional, real, same, symbols
+from or1_megatron.verify.mathematics.value import proportional, real, same, symbols
 
 _T = TypeVar("_T")
 _MAX_ITEMS = 64
@@ -42,7 +43,7 @@ def compare(gold: Reading, answer: Reading) -> bool:
         return _same_cases(gold, answer)
     if _is_range(gold) and _is_range(answer):
         return _same_range(gold, answer)
-    gold, answer = _spread(gold), _spread(answer)
+    gold, answer = spread(gold), spread(answer)
     if isinstance(gold, Modular) or isinstance(answer, Modular):
         return _same_modular(gold, answer)
     if isinstance(gold, Relation) or isinstance(answer, Relation):
@@ -90,61 +91,6 @@ def _same_range(gold: Reading, answer: Reading) -> bool:
         return False
     left, right = covered(gold), covered(answer)
     return left is not None and right is not None and same_ranges(left, right)
-
-
-def _spread(reading: Reading) -> Reading:
-    r"""``\pm`` as two values; ``x = 1, 2`` and ``x = \pm 1`` as lists of relations with one name."""
-    if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
-        return Group(tuple(Quantity(tree, reading.unit, reading.noun) for tree in notation.branches(reading.tree)))
-    if isinstance(reading, Relation) and (pairs := _pointwise(reading)):
-        return pairs
-    if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
-        inner = _spread(reading.sides[1])
-        if (
-            isinstance(inner, Group)
-            and inner.brackets in ("", "{}")
-            and (inner.brackets == "" or reading.operators == ("in",))
-        ):
-            items = tuple(Relation(("=",), (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
-            return Group(items)
-    if isinstance(reading, Group) and reading.brackets in ("", "{}"):
-        return Group(_flattened(reading), reading.brackets, reading.joined_by)
-    return reading
-
-
-def _pointwise(relation: Relation) -> Group | None:
-    """``(x, y) = (3, 4)`` as ``x = 3, y = 4``."""
-    if relation.operators != ("=",):
-        return None
-    left, right = relation.sides
-    if not (isinstance(left, Group) and isinstance(right, Group) and left.brackets == right.brackets == "()"):
-        return None
-    names = [item.tree.name for item in left.items if isinstance(item, Quantity) and item.tree.op == "sym"]
-    if len(names) != len(left.items) or len(names) != len(right.items):
-        return None
-    sides = zip(left.items, right.items, names, strict=True)
-    return Group(tuple(Relation(("=",), (a, b), (name, "")) for a, b, name in sides))
-
-
-def _unnamed(item: Reading) -> Reading:
-    """The point of ``(p, q) = (2, 3)`` in a list of points."""
-    if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Group):
-        return item.sides[1] if _pointwise(item) else item
-    return item
-
-
-def _flattened(group: Group) -> tuple[Reading, ...]:
-    flat: list[Reading] = []
-    last: Relation | None = None
-    for item in map(_spread, map(_unnamed, group.items) if len(group.items) > 1 else group.items):
-        parts = item.items if isinstance(item, Group) and item.brackets == "" else (item,)
-        for part in parts:
-            if isinstance(part, Relation) and part.operators == ("=",) and part.heads[0]:
-                last = part
-            elif last is not None and isinstance(part, Quantity) and len(flat) > 0:
-                part = Relation(("=",), (last.sides[0], part), (last.heads[0], ""))
-            flat.append(part)
-    return tuple(flat)
 
 
 def _same_modular(gold: Reading, answer: Reading) -> bool:

@@ -10,69 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from or1_megatron.verify.mathematics.text import Token, Unreadable
-from or1_megatron.verify.mathematics.tree import Node, integer, number_of
+from or1_megatron.verify.mathematics.tree import FUNCTIONS, GREEK, Node, integer, number_of
 
 _MAX_DEPTH = 60
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "lg",
-        "exp",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-        "det",
-    ]
-)
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-    ]
-)
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
 
 
@@ -195,7 +135,7 @@ class _Parser:
             return token.text in ("(", "[", "{") or (token.text == "|" and self.opens_bar())
         if token.kind == "escape":
             return token.text == "\\{"
-        return token.text in FUNCTIONS | _GREEK | {"frac", "sqrt", "pi", "binom", "lfloor", "lceil", "infty", "vec"} | {
+        return token.text in FUNCTIONS | GREEK | {"frac", "sqrt", "pi", "binom", "lfloor", "lceil", "infty", "vec"} | {
             *("overline", "hat", "bar", "angle", "triangle", "mathbb", "sum", "prod")
         }
 
@@ -345,7 +285,7 @@ class _Parser:
             return Node("floor" if name == "lfloor" else "ceil", (tree,))
         if name in ("pi", "infty"):
             return Node(name)
-        if name in _GREEK:
+        if name in GREEK:
             return Node("sym", name="\\" + name)
         if name in FUNCTIONS:
             return self.function(name)
