@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from collections.abc import Iterator
 from fractions import Fraction
 
 import math_pairs
+import psutil
 import pytest
+import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.exact import decide
 from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math_process import MathExhausted, MathProcess
 from or1_megatron.verify.mathematics.judge import judge
 from or1_megatron.verify.mathematics.text import Unreadable
 
@@ -125,7 +129,7 @@ NUMERALS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(NUMERALS, NUMERALS)
 def test_the_fast_path_says_what_the_slow_path_says(gold: str, answer: str) -> None:
     fast = decide([gold], answer)
@@ -136,7 +140,7 @@ def test_the_fast_path_says_what_the_slow_path_says(gold: str, answer: str) -> N
 def test_random_equal_and_unequal_rationals() -> None:
     """Oracle: Python's fractions, over the ways in which numbers are written."""
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(120):
         value = Fraction(rng.randint(-500, 500), rng.choice([1, 2, 4, 5, 8, 10, 3, 7]))
         other = value + Fraction(rng.choice([0, 0, 1, -1]), rng.choice([1, 10, 1000]))
         for left in spellings(value):
@@ -153,6 +157,63 @@ def spellings(value: Fraction) -> list[str]:
     if value.denominator not in (3, 7):
         found.append(f"{float(value):.4f}")
     return found
+
+
+def test_random_expressions_against_sympy() -> None:
+    """Oracle: sympy prints an expression and its expansion, and the same with one coefficient changed."""
+    rng = random.Random(1)
+    x, y = sympy.symbols("x y")
+    leaves = [x, y, x + 2, x - y, sympy.sqrt(2) * y, 2 * x + 3, y**2, sympy.Rational(1, 3) * x, sympy.sin(x) + 1]
+    for _ in range(40):
+        tree = rng.choice(leaves) * rng.choice(leaves) ** rng.randint(1, 3) + rng.choice(leaves)
+        expanded = sympy.expand(tree)
+        assert accepted(sympy.latex(tree), sympy.latex(expanded)), tree
+        assert accepted(sympy.latex(expanded), sympy.latex(tree)), tree
+        assert not accepted(sympy.latex(tree), sympy.latex(expanded + sympy.Rational(1, 1000) * x)), tree
+
+
+def test_nothing_but_unreadable_is_raised_for_garbage() -> None:
+    rng = random.Random(2)
+    pieces = [
+        "^{",
+        "}",
+        r"\frac",
+        "{",
+        "(",
+        ")",
+        "[",
+        ",",
+        "=",
+        "<",
+        r"\pm",
+        "|",
+        r"\text{",
+        "_",
+        r"\\",
+        "&",
+        "9^",
+        "0.",
+    ]
+    pieces += [
+        r"\begin{pmatrix}",
+        r"\end{cases}",
+        r"\sqrt[",
+        r"\{",
+        "%",
+        "'",
+        ":",
+        r"\cup",
+        r"\in",
+        r"\overline{3}",
+        r"\log_",
+    ]
+    texts = [pair.answer for pair in TUNING]
+    for _ in range(600):
+        answer = rng.choice(texts)
+        for _ in range(3):
+            cut = rng.randint(0, len(answer))
+            answer = answer[:cut] + rng.choice(pieces) + answer[cut + rng.randint(0, 2) :]
+        accepted(rng.choice(TUNING).golds[0], answer)
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +245,19 @@ def test_through_the_worker(verifier: MathVerifier) -> None:
     assert verified(verifier, ["5"], r"<think>\boxed{5}</think> done: \boxed{6}")[0] == "wrong"
     assert verified(verifier, ["5"], r"</think>\boxed{5\ }")[0] == "right"
     assert verified(verifier, ["5"], "</think>\\boxed{" + "5" * 5000 + "}")[0] == "wrong"
+
+
+def test_a_child_without_memory_says_so_and_is_replaced() -> None:
+    process = MathProcess(30.0)
+    try:
+        short = {"op": "verify", "golds": ["x+y"], "answer": "y+x", "boxed": True}
+        assert process.ask(short)["right"]
+        first = process.pid
+        psutil.Process(first).rlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it already has
+        long = "+".join(f"x_{{{index}}}^{{{index}}}" for index in range(150))
+        with pytest.raises(MathExhausted):
+            process.ask({**short, "answer": long})
+        assert process.ask(short)["right"]
+        assert process.pid != first
+    finally:
+        process.close()
