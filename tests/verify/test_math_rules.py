@@ -111,6 +111,7 @@ def test_near_and_hollow_answers(gold: str, answer: str) -> None:
         ("(0;0;0),(1;2;3)", "(1,2,3),(0,0,0)"),
         ("S_1:S_2=7:32", "7:32"),
         ("|AB|=1", "1"),
+        (r"x = -5,\ p = \frac{14}{3}", r"-5, \frac{14}{3}"),
         ("0<f(x)<1", "(0,1)"),
         ("2, 3", r"3 \text{ and } 2 \text{ and } 3"),
         (r"6\sqrt{2}", r"6 \sqrt{2}\text{ cm}"),

@@ -343,7 +343,8 @@ def _same_assignments(gold: Group, answer: Group, named: tuple[dict[str, Reading
         return ours.keys() == theirs.keys() and all(compare(ours[name], theirs[name]) for name in ours)
     if answer.brackets == "{}" or gold.brackets == "{}":
         return False
-    left = _by_name(ours) if ours else list(gold.items)  # a tuple is in the order of its names
+    left = list(ours.values()) if ours else list(gold.items)
+    # Against a tuple an answer's values stand in the order of their names, not in the order it chose to list them.
     right = _by_name(theirs) if theirs else list(answer.items)
     return all(compare(a, b) for a, b in zip(left, right, strict=True))
 

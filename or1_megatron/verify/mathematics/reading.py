@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from or1_megatron.verify.mathematics.expression import parse
 from or1_megatron.verify.mathematics.quantity import Quantity, read_quantity
@@ -362,7 +361,3 @@ def _without_commas(items: list[Token]) -> list[Token]:
 
 def _unworded(items: list[Token]) -> list[Token]:
     return items[1:] if items and items[0].kind == "word" and items[0].text in ("if", "for", "when") else items
-
-
-def plain_fraction(value: Fraction) -> Node:
-    return Node("num", number=value, name=str(value))

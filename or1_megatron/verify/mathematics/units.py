@@ -226,7 +226,6 @@ LEAD_INS = frozenset(
 )
 JOINERS = frozenset({"and", "or"})
 QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
-INFIX_WORDS = frozenset({"to", "mod"})
 
 _COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
 KNOWN_WORDS = frozenset(
