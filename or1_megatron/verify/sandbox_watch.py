@@ -66,6 +66,8 @@ class Launched:
             arrived = self.gate.recv(1)
         except TimeoutError:
             raise SandboxFailure(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
+        except ConnectionResetError:  # it ended with its instructions unread
+            arrived = b""
         if not arrived:
             assert self.process.stderr is not None
             readable, _, _ = select.select([self.process.stderr], [], [], _REAP_S)

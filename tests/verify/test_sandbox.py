@@ -124,7 +124,7 @@ def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
         "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(100 << 20)\n"
         "        time.sleep(2)\n        os._exit(0)\nfor _ in range(6): os.wait()"
     )
-    assert sandbox.run(python(source)).ending == "memory"
+    assert sandbox.run(python(source), limits=replace(LIMITS, wall_s=60.0)).ending == "memory"
     assert sandbox.run(python("print(1)")).output == b"1\n"
 
 
