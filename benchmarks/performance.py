@@ -51,6 +51,21 @@ SECTIONS = (
         (("log-prob", "≤ 1e-5"), ("gradient", "≤ 1e-4")),
     ),
     Section(
+        "verify_sandbox",
+        "Sandbox",
+        "python benchmarks/verify_sandbox.py",
+        "A trivial program that reads a number, each run in a fresh sandbox, beside bare Python in turn on one core; "
+        "10,000 mixed samples, 5% of them hostile, through the pool of verifiers.",
+        (
+            ("overhead per start, bubblewrap", "≤ 20 ms"),
+            ("overhead per start, landlock", "≤ 20 ms"),
+            ("tests per second and core, bubblewrap", "≥ 30 tests/s"),
+            ("tests per second and core, landlock", "≥ 30 tests/s"),
+            ("samples without a verdict", "≤ 0"),
+            ("verifiers' memory, end over a tenth of the way", "≤ 1.100"),
+        ),
+    ),
+    Section(
         "batching",
         "Batching",
         "python benchmarks/batching.py",

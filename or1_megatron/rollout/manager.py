@@ -180,7 +180,7 @@ class RolloutManager:
         assert self._verifiers is not None
         problem = current.requests[key].prompt.problem
         try:
-            current.verdicts[key] = await self._verifiers.verify(problem, completion)
+            current.verdicts[key] = await self._verifiers.verify(problem, completion, key[0], current.group_size)
         except Exception as error:  # bad samples get a verdict; this is the verifier pool itself
             self._fail(RolloutError(f"verifying {_name(completion)} failed: {type(error).__name__}: {error}"))
             return

@@ -1,15 +1,18 @@
 """Verifiers in Ray actors, and the pool that spreads samples over them. The only Ray user in this package.
 
 ``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each actor has one feeder task that takes what is
-queued, a few samples at a time, and gives it to its actor: an idle actor pulls, so the work goes to whoever is free.
+queued and gives it to its actor: an idle actor pulls, so the work goes to whoever is free. It takes as many samples at
+once as should be done within ``CALL_S``, so that quick ones share a call and slow ones hold nobody up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,7 +25,12 @@ from or1_megatron.verify.registry import build_verifiers
 MAX_BATCH = 16
 """Samples in one call of an actor: a few milliseconds of work to amortise Ray's overhead of about one."""
 
+CALL_S = 0.2
+"""What one call of an actor should take."""
 _START_TIMEOUT_S = 120.0
+_GRACE_S = 60.0
+_CLOSE_S = 5.0
+_RECENT = 0.2  # weight of the newest sample in the mean time of an ability's verdicts
 
 Claim = tuple[Problem, str, bool]
 """(problem, response text, truncated): what a verifier needs of a completion, without its token arrays."""
@@ -39,24 +47,35 @@ class VerifierActor:
         """Returns when construction succeeded; raises what it raised otherwise."""
         return True
 
-    def verify_batch(self, claims: Sequence[Claim]) -> list[Verdict]:
-        """Verdicts in the order of the claims."""
-        return [self._verifiers[problem.ability].verify(problem, text, cut) for problem, text, cut in claims]
+    def verify_batch(self, claims: Sequence[Claim]) -> tuple[list[Verdict], int]:
+        """Verdicts in the order of the claims, and this process's resident memory in bytes."""
+        verdicts = [self._verifiers[problem.ability].verify(problem, text, cut) for problem, text, cut in claims]
+        return verdicts, int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        """End what the verifiers have started."""
+        for verifier in self._verifiers.values():
+            verifier.close()
 
 
 @dataclass(slots=True)
 class _Job:
     claim: Claim
     verdict: asyncio.Future[Verdict]
+    group: Hashable = None
     attempts: int = 0
+    failed_at: int | None = None
+    """The slot whose actor failed on it."""
 
 
 class VerifierPool:
-    """``config.workers`` verifier actors behind one awaitable call.
+    """``config.workers`` verifier actors, spread over the cluster's nodes, behind one awaitable call.
 
-    ``ray_options`` go to every actor (run id, node affinity, ...). An actor that dies, or does not return within
-    ``call_timeout_s``, is replaced; its samples are tried once more, each alone, so that one sample that kills its
-    verifier takes no other with it, and then get status ``error``. ``retries`` counts the second tries.
+    ``ray_options`` go to every actor (run id, node affinity, ...). An actor that dies, or does not return in time
+    (``call_timeout_s``; None: ``config.budget_s`` and a minute for each sample of the call), is replaced; its samples
+    are tried once more, each alone and by another actor where there is one, so that one sample that kills its verifier
+    takes no other with it, and then get status ``error``. ``retries`` counts the second tries. An actor that has grown
+    beyond ``config.worker_memory_bytes`` is replaced between two calls; ``recycled`` counts those.
     """
 
     def __init__(
@@ -64,14 +83,18 @@ class VerifierPool:
         config: VerifyConfig,
         abilities: frozenset[str],
         ray_options: Mapping[str, Any] | None = None,
-        call_timeout_s: float = 600.0,
+        call_timeout_s: float | None = None,
     ) -> None:
         self.retries = 0
+        self.recycled = 0
         self._config = config
         self._abilities = abilities
-        self._ray_options = {"num_cpus": 0, **(ray_options or {})}
+        self._ray_options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **(ray_options or {})}
         self._call_timeout_s = call_timeout_s
-        self._jobs: deque[_Job] = deque()
+        self._jobs: list[_Job] = []
+        self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, undecoded ones included
+        self._mean_s: dict[str, float] = {}  # by ability: of one verdict
+        self._room = asyncio.Semaphore(config.max_pending)
         self._wake = asyncio.Condition()
         self._actors: list[Any] = [self._new_actor() for _ in range(config.workers)]
         self._feeders: list[asyncio.Task[None]] = []
@@ -88,16 +111,30 @@ class VerifierPool:
             raise RuntimeError(f"a verifier actor did not start: {error}") from error
         self._start_feeders()
 
-    async def verify(self, problem: Problem, completion: Completion) -> Verdict:
-        """The verdict on one completion. Never raises for what the response holds or does."""
+    async def verify(
+        self, problem: Problem, completion: Completion, group: Hashable = None, group_size: int = 0
+    ) -> Verdict:
+        """The verdict on one completion. Never raises for what the response holds or does.
+
+        Of the samples that wait, those go first whose ``group`` lacks the fewest verdicts of its ``group_size``.
+        Waits while ``config.max_pending`` others do.
+        """
         if problem.ability not in self._abilities:
             raise ValueError(
                 f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"
             )
         self._start_feeders()
-        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        await self._put(_Job((problem, completion.text, completion.truncated), future))
-        return await future
+        if group is not None and group not in self._missing:
+            self._missing[group] = group_size
+        async with self._room:
+            future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+            await self._put(_Job((problem, completion.text, completion.truncated), future, group))
+            try:
+                return await future
+            finally:
+                self._missing[group] -= 1
+                if self._missing[group] <= 0:
+                    del self._missing[group]
 
     @property
     def pending(self) -> int:
@@ -110,11 +147,14 @@ class VerifierPool:
             feeder.cancel()
         await asyncio.gather(*self._feeders, return_exceptions=True)
         self._feeders = []
+        calls = [_outcome(actor.close.remote(), _CLOSE_S) for actor in self._actors]
+        await asyncio.gather(*calls, return_exceptions=True)  # one that is busy or dead is killed as it is
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
-        while self._jobs:
-            self._jobs.popleft().verdict.cancel()
+        for job in self._jobs:
+            job.verdict.cancel()
+        self._jobs = []
 
     def _new_actor(self) -> Any:
         return VerifierActor.options(**self._ray_options).remote(self._config, self._abilities)  # type: ignore[attr-defined]
@@ -126,40 +166,82 @@ class VerifierPool:
     async def _put(self, job: _Job) -> None:
         async with self._wake:
             self._jobs.append(job)
-            self._wake.notify()
+            self._wake.notify_all()
 
-    async def _take(self) -> list[_Job]:
-        """A fair share of the queue, ``MAX_BATCH`` at most; a sample on its second try comes alone."""
+    async def _take(self, slot: int) -> list[_Job]:
+        """What this slot's actor should do next: see ``_choose``."""
         async with self._wake:
-            await self._wake.wait_for(lambda: bool(self._jobs))
-            share = min(MAX_BATCH, -(-len(self._jobs) // len(self._actors)))
-            batch = [self._jobs.popleft()]
-            while not batch[0].attempts and len(batch) < share and self._jobs and not self._jobs[0].attempts:
-                batch.append(self._jobs.popleft())
+            await self._wake.wait_for(lambda: any(self._may_take(slot, job) for job in self._jobs))
+            batch = self._choose(slot)
+            chosen = {id(job) for job in batch}
+            self._jobs = [job for job in self._jobs if id(job) not in chosen]
             return batch
+
+    def _choose(self, slot: int) -> list[_Job]:
+        """A fair share of the queue that should be done within ``CALL_S``, groups that lack least first.
+
+        A sample on its second try comes alone.
+        """
+        waiting = sorted(
+            (job for job in self._jobs if self._may_take(slot, job)), key=lambda job: self._missing[job.group]
+        )
+        if waiting[0].attempts:
+            return waiting[:1]
+        share = min(MAX_BATCH, -(-len(self._jobs) // len(self._actors)))
+        batch, left_s = waiting[:1], CALL_S
+        for job in waiting[1:share]:
+            left_s -= self._mean_s.get(job.claim[0].ability, CALL_S)
+            if job.attempts or left_s <= 0:
+                break
+            batch.append(job)
+        return batch
+
+    def _may_take(self, slot: int, job: _Job) -> bool:
+        return job.failed_at != slot or len(self._actors) == 1
 
     async def _feed(self, slot: int) -> None:
         while True:
-            batch = await self._take()
+            batch = await self._take(slot)
+            limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
                 call = self._actors[slot].verify_batch.remote([job.claim for job in batch])
-                verdicts = await _outcome(call, self._call_timeout_s)
+                verdicts, resident_bytes = await _outcome(call, limit_s)
             except asyncio.CancelledError:
                 for job in batch:
                     job.verdict.cancel()
                 raise
             except (RayError, TimeoutError) as error:  # the actor died, hung or raised: its result, not ours
-                ray.kill(self._actors[slot], no_restart=True)
-                self._actors[slot] = self._new_actor()
-                await self._again(batch, error)
+                self._replace(slot)
+                await self._again(slot, batch, error)
             else:
                 for job, verdict in zip(batch, verdicts, strict=True):
+                    self._time(job.claim[0].ability, verdict.wall_s)
                     _settle(job, verdict)
+                if resident_bytes > self._config.worker_memory_bytes:
+                    self.recycled += 1
+                    await self._retire(slot)
 
-    async def _again(self, batch: Sequence[_Job], error: Exception) -> None:
+    def _time(self, ability: str, wall_s: float) -> None:
+        mean_s = self._mean_s.get(ability, wall_s)
+        self._mean_s[ability] = mean_s + _RECENT * (wall_s - mean_s)
+
+    def _replace(self, slot: int) -> None:
+        ray.kill(self._actors[slot], no_restart=True)
+        self._actors[slot] = self._new_actor()
+
+    async def _retire(self, slot: int) -> None:
+        """Replace an idle actor; what its verifiers have started is ended in order, if that can be."""
+        try:
+            await _outcome(self._actors[slot].close.remote(), _GRACE_S)
+        except (RayError, TimeoutError):  # it is killed next
+            pass
+        self._replace(slot)
+
+    async def _again(self, slot: int, batch: Sequence[_Job], error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".strip()[:1000]
         for job in batch:
             job.attempts += 1
+            job.failed_at = slot
             if job.attempts > 1:
                 _settle(job, Verdict(0.0, "error", "", f"the verifier failed twice: {reason}", 0.0))
             else:

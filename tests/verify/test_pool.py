@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import psutil
@@ -49,9 +50,10 @@ def with_pool(
     workers: int = 2,
     timeout_s: float = 10.0,
     call_timeout_s: float = 60.0,
+    **options: Any,
 ) -> None:
     async def main() -> None:
-        config = VerifyConfig(workers=workers, timeout_s=timeout_s)
+        config = VerifyConfig(workers=workers, timeout_s=timeout_s, **options)
         pool = VerifierPool(config, frozenset({"math"}), {}, call_timeout_s)
         try:
             await pool.start()
@@ -134,6 +136,44 @@ def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along() -> Non
         assert 1 <= pool.retries <= 4
 
     with_pool(body, workers=1, timeout_s=60.0, call_timeout_s=6.0)
+
+
+def test_the_group_that_lacks_least_goes_first() -> None:
+    async def body(pool: VerifierPool) -> None:
+        order: list[str] = []
+
+        async def judge(group: str, size: int) -> None:
+            await pool.verify(problem("1"), completion(r"</think>\boxed{1}"), group, size)
+            order.append(group)
+
+        busy = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        await asyncio.sleep(0.1)
+        sizes = {"most": 8, "middle": 5, "least": 2}
+        await asyncio.gather(*(judge(group, size) for group, size in sizes.items() for _ in range(2)))
+        assert order == ["least", "least", "middle", "middle", "most", "most"]
+        assert (await busy).status == "timeout"
+
+    with_pool(body, workers=1, timeout_s=1.0)
+
+
+def test_more_than_may_wait_wait_outside() -> None:
+    async def body(pool: VerifierPool) -> None:
+        calls = [asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{1}"))) for _ in range(50)]
+        await asyncio.sleep(0)
+        assert pool.pending <= 4
+        assert {verdict.status for verdict in await asyncio.gather(*calls)} == {"right"}
+
+    with_pool(body, workers=1, max_pending=4)
+
+
+def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None:
+    async def body(pool: VerifierPool) -> None:
+        for _ in range(2):
+            assert (await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))).status == "right"
+        assert pool.recycled >= 1
+        assert pool.retries == 0
+
+    with_pool(body, workers=1, worker_memory_bytes=1)
 
 
 def test_close_ends_the_actors() -> None:
