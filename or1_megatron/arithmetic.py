@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
+from or1_megatron.rl.metrics import is_metric
 from or1_megatron.shape import BYTES, Shape
 from or1_megatron.weights.table import Experts
 
@@ -88,7 +89,7 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         *layout_conflicts(config.parallel, shape),
         *_length_conflicts(config, shape),
         *_engine_conflicts(config, shape, device),
-        *_batch_conflicts(config, prompt_count),
+        *_batch_conflicts(config, prompt_count, device),
     ]
     if conflicts:
         raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in conflicts))
@@ -218,11 +219,11 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
                 f"data.max_prompt_tokens {prompt} + max_response_tokens {stage.max_response_tokens}, padded = "
                 f"{_longest(config, stage)}; raise micro_batch_tokens to that or more"
             )
-    evaluated = config.evaluate.max_response_tokens
-    if evaluated and config.evaluate.data and prompt + evaluated > shape.positions:
+    evaluated = config.longest_response
+    if evaluated > max(stage.max_response_tokens for stage in config.stages) and prompt + evaluated > shape.positions:
         yield (
             f"evaluate.max_response_tokens {evaluated} + data.max_prompt_tokens {prompt} = {prompt + evaluated} "
-            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it"
+            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it, here or in a set or stage"
         )
 
 
@@ -254,9 +255,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
             f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
             "set rollout.placement=separate"
         )
-    responses = [stage.max_response_tokens for stage in config.stages]
-    responses += [config.evaluate.max_response_tokens or 0] if config.evaluate.data else []
-    longest = config.data.max_prompt_tokens + max(responses)
+    longest = config.data.max_prompt_tokens + config.longest_response
     kv_tokens = _kv_tokens(config, shape)
     if kv_tokens is not None and kv_tokens < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
@@ -266,7 +265,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
 
 
-def _batch_conflicts(config: Config, prompt_count: int | None) -> Iterator[str]:
+def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -> Iterator[str]:
     data = config.parallel.data
     for stage in config.stages:
         samples = stage.prompts_per_update * stage.group_size
@@ -281,11 +280,45 @@ def _batch_conflicts(config: Config, prompt_count: int | None) -> Iterator[str]:
                 f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
                 "problems; lower prompts_per_step or add problems"
             )
-    if config.evaluate.every_steps and not config.evaluate.data:
+    yield from _evaluation_conflicts(config)
+    if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
-            f"evaluate.every_steps = {config.evaluate.every_steps}, but evaluate.data is empty; "
-            "name a problem file there, or set every_steps to 0"
+            f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
+            "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
         )
+
+
+def _evaluation_conflicts(config: Config) -> Iterator[str]:
+    for stage in config.stages:
+        every, where = config.evaluate.in_stage(stage).every_steps, "evaluate"
+        if stage.evaluate.every_steps is not None:
+            where = f"stage '{stage.name}': evaluate"
+        if every and not config.evaluate.data:
+            yield (
+                f"{where}.every_steps = {every}, but evaluate.data is empty; name a problem file there, or set "
+                "every_steps to 0"
+            )
+            return
+        plateau = stage.plateau
+        if plateau is None:
+            continue
+        titles = [held_out.title for held_out in config.evaluate.data]
+        if not is_metric(plateau.metric, titles):
+            yield (
+                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' is no metric of this run; docs/schemas.md "
+                "lists them" + (f", and its held-out sets are {titles}" if titles else "")
+            )
+        elif plateau.metric.startswith("evaluation/") and not every:
+            yield (
+                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' needs evaluations within the stage, and "
+                "evaluate.every_steps is 0; set it, here or in the stage"
+            )
+        elif 2 * plateau.window * (every if plateau.metric.startswith("evaluation/") else 1) > stage.steps:
+            yield (
+                f"stage '{stage.name}': plateau.window = {plateau.window} values take more than half of the stage's "
+                f"{stage.steps} steps: no second block would be full, and the plateau could never end it; lower window "
+                "or raise steps"
+            )
 
 
 def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:

@@ -14,11 +14,12 @@ import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config import AdvantageConfig, VerifyConfig
+from or1_megatron.rl.supply import Keeps
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Sampling
+from or1_megatron.types import Sampling, Until
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -64,6 +65,44 @@ def test_same_seed_gives_the_same_groups_and_another_seed_does_not(rollouts: Rol
         tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
     assert tokens[0] == tokens[1]
     assert tokens[0] != tokens[2]
+
+
+def idle(pool: EnginePool) -> bool:
+    return not any(ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30) for handle in pool.handles)
+
+
+def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    """10 prompts of 6 samples. Every gold is one digit, so that some groups are mixed; the others are those of which
+    all are wrong. Whatever the engines were sent on to beyond the result is thrown away and off the engines."""
+    keeps = Keeps(AdvantageConfig())
+    more = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index % 10}"]') for index in range(10)]
+    rollouts.roll_out(more, 6, SAMPLING, 5)
+    whole, _ = rollouts.collect()
+    kept = [keeps(group) for group in whole]
+    assert 2 <= sum(kept) < 10
+    for expected_rejected in (0.0, 0.9):
+        rollouts.roll_out(more, 6, SAMPLING, 5, Until(2, keeps, expected_rejected))
+        rollouts.wait_decoded()
+        groups, report = rollouts.collect()
+        assert [group.prompt.problem.id for group in groups] == [f"problem{i}" for i in range(len(groups))]
+        assert sum(map(keeps, groups)) == 2 and keeps(groups[-1])
+        assert report.surplus_responses % 6 in range(6) and idle(engine_pool)
+        assert report.response_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
+        assert 0 < report.decode_s <= report.wall_s + 0.05
+    rollouts.roll_out(more[:3], 6, SAMPLING, 5, Until(4, keeps))
+    assert len(rollouts.collect()[0]) == 3  # all that there are
+
+
+def test_abandoned_roll_outs_leave_nothing(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    rollouts.abandon()
+    for _ in range(2):
+        rollouts.roll_out(PROMPTS, 24, Sampling(1.0, 1.0, 100), seed=3)
+        rollouts.abandon()
+        assert rollouts.progress() == (0, 0) and idle(engine_pool)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
+    groups, report = rollouts.collect()
+    assert len(groups) == 5 and report.surplus_responses == 0
+    assert report.decode_s <= report.wall_s + 0.05
 
 
 def test_one_roll_out_at_a_time(rollouts: RolloutsClient) -> None:
