@@ -105,7 +105,7 @@ class Ration:
 
     def judged(self, prompt_index: int, group: Group) -> None:
         """All responses to this prompt have their verdicts."""
-        self._kept[prompt_index] = self._until is None or self._until.keeps(group)
+        self._kept[prompt_index] = self._until is None or bool(self._until.keeps(group))
         if self._until is None:
             self.over = len(self._kept) == self._prompts
             return

@@ -94,7 +94,17 @@ class LocalPolicy(PolicyDriver):
 class Run:
     """One start of the run in ``folder``, on this rank."""
 
-    def __init__(self, model: Path, layout: Mapping[str, Any], folder: Path, rollouts: Path, seed: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        layout: Mapping[str, Any],
+        folder: Path,
+        rollouts: Path,
+        seed: int,
+        stages: Sequence[StageConfig] = STAGES,
+        **changes: Any,
+    ) -> None:
+        """``changes``: to the LoopConfig."""
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
@@ -108,13 +118,14 @@ class Run:
         self.loop = Loop(
             LoopConfig(
                 seed=5,
-                stages=STAGES,
+                stages=tuple(stages),
                 algorithm=AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01)),
                 evaluation=EvaluationConfig(),
                 checkpoint=CheckpointConfig(every_steps=1, keep_last=10),
                 layout=BatchLayout(self.mesh.data, budget_tokens=64, alignment=4),
                 max_error_fraction=0.05,
                 export_folder=folder / "hf",
+                **changes,
             ),
             Ports(
                 policy=LocalPolicy(self._lockstep, self.saver, self.rollouts),
