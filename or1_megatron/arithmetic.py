@@ -44,6 +44,8 @@ class StagePlan:
     waves: float  # responses per step over what all engines decode at once
     prompts_total: int
     epochs: float | None  # prompts_total over the problems there are; None when those were not counted
+    refill_prompts: int = 0  # beyond prompts_per_step, at most; not in the numbers above
+    plateau: str = ""  # the metric whose plateau may end the stage sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
         waves=responses / (config.rollout.engines * config.rollout.max_concurrent),
         prompts_total=stage.steps * stage.prompts_per_step,
         epochs=stage.steps * stage.prompts_per_step / prompt_count if prompt_count else None,
+        refill_prompts=stage.refill_prompts,
+        plateau="" if stage.plateau is None else stage.plateau.metric,
     )
 
 
@@ -279,6 +283,11 @@ def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -
             yield (
                 f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
                 "problems; lower prompts_per_step or add problems"
+            )
+        if stage.refill_prompts and not config.algorithm.advantage.reject_uniform_groups:
+            yield (
+                f"stage '{stage.name}': refill_prompts = {stage.refill_prompts} makes up for rejected groups, and "
+                "none is with algorithm.advantage.reject_uniform_groups=false; set that to true, or refill_prompts to 0"
             )
     yield from _evaluation_conflicts(config)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":

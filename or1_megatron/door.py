@@ -9,6 +9,7 @@ from or1_megatron.config_file import check_next_stage, check_resume, load_config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.layouts import choose_layers
+from or1_megatron.rl.checks import check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
@@ -61,6 +62,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
         return None
     begin = _previous(config, number)
     state = json.loads((begin.checkpoint / LOOP_STATE).read_text())
+    check_state(state, ("steps_done", "schedule"))
     schedule = StageSchedule(config.stages, number)
     schedule.restore(state["schedule"], state["steps_done"])
     begin.check(schedule, state["steps_done"])

@@ -93,8 +93,14 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
 
 def _stage_rows(found: Plan) -> list[tuple[str, list[str]]]:
     stages = found.stages
+    optional = [
+        ("  or to a plateau of", [s.plateau or "-" for s in stages]),
+        ("refill, prompts at most", [f"{s.refill_prompts:,}" for s in stages]),
+    ]
+    shown = [any(s.plateau for s in stages), any(s.refill_prompts for s in stages)]
     return [
         ("rollout steps", [f"{s.steps:,}" for s in stages]),
+        *(row for row, is_shown in zip(optional, shown, strict=True) if is_shown),
         ("T, response tokens", [f"{s.max_response_tokens:,}" for s in stages]),
         ("D_R, prompts per step", [f"{s.prompts_per_step:,}" for s in stages]),
         ("D_T, prompts per SGD step", [f"{s.prompts_per_update:,}" for s in stages]),

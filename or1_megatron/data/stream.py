@@ -132,7 +132,7 @@ class MixtureStream:
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on; returns how many are left.
 
-        Raises ValueError, changing nothing, when an id is unknown or none would be left.
+        Raises DataError, changing nothing, when none would be left; ValueError when an id is unknown.
         """
         unknown = sorted(problem_ids - self._index.keys())
         if unknown:
@@ -140,9 +140,10 @@ class MixtureStream:
         excluded = self._excluded.copy()
         excluded[[self._index[problem_id] for problem_id in problem_ids]] = True
         if excluded.all():
-            raise ValueError(
+            raise DataError(
                 f"excluding {len(problem_ids)} more problems would leave none of {len(self._prompts)}; expected at "
-                "least one that is not yet always solved: switch filter_solved off or give harder data"
+                "least one that is not yet always solved: switch filter_solved off, loosen min_pass_rate and "
+                "max_pass_rate, or give harder data"
             )
         self._excluded = excluded
         return self.left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from or1_megatron.config import StageConfig
 from or1_megatron.types import AdvantagedGroup, Group
@@ -34,6 +34,20 @@ class AllRejected(RuntimeError):
 
 class PreviousStageUnfinished(ValueError):
     """A stage is to begin from a run whose own stage has not ended."""
+
+
+class OldState(ValueError):
+    """A checkpoint of a version of this program that kept another state of the loop."""
+
+
+def check_state(state: Mapping[str, object], expected: Collection[str]) -> None:
+    """Raise OldState when the loop's state in a checkpoint lacks something."""
+    if missing := [name for name in expected if name not in state]:
+        raise OldState(
+            f"the checkpoint of step {state.get('steps_done', 'unknown')} was written by an older version: its loop.json "
+            f"lacks {', '.join(missing)}. Its weights can be used all the same: or1 convert megatron-to-hf, and a new "
+            "run from there"
+        )
 
 
 def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:

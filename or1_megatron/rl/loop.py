@@ -25,7 +25,7 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import check_log_probs, make_batches, pack, to_samples
-from or1_megatron.rl.checks import check_prompts, check_rejected, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_prompts, check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.entropy import EntropyController, EntropyReading
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.loss import ClippedPolicyLoss
@@ -389,6 +389,7 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``."""
+        check_state(state, self.state())
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])

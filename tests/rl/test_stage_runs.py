@@ -6,6 +6,7 @@ Not proven here: anything of Megatron, vLLM or Ray (parallel/test_next_stage, ro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from test_loop import PROBLEMS, STAGE, World
 
 from or1_megatron.config import SafetyConfig, StageConfig, StageEvaluationConfig
 from or1_megatron.data.stream import MixtureStream, Source
-from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, PreviousStageUnfinished
+from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, OldState, PreviousStageUnfinished
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.ports import Begin
+from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.types import Group, Prompt, Verdict
 
 
@@ -380,3 +382,14 @@ def test_times_of_stale_rollouts(tmp_path: Path) -> None:
     rows = world.diary.rows
     for k, useful_s in ((1, 3 + 3), (2, 3), (3, 1)):
         assert rows[k]["time/step"] - rows[k]["time/other"] == pytest.approx(useful_s)
+
+
+def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
+    World(tmp_path, [STAGE], evaluated=False).loop.run()
+    file = tmp_path / "checkpoints" / "step_000003" / "state.json"
+    state = json.loads(file.read_text())
+    del state["schedule"]
+    file.write_text(json.dumps(state))
+    write_manifest(file.parent)
+    with pytest.raises(OldState, match=r"of step 3 was written by an older version: its loop.json lacks schedule\."):
+        World(tmp_path, [STAGE], evaluated=False).loop.run()
