@@ -43,10 +43,10 @@ class OldState(ValueError):
 def check_state(state: Mapping[str, object], expected: Collection[str]) -> None:
     """Raise OldState when the loop's state in a checkpoint lacks something."""
     if missing := [name for name in expected if name not in state]:
+        step = state.get("steps_done", "unknown")
         raise OldState(
-            f"the checkpoint of step {state.get('steps_done', 'unknown')} was written by an older version: its loop.json "
-            f"lacks {', '.join(missing)}. Its weights can be used all the same: or1 convert megatron-to-hf, and a new "
-            "run from there"
+            f"the checkpoint of step {step} was written by an older version: its loop.json lacks {', '.join(missing)}. "
+            "Its weights can be used all the same: or1 convert megatron-to-hf, and a new run from there"
         )
 
 
