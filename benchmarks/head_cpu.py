@@ -22,6 +22,7 @@ import torch
 from result import figure, shown, write_result
 from torch import Tensor
 
+from or1_megatron.interfaces import TokenInputs
 from or1_megatron.kernels.head import (
     VocabularyShard,
     log_probs_and_entropies,
@@ -42,13 +43,13 @@ class Problem:
         self.hidden = torch.randn(TOKENS, HIDDEN).requires_grad_()
         self.weight = (torch.randn(VOCABULARY, HIDDEN) * 0.05).requires_grad_()
         self.targets = torch.randint(VOCABULARY, (TOKENS,))
-        self.advantages = torch.randn(TOKENS)
-        self.old_log_probs = torch.full((TOKENS,), -10.0)
+        old_log_probs = torch.full((TOKENS,), -10.0)
+        self.inputs = TokenInputs(torch.randn(TOKENS), old_log_probs, old_log_probs)
         self.objective = ClippedPolicyLoss(0.2, 0.28, entropy_coefficient, temperature=1.0, on_policy=True)
         self.shard = VocabularyShard(0, VOCABULARY)
 
     def _pointwise(self, log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, sums = self.objective(log_probs, entropies, self.old_log_probs[part], self.advantages[part])
+        loss, sums = self.objective(log_probs, entropies, self.inputs[part])
         return loss, dict(sums)
 
     def run(self, variant: str) -> None:

@@ -92,6 +92,7 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         *_length_conflicts(config, shape),
         *_engine_conflicts(config, shape, device),
         *_batch_conflicts(config, prompt_count, device),
+        *_algorithm_conflicts(config),
     ]
     if conflicts:
         raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in conflicts))
@@ -330,6 +331,24 @@ def _evaluation_conflicts(config: Config) -> Iterator[str]:
             )
 
 
+def _algorithm_conflicts(config: Config) -> Iterator[str]:
+    """What only several SGD steps per rollout step give a meaning to: at N_SGD = 1 rho is 1 and no clip ever closes."""
+    algorithm = config.algorithm
+    asked = {
+        "entropy.bonus_on = clipped": algorithm.entropy.bonus_on == "clipped",
+        f"loss.clip_high_control.delta = {algorithm.loss.clip_high_control.delta:g}": (
+            algorithm.loss.clip_high_control.delta > 0
+        ),
+        f"loss.dual_clip = {algorithm.loss.dual_clip}": algorithm.loss.dual_clip is not None,
+    }
+    if all(stage.sgd_steps == 1 for stage in config.stages):
+        for setting in (name for name, is_set in asked.items() if is_set):
+            yield (
+                f"algorithm.{setting} works on tokens that the clip closes, but every stage has N_SGD = D_R / D_T * "
+                "reuse = 1, where the ratio is 1 and none is; raise reuse, lower prompts_per_update, or take it out"
+            )
+
+
 def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
     if not config.evaluate.data:
         yield "evaluate.data is empty: no accuracy before and after, and no best checkpoint"
@@ -346,6 +365,12 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
             f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
             "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
+    if config.algorithm.loss.aggregation == "micro_batch_mean":
+        yield (
+            "algorithm.loss.aggregation is micro_batch_mean: the loss depends on how responses are cut into rows, so "
+            "on parallel.micro_batch_tokens and the layout; two layouts do not train the same"
+        )
+    yield from _sampling_warnings(config)
     for stage in stages:
         if stage.sgd_steps >= 4 and config.algorithm.entropy.mode == "adaptive":
             yield (
@@ -359,6 +384,21 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
             )
 
 
+def _sampling_warnings(config: Config) -> Iterator[str]:
+    loss = config.algorithm.loss
+    for stage in config.stages:
+        if stage.sgd_steps == 1 and loss.clip_low != loss.clip_high:
+            yield (
+                f"stage '{stage.name}': N_SGD = 1, where the ratio is 1: clip_low = {loss.clip_low:g} and clip_high = "
+                f"{loss.clip_high:g} have no effect"
+            )
+        if stage.top_p < 1:
+            yield (
+                f"stage '{stage.name}': top_p = {stage.top_p:g}: responses are drawn from the nucleus, but log-probs, "
+                "ratios and entropies are of the whole distribution; the gradient is biased"
+            )
+
+
 def _kv_tokens(config: Config, shape: Shape) -> int | None:
     if config.rollout.kv_cache_bytes is None:
         return None
@@ -367,10 +407,11 @@ def _kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def _state_bytes(config: Config, shape: Shape) -> int:
-    """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP."""
+    """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP; and a
+    reference's weights, which are there while they are needed."""
     parallel = config.parallel
     model_parallel = parallel.tensor * parallel.pipeline
-    own = BYTES[config.model.dtype] + 4
+    own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
     optimizer = 8 + (4 if config.model.dtype == "bfloat16" else 0)
     replicas = parallel.data * parallel.context
     total = 0

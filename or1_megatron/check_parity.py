@@ -33,7 +33,7 @@ from or1_megatron.parallel.parity import Difference, Numbers, compare, measure, 
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.shape import Shape
-from or1_megatron.types import Sample
+from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 
@@ -81,12 +81,23 @@ class Row:
 
 
 def objective(dtype: str) -> ClippedPolicyLoss:
-    """With an entropy bonus, so that both of the head's gradients take part; in fp32 with ratios and clipping too.
+    """With an entropy bonus, so that both of the head's gradients take part, and a KL penalty; in fp32 with ratios,
+    clips and an importance correction too.
 
     In bf16 rounding would decide which tokens are clipped, and so blow itself up.
     """
-    on_policy = dtype != "float32"
-    return ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.3, temperature=_TEMPERATURE, on_policy=on_policy)
+    exact = dtype == "float32"
+    return ClippedPolicyLoss(
+        0.2,
+        0.2,
+        entropy_coefficient=0.3,
+        temperature=_TEMPERATURE,
+        on_policy=not exact,
+        dual_clip=1.3 if exact else None,
+        kl_coefficient=0.1,
+        correction="masked" if exact else "off",
+        correction_cap=1.5,
+    )
 
 
 def load_network(model: ModelConfig) -> Any:
@@ -101,9 +112,10 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
     """Sequences of 4 to ``longest`` tokens that the model itself has sampled, as a roll-out would.
 
     A response token of each is not counted, advantages have both signs, and the old log-probs are the model's with
-    noise, so that ratios spread over the clip range. The padding token stays out: transformers gives it no gradient.
+    noise, so that ratios spread over the clip range; likewise those of engine and reference. The padding token stays
+    out: transformers gives it no gradient.
     """
-    rng = np.random.default_rng(seed)
+    rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     generator = torch.Generator().manual_seed(seed)
     vocabulary, padding = network.config.vocab_size, network.config.pad_token_id
     ids = torch.randint(0, vocabulary, (count, 1), generator=generator)
@@ -124,14 +136,18 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
         prompt = int(rng.integers(1, max(2, tokens // 3)))
         mask = np.ones(tokens - prompt, dtype=np.bool_)
         mask[(tokens - prompt) // 2] = False
+        own = of_row[prompt - 1 : tokens - 1]
         noise = rng.normal(0.0, 0.3, tokens - prompt)
+        engine, reference = others.normal(0.0, 0.3, (2, tokens - prompt))
         made.append(
             Sample(
                 prompt_ids=row[:prompt],
                 response_ids=row[prompt:tokens],
-                old_log_probs=(of_row[prompt - 1 : tokens - 1] + noise).astype(np.float32),
+                old_log_probs=(own + noise).astype(np.float32),
                 advantage=float(rng.normal()),
                 loss_mask=mask,
+                engine_log_probs=(own + noise + engine).astype(np.float32),
+                reference_log_probs=(own + reference).astype(np.float32),
             )
         )
     return made
@@ -241,11 +257,11 @@ def beyond(difference: Difference, dtype: str, tolerance: float) -> Iterator[str
             )
 
 
-def transformers_numbers(network: Any, samples: Sequence[Sample], dtype: str) -> Numbers:
-    """The reference; trains ``network``."""
+def transformers_numbers(network: Any, samples: Sequence[Sample], dtype: str, by_response: bool = False) -> Numbers:
+    """The reference."""
     device = next(network.parameters()).device
     parameters = dict(network.named_parameters())
-    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype))
+    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype), by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
@@ -270,18 +286,20 @@ def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) 
         mesh = build_mesh(case.parallel, seed=1)
         samples: list[Sample] = pickle.loads(probe.read_bytes())  # there by now: rank 0 joins when it has written it
         order = case.order(len(samples))
-        batch = pack([samples[i] for i in order], batch_layout(case.parallel, read_hf_config(model.hf)))
+        layout = batch_layout(case.parallel, read_hf_config(model.hf))
+        batch = pack([samples[i] for i in order], layout, case.aggregation)
         return measure(model, case.parallel, mesh, batch, order, objective(model.dtype))
     finally:
         stop_process_group()
 
 
-def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> Numbers:
-    """Write the probe, and compute the reference's numbers for it."""
+def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Aggregation, Numbers]:
+    """Write the probe, and compute the reference's numbers for it, by each aggregation that a layout asks for."""
     network = load_network(model)
     samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
     probe.write_bytes(pickle.dumps(samples))
-    return transformers_numbers(network, samples, model.dtype)
+    asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
+    return {name: transformers_numbers(network, samples, model.dtype, name == "response_mean") for name in asked}
 
 
 def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Row]:
@@ -305,7 +323,7 @@ def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, r
             raise
         if expected is None or found is None:
             continue
-        difference = compare(found, expected)
+        difference = compare(found, expected[case.aggregation])
         words = tuple(beyond(difference, model.dtype, task["tolerance"]))
         yield Row(name, found.micro_batches, difference, words)
 

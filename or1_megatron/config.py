@@ -2,7 +2,7 @@
 
 Every part receives the section it needs, never the root. Defaults are the recipe's (Skywork-OR1 technical report,
 arXiv 2505.22312; where its released code differs, the field says so). How files, overlays and overrides become this
-object is in ``config_file``.
+object is in ``config_file``. The sections of the algorithm are in ``config_algorithm``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from or1_megatron.config_algorithm import AdvantageConfig as AdvantageConfig
+from or1_megatron.config_algorithm import AlgorithmConfig
+from or1_megatron.config_algorithm import CorrectionConfig as CorrectionConfig
+from or1_megatron.config_algorithm import EntropyConfig as EntropyConfig
+from or1_megatron.config_algorithm import KLConfig as KLConfig
+from or1_megatron.config_algorithm import LossConfig as LossConfig
 from or1_megatron.config_base import (
     Fraction,
     NonNegative,
@@ -97,53 +103,6 @@ class DataConfig(Section):
     """Longer prompts are dropped and counted."""
     difficulty_model: str | None = None
     """Key of ``model_difficulty``: problems at which that model failed 0 or all of its 16 tries are dropped."""
-
-
-class AdvantageConfig(Section):
-    """A = (r - mean) / (std + eps) over the group."""
-
-    std_ddof: Literal[0, 1] = 1
-    eps: NonNegativeFloat = 1e-6
-    truncation_mask: Literal["none", "before", "after"] = "none"
-    """RECIPE section 3. none: the recipe; before: truncated responses stay out of mean and std and get 0; after: they
-    count in mean and std, then get 0."""
-    reject_uniform_groups: bool = True
-    """Groups whose advantages are all zero never enter the batch."""
-
-
-class LossConfig(Section):
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
-
-
-class EntropyConfig(Section):
-    """Adaptive entropy control, RECIPE section 2: alpha_k = c_k * 1{e_k <= target}, c moves by delta per step."""
-
-    mode: Literal["off", "fixed", "adaptive"] = "adaptive"
-    coefficient: NonNegativeFloat = 0.0
-    """alpha when fixed; c_0 when adaptive."""
-    target: NonNegativeFloat = 0.2
-    delta: NonNegativeFloat = 0.005
-    minimum: NonNegativeFloat = 0.0
-    maximum: PositiveFloat | None = None
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> Self:
-        highest = float("inf") if self.maximum is None else self.maximum
-        if self.minimum > highest:
-            raise ValueError(f"entropy: minimum = {self.minimum} is above maximum = {self.maximum}")
-        if self.mode == "adaptive" and not self.minimum <= self.coefficient <= highest:
-            raise ValueError(
-                f"entropy: coefficient (c_0) = {self.coefficient:g} is outside [minimum, maximum] = "
-                f"[{self.minimum:g}, {highest:g}]"
-            )
-        return self
-
-
-class AlgorithmConfig(Section):
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
-    entropy: EntropyConfig = EntropyConfig()
 
 
 class OptimizerConfig(Section):

@@ -12,6 +12,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+AboveOne = Annotated[float, Field(gt=1)]
 
 
 class Section(BaseModel):

@@ -113,7 +113,9 @@ def check_resume(old: Config, new: Config) -> None:
     Raises:
         ConfigError: a line for each such key with its old and new value.
     """
-    if changed := _changed(old, new, RESUMABLE_CHANGES, NOT_RESUMABLE):
+    by_cut = old.algorithm.loss.aggregation == "micro_batch_mean"  # the one loss that depends on the layout
+    forbidden = (*NOT_RESUMABLE, *(("parallel.*",) if by_cut else ()))
+    if changed := _changed(old, new, RESUMABLE_CHANGES, forbidden):
         raise ConfigError(
             f"run {new.run.folder} cannot be resumed with another configuration; put these back, "
             "or start a new run with --set run.dir=...:\n" + "\n".join(changed)

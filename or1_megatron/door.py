@@ -36,7 +36,9 @@ def check_inputs(config: Config) -> None:
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
-    check_weight_files(config.model.hf, read_hf_config(config.model.hf))
+    for model in (config.model.hf, config.algorithm.kl.reference):
+        if model is not None:
+            check_weight_files(model, read_hf_config(model))
     train, held_out = read_problems(config)
     for verifier in build_verifiers(config.verify, abilities_of([*train, *held_out])).values():
         verifier.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,9 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from or1_megatron.arithmetic import Device, Plan, plan
+from or1_megatron.arithmetic import Device, Plan, PlanError, plan
 from or1_megatron.config import Config
 from or1_megatron.config_file import ConfigError
+from or1_megatron.shape import Shape
 from or1_megatron.weights.families import family_of, read_hf_config
 
 
@@ -24,10 +28,33 @@ def plan_run(config: Config, device: Device) -> Plan:
     """
     hf = read_hf_config(config.model.hf)
     family_of(hf)
+    if config.algorithm.kl.reference is not None:
+        check_reference(config.algorithm.kl.reference, hf)
     for held_out in config.evaluate.data:
         _count_rows(held_out.path, "evaluate.data")
     problems = sum(_count_rows(source.path, "data.train") * source.repeat for source in config.data.train)
     return plan(config, hf, problems, device)
+
+
+def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
+    """Raise PlanError where the reference in ``folder`` is not of the architecture that ``hf`` tells of.
+
+    Raises:
+        ModelError: the folder holds no model that can be read.
+    """
+    other = read_hf_config(folder)
+    ours, theirs, kinds = Shape.of(hf), Shape.of(other), (hf.get("model_type"), other.get("model_type"))
+    different = [] if kinds[0] == kinds[1] else [f"model_type {kinds[1]} (the model has {kinds[0]})"]
+    different += [
+        f"{field.name} {getattr(theirs, field.name)} (the model has {getattr(ours, field.name)})"
+        for field in fields(Shape)
+        if field.name != "positions" and getattr(theirs, field.name) != getattr(ours, field.name)
+    ]
+    if different:
+        raise PlanError(
+            f"algorithm.kl.reference = {folder} is of another architecture than model.hf: {', '.join(different)}; a "
+            "reference is an earlier state of the same model, such as its start or a stage's export"
+        )
 
 
 def _count_rows(path: Path, key: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -37,6 +38,30 @@ if TYPE_CHECKING:
     from or1_megatron.config import EvaluationConfig
 
 
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What an objective is told of each of N counted tokens beside its log-prob and entropy; all [N] fp32, constant."""
+
+    advantages: torch.Tensor
+    old_log_probs: torch.Tensor
+    engine_log_probs: torch.Tensor
+    """The engine's; ``old_log_probs`` themselves where these are the engine's."""
+    reference_log_probs: torch.Tensor | None = None
+    """None: there is no reference."""
+    weights: torch.Tensor | None = None
+    """Of the aggregation; None: all 1."""
+
+    def __getitem__(self, part: slice) -> TokenInputs:
+        reference, weights = self.reference_log_probs, self.weights
+        return TokenInputs(
+            self.advantages[part],
+            self.old_log_probs[part],
+            self.engine_log_probs[part],
+            None if reference is None else reference[part],
+            None if weights is None else weights[part],
+        )
+
+
 class Objective(Protocol):
     """A loss that is pointwise in a token's log-prob and entropy. It is picklable: ranks receive it with the batch."""
 
@@ -47,10 +72,9 @@ class Objective(Protocol):
         self,
         log_probs: torch.Tensor,
         entropies: torch.Tensor,
-        old_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
+        tokens: TokenInputs,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """All arguments [N] fp32 over counted tokens. Returns (loss summed over them, named detached sums).
+        """Log-probs and entropies [N] fp32 of counted tokens. Returns (loss summed over them, named detached sums).
 
         Sums, never means: the policy divides once, by the batch's ``token_count``. Over micro-batches and ranks the
         named values are summed, save those whose name begins with ``max_``: of these the largest is taken. N may be 0.
@@ -63,6 +87,10 @@ class Policy(Protocol):
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Log-prob and entropy of the counted tokens; no gradient."""
+        ...
+
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        """The same of the frozen reference (``algorithm.kl``). RuntimeError when there is none."""
         ...
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:

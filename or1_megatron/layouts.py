@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from or1_megatron.config import ParallelConfig
 from or1_megatron.rl.packing import BatchLayout, SequenceCost
 from or1_megatron.shape import Shape
+from or1_megatron.types import Aggregation
 
 LayerKind = Literal["own", "transformer_engine"]
 
@@ -32,10 +33,12 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
     "overlap": {"overlap_grad_reduce": True},
     "overlap_gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": True},
     "shuffled": {},
+    "response_mean": {},
 }
 HELP: Final = (
     "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
-    "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); 1 for none of them"
+    "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); response_mean (aggregation of "
+    "the loss); 1 for none of them"
 )
 
 
@@ -50,6 +53,7 @@ class Case:
     name: str
     parallel: ParallelConfig
     shuffled: bool = False
+    aggregation: Aggregation = "token_mean"
 
     def order(self, samples: int) -> list[int]:
         """The order in which samples go into the batch."""
@@ -85,9 +89,11 @@ def parse_layout(text: str, longest: int) -> Case:
     for name in ("tensor", "pipeline", "context"):
         values["ranks"] *= values.get(name, 1)
     try:
-        return Case(text, ParallelConfig(**values, micro_batch_tokens=budget), "shuffled" in text.split())
+        parallel = ParallelConfig(**values, micro_batch_tokens=budget)
     except ValidationError as error:
         raise LayoutError(f"layout '{text}': {'; '.join(e['msg'] for e in error.errors())}") from None
+    aggregation: Aggregation = "response_mean" if "response_mean" in text.split() else "token_mean"
+    return Case(text, parallel, "shuffled" in text.split(), aggregation)
 
 
 class LayersUnavailable(ValueError):

@@ -73,6 +73,10 @@ class ServedPolicy:
         self._trainers_turn()
         return self._driver.score(batch, temperature)
 
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        self._trainers_turn()
+        return self._driver.score_reference(batch, temperature)
+
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         self._trainers_turn()
         return self._driver.update(batch, objective)

@@ -38,6 +38,7 @@ from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.placement import engine_places
 from or1_megatron.report.console import RunConsole, open_console, show_summary
@@ -195,6 +196,14 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         stop_process_group()
 
 
+def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
+    """This rank's part of the KL penalty's reference, where the configuration names one; collective."""
+    folder = config.algorithm.kl.reference
+    if folder is None:
+        return None
+    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
+
+
 @contextmanager
 def stopping_in_order(stop: StopRequested) -> Iterator[None]:
     """From here on a stop signal means save and exit; before, there is nothing to save and it simply kills."""
@@ -209,9 +218,11 @@ def serve(config: Config, stop: StopRequested) -> None:
     """A rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
+        reference = frozen_reference(config, mesh)
         sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        lockstep = Lockstep(mesh, policy_verbs(policy, sender.send, saver), config.cluster.verb_timeout_s)
+        verbs = policy_verbs(policy, sender.send, saver, reference)
+        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
         with stopping_in_order(stop), saver:
             lockstep.serve()
 
@@ -253,6 +264,7 @@ def lead(config: Config, stop: StopRequested) -> int:
             engines.wait_ready()
             engines.control(config.handoff.timeout_s).sleep()
         mesh, policy = stack.enter_context(trainer_rank(config))
+        reference = frozen_reference(config, mesh)
         saver = CheckpointSaver(
             policy,
             config.checkpoint.asynchronous,
@@ -260,7 +272,7 @@ def lead(config: Config, stop: StopRequested) -> int:
             before_complete=lambda: record.wait_written(),
         )
         stack.enter_context(saver)
-        verbs = policy_verbs(policy, lambda version: sender.send(version), saver)
+        verbs = policy_verbs(policy, lambda version: sender.send(version), saver, reference)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
         stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
         engines.wait_ready()

@@ -27,6 +27,9 @@ VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "timeout", "
 """How a verdict came about. Only ``right`` carries reward 1; ``timeout`` and ``error`` say that the verifier itself
 failed on the sample, and are counted apart from wrong answers."""
 
+Aggregation = Literal["token_mean", "response_mean", "micro_batch_mean"]
+"""How the tokens' losses become one (RECIPE section 1): ``rl.batch.pack`` makes weights of it whose mean is 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -170,6 +173,8 @@ class Sample:
     old_log_probs: Float32Array  # [n], of the sampling policy, as the loss's importance ratio needs them
     advantage: float
     loss_mask: BoolArray  # [n], the response tokens that the loss counts; all of them in the recipe
+    engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: ``old_log_probs`` are these
+    reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +199,23 @@ class MicroBatch:
     old_log_probs: Float32Array  # [T]
     sample_index: Int32Array  # [S]
     lengths: Int32Array  # [S], prompt and response tokens of each sequence, its padding left out
+    engine_log_probs: Float32Array | None = None  # [T], as of ``Sample``
+    reference_log_probs: Float32Array | None = None  # [T]
+    weights: Float32Array | None = None  # [T], of the aggregation, mean 1 over the batch's counted tokens; None: all 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One optimizer step's samples cut for every data-parallel rank: equal micro-batch counts, equal padded lengths.
 
-    ``token_count`` is T_k of the loss (RECIPE eq. 3.1): counted tokens over all micro-batches of all ranks.
+    ``token_count`` is T_k of the loss (RECIPE eq. 3.1): counted tokens over all micro-batches of all ranks. Under every
+    aggregation it is what the weighted sum is divided by.
     """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]
     token_count: int
     sample_count: int
+    aggregation: Aggregation = "token_mean"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,33 @@ from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.offload import Thing
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import restart_optimizer
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
-def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int], saver: CheckpointSaver) -> dict[str, Verb]:
+def policy_verbs(
+    policy: MegatronPolicy,
+    send: Callable[[int], int],
+    saver: CheckpointSaver,
+    reference: FrozenReference | None = None,
+) -> dict[str, Verb]:
     """What every rank can do with its part of the policy, by verb.
 
     Args:
         send: this rank's end of a weight handoff: version in, bytes sent out.
         saver: this rank's end of saving.
+        reference: this rank's part of the frozen reference, where there is one.
     """
 
     def score(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
         return gather_scores(policy.mesh, policy.score(rows, temperature))
+
+    def score_reference(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
+        if reference is None:
+            raise RuntimeError("score_reference: this run has no reference; algorithm.kl.reference names its folder")
+        return gather_scores(policy.mesh, reference.score(rows, temperature))
 
     def hand_over(version: int, _: Any) -> int:
         policy.sync_parameters()
@@ -37,6 +49,7 @@ def policy_verbs(policy: MegatronPolicy, send: Callable[[int], int], saver: Chec
 
     return {
         "score": score,
+        "score_reference": score_reference,
         "update": update,
         "send": hand_over,
         "save": lambda shared, _: saver.save(shared[0], shared[1]),
@@ -56,6 +69,10 @@ class PolicyDriver:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         scored = self._lockstep.call("score", temperature, batch.ranks)
+        return unpack_scores(batch.ranks, scored, batch.sample_count)
+
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        scored = self._lockstep.call("score_reference", temperature, batch.ranks)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:

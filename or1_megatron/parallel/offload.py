@@ -202,7 +202,7 @@ class Offload:
         return self._parameters.give_back() if self._parameters else 0
 
     def _parameter_storages(self) -> list[UntypedStorage]:
-        return _distinct(p.data for chunk in self._chunks for p in chunk.module.parameters())
+        return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Offload:
         self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
         torch.cuda.synchronize()
         buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        storages = _distinct(buffer.grad_data for buffer in buffers)
+        storages = distinct_storages(buffer.grad_data for buffer in buffers)
         self._gradients = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
@@ -248,7 +248,7 @@ class Offload:
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [one.optimizer for one in chained if one.optimizer is not None]
         models = {storage._cdata for storage in self._parameter_storages()}
-        return [s for s in _distinct(_optimizer_tensors(inner)) if s._cdata not in models]
+        return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
 
 
 def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
@@ -264,7 +264,7 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """The tensors' storages on the training device, each once, in order of appearance."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, UntypedStorage] = {}

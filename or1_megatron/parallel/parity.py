@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.interfaces import Objective
+from or1_megatron.interfaces import Objective, TokenInputs
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
 from or1_megatron.types import Batch, Float32Array, Sample
@@ -116,12 +116,14 @@ def reference(
     parameters: Mapping[str, Tensor],
     samples: Sequence[Sample],
     objective: Objective,
+    by_response: bool = False,
 ) -> Numbers:
     """The same from plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
 
     Args:
         forward: token ids [1, L] to logits [1, L, V].
-        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place.
+        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place and put back.
+        by_response: the mean over responses of their token means in place of the mean over tokens.
     """
     start = {name: p.detach().clone() for name, p in parameters.items()}
     options = {"betas": (TRAINED_BY.beta1, TRAINED_BY.beta2), "weight_decay": TRAINED_BY.weight_decay}
@@ -133,13 +135,16 @@ def reference(
         optimizer.zero_grad()
         of_samples = [_score(forward, sample, objective.temperature) for sample in samples]
         scores = scores or [(log_probs.detach(), entropies.detach()) for log_probs, entropies in of_samples]
-        loss = _mean_loss(of_samples, samples, objective)
+        loss = _mean_loss(of_samples, samples, objective, by_response)
         loss.backward()
         gradient = gradient or {name: _gradient_of(p) for name, p in parameters.items()}
         losses.append(float(loss))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), TRAINED_BY.clip_grad)))
         optimizer.step()
     moved = {name: (p.detach() - start[name]).float().cpu() for name, p in parameters.items()}
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(start[name])
     log_probs, entropies = ([x.float().cpu().numpy() for x in kind] for kind in zip(*scores, strict=True))
     return Numbers(log_probs, entropies, losses, norms, gradient, moved)
 
@@ -159,14 +164,35 @@ def _score(forward: Callable[[Tensor], Tensor], sample: Sample, temperature: flo
     return chosen[mask], -(log_p.exp() * log_p).sum(-1)[mask]
 
 
-def _mean_loss(scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective) -> Tensor:
-    log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
-    advantages = [
-        log_probs.new_full((len(s),), sample.advantage) for (s, _), sample in zip(scores, samples, strict=True)
+def _mean_loss(
+    scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
+) -> Tensor:
+    """Of the batch: over all tokens, or over each response's and then over responses, one response after the other."""
+    losses = [
+        objective(log_probs, entropies, _inputs(sample, log_probs))[0]
+        for (log_probs, entropies), sample in zip(scores, samples, strict=True)
     ]
-    old = [torch.from_numpy(sample.old_log_probs[sample.loss_mask]).to(log_probs.device) for sample in samples]
-    loss, _ = objective(log_probs, entropies, torch.cat(old), torch.cat(advantages))
-    return loss / len(log_probs)
+    tokens = [len(log_probs) for log_probs, _ in scores]
+    if not by_response:
+        return torch.stack(losses).sum() / sum(tokens)
+    return torch.stack([loss / n for loss, n in zip(losses, tokens, strict=True) if n]).mean()
+
+
+def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
+    """Of a sample's counted tokens."""
+
+    def pick(values: Float32Array | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[sample.loss_mask]).to(like.device)
+
+    old = pick(sample.old_log_probs)
+    assert old is not None
+    engine = pick(sample.engine_log_probs)
+    return TokenInputs(
+        advantages=torch.full_like(like, sample.advantage).detach(),
+        old_log_probs=old,
+        engine_log_probs=old if engine is None else engine,
+        reference_log_probs=pick(sample.reference_log_probs),
+    )
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.layouts import batch_layout, choose_layers
 from or1_megatron.parallel.agreement import raise_together
-from or1_megatron.parallel.cpu_device import device
-from or1_megatron.parallel.layers import start_tensor_overlap
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel, transformer_config
+from or1_megatron.parallel.model import TORCH_DTYPE
+from or1_megatron.parallel.network import build_network, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
-from or1_megatron.parallel.schedule import DeviceRow, forward, forward_backward, to_device
-from or1_megatron.parallel.weights import HFTensors, ShardedWeights
+from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
-from or1_megatron.weights.families import family_of, read_hf_config
+from or1_megatron.weights.families import family_of
 
 
 class MegatronPolicy:
@@ -40,25 +37,13 @@ class MegatronPolicy:
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> None:
         self.mesh = mesh
         self.hf_folder = model.hf
-        self.hf = read_hf_config(model.hf)
-        self.family = family_of(self.hf)
         self.dtype = TORCH_DTYPE[model.dtype]
         self._one_pass = parallel.head == "one_pass"
-        kind = choose_layers(parallel, model.dtype)
-        config = transformer_config(self.hf, self.family, parallel, model.dtype, kind)
+        network = build_network(model, parallel, mesh)
+        self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
+        self.family = family_of(self.hf)
+        config = network.config
         config.finalize_model_grads_func = finalize_model_grads
-        if parallel.overlap_tensor:
-            start_tensor_overlap(batch_layout(parallel, self.hf), parallel, config)
-        chunk_layers = parallel.chunk_layers(self.hf["num_hidden_layers"])
-        mine = chunk_layers[mesh.pipeline_rank :: mesh.pipeline]
-        self.networks = [
-            PolicyModel(self.hf, self.family, config, mesh, kind, index, layers).to(device())
-            for index, layers in enumerate(mine)
-        ]
-        """This rank's chunks of the model; more than one when the pipeline is interleaved."""
-        self.weights = ShardedWeights(self.networks, self.family, self.hf, mesh, chunk_layers)
-        self.weights.mark_cut_parameters()
-        self.weights.load_hf(HFTensors(model.hf, self.hf))
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Of the whole model, over all ranks."""
         self.chunks = [
@@ -93,12 +78,7 @@ class MegatronPolicy:
         Returns them on the first tensor- and context-parallel rank of the last stage, None on other ranks.
         """
         self.host.require("score", "parameters")
-        for network in self.networks:
-            network.eval()
-        scored = forward(self.chunks, self._rows_on_device(rows), temperature)
-        if not (self.mesh.last_stage and self.mesh.tensor_rank == 0 and self.mesh.context_rank == 0):
-            return None
-        return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]
+        return score_rows(self.mesh, self.chunks, rows, temperature)
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """One optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
@@ -108,7 +88,7 @@ class MegatronPolicy:
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._total(forward_backward(self.chunks, self._rows_on_device(rows), objective, self._one_pass))
+        sums = self._total(forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass))
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -132,9 +112,6 @@ class MegatronPolicy:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-
-    def _rows_on_device(self, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
-        return [to_device(row, device(), self.mesh.context_rank, self.mesh.context) for row in rows]
 
     def _step(self, loss: float) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the step was skipped for want of a finite loss or gradient)."""

@@ -45,7 +45,7 @@ def main() -> int:
     try:
         mesh = build_mesh(parallel, seed=1)
         policy = MegatronPolicy(model, parallel, OptimizerConfig(), mesh)
-        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
+        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)), dump.aggregation)
         rows = batch.ranks[mesh.data_rank]
         scored = gather_scores(mesh, policy.score(rows, dump.objective.temperature))
         report = policy.update(rows, dump.objective, batch.token_count)

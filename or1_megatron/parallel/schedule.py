@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from or1_megatron.interfaces import Objective
+from or1_megatron.interfaces import Objective, TokenInputs
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.packed import PackedRow, pack_row
@@ -40,8 +40,7 @@ class DeviceRow:
     counted: Tensor  # [c] places of the counted tokens among this rank's
     counted_in_row: Tensor  # [C] row positions of the whole row's counted tokens
     targets: Tensor  # [c]
-    advantages: Tensor  # [c]
-    old_log_probs: Tensor  # [c]
+    inputs: TokenInputs  # [c]
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
@@ -59,6 +58,11 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
     def pick(array: Any) -> Tensor:
         return torch.from_numpy(array)[held[counted]].to(device)
 
+    def pick_if_there(array: Any) -> Tensor | None:
+        return None if array is None else pick(array)
+
+    old_log_probs, engine = pick(micro_batch.old_log_probs), pick_if_there(micro_batch.engine_log_probs)
+
     return DeviceRow(
         row_tokens=micro_batch.token_ids.size,
         token_ids=torch.from_numpy(micro_batch.token_ids)[held].to(device),
@@ -66,8 +70,13 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
         counted=counted.to(device),
         counted_in_row=counted_in_row.to(device),
         targets=pick(micro_batch.target_ids),
-        advantages=pick(micro_batch.advantages),
-        old_log_probs=pick(micro_batch.old_log_probs),
+        inputs=TokenInputs(
+            advantages=pick(micro_batch.advantages),
+            old_log_probs=old_log_probs,
+            engine_log_probs=old_log_probs if engine is None else engine,
+            reference_log_probs=pick_if_there(micro_batch.reference_log_probs),
+            weights=pick_if_there(micro_batch.weights),
+        ),
     )
 
 
@@ -93,7 +102,7 @@ def _objective_loss(
     """(loss, counted tokens, named sums) of one micro-batch, as Megatron's schedules want them from the last stage."""
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return objective(log_probs, entropies, row.old_log_probs[part], row.advantages[part])
+        return objective(log_probs, entropies, row.inputs[part])
 
     sums: Mapping[str, Tensor]
     counted, weight, shard = _head_input(model, hidden, row)
@@ -126,11 +135,11 @@ def _module(model: Any) -> PolicyModel:
     return model
 
 
-def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss: Any, forward_only: bool) -> list[Any]:
-    def forward_step(rows_left: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any, forward_only: bool) -> list[Any]:
+    def forward_step(rows_left: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         row, model = next(rows_left), _module(chunk)
         hidden = chunk(row.token_ids[None], row.row)
-        if model.post_process and chunk.ddp_config.overlap_param_gather:
+        if model.post_process and isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             # Each module waits for its own parameters on the way; the head reads its weight outside of any.
             chunk.param_to_bucket_group[model.head_weight()].finish_param_sync()
         return hidden, partial(loss, row, model)
@@ -138,7 +147,7 @@ def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss:
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(rows) if len(chunks) == 1 else [iter(rows) for _ in chunks],
-        model=chunks if len(chunks) > 1 else chunks[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(rows),
         seq_length=rows[0].row_tokens,
         micro_batch_size=1,
@@ -148,7 +157,7 @@ def _run(chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], loss:
 
 
 def forward_backward(
-    chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
+    chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[Mapping[str, Tensor]]:
     """Accumulate the gradient of the objective's global token mean; its sums per micro-batch on the last stage."""
 
@@ -160,7 +169,7 @@ def forward_backward(
 
 @torch.no_grad()
 def forward(
-    chunks: list[DistributedDataParallel], rows: Sequence[DeviceRow], temperature: float
+    chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
     """(log-probs, entropies) [C] of every micro-batch, on the last stage; empty elsewhere."""
 

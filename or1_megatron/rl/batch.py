@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from or1_megatron.rl.packing import BatchLayout, plan_rows
-from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, MicroBatch, Sample
+from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, Float32Array, MicroBatch, Sample
 
 Item = TypeVar("Item")
 
@@ -70,13 +70,19 @@ def split(groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
     return [list(groups[end - size - (i < larger) : end]) for i, end in enumerate(ends)]
 
 
-def make_batches(groups: Sequence[Sequence[Sample]], mini_batches: int, reuse: int, layout: BatchLayout) -> list[Batch]:
+def make_batches(
+    groups: Sequence[Sequence[Sample]],
+    mini_batches: int,
+    reuse: int,
+    layout: BatchLayout,
+    aggregation: Aggregation = "token_mean",
+) -> list[Batch]:
     """One Batch per SGD step: the groups' samples in mini-batches, ``reuse`` passes over them in the same order."""
-    once = [pack([sample for group in part for sample in group], layout) for part in split(groups, mini_batches)]
-    return once * reuse
+    parts = split(groups, mini_batches)
+    return [pack([sample for group in part for sample in group], layout, aggregation) for part in parts] * reuse
 
 
-def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
+def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregation = "token_mean") -> Batch:
     """All samples as rows of one length T for every rank; none is dropped and none is cut.
 
     As few rows as hold them, the same number for every rank, balanced by cost over rows and ranks, costliest rows
@@ -86,10 +92,14 @@ def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
     lengths = np.array([sample.prompt_ids.size + sample.response_ids.size for sample in samples], dtype=np.int64)
     _check(samples, lengths, layout)
     plan = plan_rows(lengths, layout)
+    rows = [row for rank in plan.ranks for row in rank]
+    weights = _weights(aggregation, samples, rows)
     ranks = tuple(
-        tuple(_fill(samples, row, plan.row_tokens, layout.sequence_alignment) for row in rows) for rows in plan.ranks
+        tuple(_fill(samples, row, weights, plan.row_tokens, layout.sequence_alignment) for row in rows)
+        for rows in plan.ranks
     )
-    return Batch(ranks, token_count=sum(int(sample.loss_mask.sum()) for sample in samples), sample_count=len(samples))
+    counted = sum(int(sample.loss_mask.sum()) for sample in samples)
+    return Batch(ranks, token_count=counted, sample_count=len(samples), aggregation=aggregation)
 
 
 def real_tokens(batch: Batch) -> int:
@@ -104,11 +114,42 @@ def check_log_probs(samples: Sequence[Sample], log_probs: Sequence[Float32Array]
         raise ValueError(f"policy.score returned {found[:8]}... log-probs per sample, expected {expected[:8]}...")
 
 
+def _weights(
+    aggregation: Aggregation, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
+) -> NDArray[np.float64] | None:
+    """Each sample's weight of its tokens, so that sum(weight * loss) / T_k is the aggregation asked for. None: all 1.
+
+    With n_i counted tokens of sample i and R samples that have any, ``response_mean``, the mean over responses of their
+    token means (GRPO, arXiv 2402.03300, eq. 3), gives T_k / (R n_i). With N rows that count anything, and T_m tokens in
+    row m, ``micro_batch_mean`` gives T_k / (N T_m) to row m: it depends on the cut into rows. Rows of padding alone,
+    and samples without a counted token, are not averaged over: they have no mean.
+
+    Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
+    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Both in one row: micro-batch weights 1; a row each: 2 and 2/3.
+    """
+    if aggregation == "token_mean":
+        return None
+    counts = np.array([sample.loss_mask.sum() for sample in samples], dtype=np.float64)
+    if aggregation == "micro_batch_mean":
+        for row in rows:
+            counts[list(row)] = counts[list(row)].sum()
+        parts = sum(1 for row in rows if row and counts[row[0]] > 0)
+    else:
+        parts = int((counts > 0).sum())
+    total = sum(int(sample.loss_mask.sum()) for sample in samples)
+    weights: NDArray[np.float64] = total / (parts * np.maximum(counts, 1.0))
+    return weights
+
+
 def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchLayout) -> None:
     if not any(sample.loss_mask.any() for sample in samples):
         raise ValueError(
             f"pack: the {len(samples)} samples hold no counted token: there is nothing to divide the loss by"
         )
+    for name in ("engine_log_probs", "reference_log_probs"):
+        having = sum(getattr(sample, name) is not None for sample in samples)
+        if having not in (0, len(samples)):
+            raise ValueError(f"pack: {having} of {len(samples)} samples have {name}; expected all or none")
     for i, sample in enumerate(samples):
         if sample.prompt_ids.size == 0:
             raise ValueError(f"pack: sample {i} has an empty prompt; nothing predicts its first response token")
@@ -119,12 +160,23 @@ def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchL
         )
 
 
-def _fill(samples: Sequence[Sample], members: Sequence[int], row_tokens: int, sequence_alignment: int) -> MicroBatch:
-    """One row (see the module's example). Padding is token 0: at the end of a sequence with its positions going on,
-    at the end of the row in a last sequence of its own, positions from 0."""
+def _fill(
+    samples: Sequence[Sample],
+    members: Sequence[int],
+    of_samples: NDArray[np.float64] | None,
+    row_tokens: int,
+    sequence_alignment: int,
+) -> MicroBatch:
+    """One row (see the module's example), with the samples' weights. Padding is token 0: at the end of a sequence with
+    its positions going on, at the end of the row in a last sequence of its own, positions from 0."""
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
     counted = np.zeros(row_tokens, dtype=np.bool_)
     advantages, old_log_probs = (np.zeros(row_tokens, dtype=np.float32) for _ in range(2))
+    weights = None if of_samples is None else np.zeros(row_tokens, dtype=np.float32)
+    engine, reference = (
+        np.zeros(row_tokens, dtype=np.float32) if getattr(samples[0], name) is not None else None
+        for name in ("engine_log_probs", "reference_log_probs")
+    )
     bounds, lengths = [0], []
     for i in members:
         sample, start = samples[i], bounds[-1]
@@ -136,6 +188,12 @@ def _fill(samples: Sequence[Sample], members: Sequence[int], row_tokens: int, se
         counted[predicting] = sample.loss_mask
         advantages[predicting] = sample.advantage
         old_log_probs[predicting] = sample.old_log_probs
+        if engine is not None:
+            engine[predicting] = sample.engine_log_probs
+        if reference is not None:
+            reference[predicting] = sample.reference_log_probs
+        if weights is not None and of_samples is not None:
+            weights[predicting] = of_samples[i]
         lengths.append(end - start)
         bounds.append(start + -(-(end - start) // sequence_alignment) * sequence_alignment)
         position_ids[start : bounds[-1]] = np.arange(bounds[-1] - start)
@@ -152,4 +210,7 @@ def _fill(samples: Sequence[Sample], members: Sequence[int], row_tokens: int, se
         old_log_probs=old_log_probs,
         sample_index=np.array(members, dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
+        engine_log_probs=engine,
+        reference_log_probs=reference,
+        weights=weights,
     )

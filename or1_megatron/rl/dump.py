@@ -25,7 +25,7 @@ import numpy as np
 from or1_megatron.interfaces import Objective
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
+from or1_megatron.types import Aggregation, Batch, Float32Array, Sample, UpdateReport
 
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
@@ -33,6 +33,9 @@ WEIGHTS: Final = "weights"
 _FORMAT: Final = 1
 _OBJECTIVES: Final = {kind.__name__: kind for kind in (ClippedPolicyLoss, CrossEntropy)}
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
+
+_OPTIONAL: Final = ("engine_log_probs", "reference_log_probs")
+"""Of a sample; there for all of a batch or for none."""
 
 Reason = Literal["skipped", "asked"]
 
@@ -59,6 +62,7 @@ class UpdateDump:
     report: UpdateReport
     log_probs: tuple[Float32Array, ...]
     context: Mapping[str, Any]
+    aggregation: Aggregation = "token_mean"
 
 
 def unpack(batch: Batch) -> list[Sample]:
@@ -81,6 +85,8 @@ def unpack(batch: Batch) -> list[Sample]:
                 old_log_probs=row.old_log_probs[predicting],
                 advantage=float(row.advantages[start + first]),
                 loss_mask=counted[first:],
+                engine_log_probs=None if row.engine_log_probs is None else row.engine_log_probs[predicting],
+                reference_log_probs=None if row.reference_log_probs is None else row.reference_log_probs[predicting],
             )
     return [sample for sample in samples if sample is not None]
 
@@ -163,6 +169,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "objective": {"class": type(dump.objective).__name__, "fields": asdict(dump.objective)},
         "temperature": dump.objective.temperature,
         "token_count": dump.token_count,
+        "aggregation": dump.aggregation,
         "seen": {
             "skipped": report.skipped,
             "grad_norm": _plain(report.grad_norm),
@@ -219,6 +226,7 @@ def read_dump(folder: Path) -> UpdateDump:
         ),
         log_probs=log_probs,
         context=record["context"],
+        aggregation=record.get("aggregation", "token_mean"),
     )
 
 
@@ -230,7 +238,12 @@ def _plain(value: float) -> float | str:
 def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
     """Ragged arrays end to end, with their lengths."""
     samples = dump.samples
-    return {
+    optional = {
+        name: np.concatenate([getattr(sample, name) for sample in samples])
+        for name in _OPTIONAL
+        if getattr(samples[0], name) is not None
+    }
+    return optional | {
         "prompt_lengths": np.array([sample.prompt_ids.size for sample in samples], dtype=np.int64),
         "response_lengths": np.array([sample.response_ids.size for sample in samples], dtype=np.int64),
         "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
@@ -248,9 +261,13 @@ def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float
     prompts = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
     lengths = arrays["response_lengths"]
     parts = [_cut(arrays[name], lengths) for name in ("response_ids", "old_log_probs", "loss_mask")]
+    nothing = [None] * len(prompts)
+    parts += [_cut(arrays[name], lengths) if name in arrays else nothing for name in _OPTIONAL]
     samples = tuple(
-        Sample(prompt, response, old, float(advantage), mask)
-        for prompt, response, old, mask, advantage in zip(prompts, *parts, arrays["advantages"], strict=True)
+        Sample(prompt, response, old, float(advantage), mask, engine, reference)
+        for prompt, response, old, mask, engine, reference, advantage in zip(
+            prompts, *parts, arrays["advantages"], strict=True
+        )
     )
     return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))
 

@@ -24,24 +24,23 @@ from or1_megatron.config import StageConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
-from or1_megatron.rl.batch import check_log_probs, make_batches, pack, to_samples
+from or1_megatron.rl.batch import make_batches
 from or1_megatron.rl.checks import check_prompts, check_rejected, check_state, check_verdicts, check_versions
-from or1_megatron.rl.entropy import EntropyController, EntropyReading
+from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.loss import make_objective
 from or1_megatron.rl.metrics import (
     Filtered,
-    Mismatch,
     Step,
     evaluation_metrics,
     measured_mismatch,
-    scored_mismatch,
     step_metrics,
     time_metrics,
 )
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.rl.saving import Saving
+from or1_megatron.rl.score import Scored, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verbs import stopping_verb, verb
@@ -70,6 +69,7 @@ class Loop:
         self.evaluations = Evaluations(config.evaluation, self.schedule)
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
+        self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm)
         self.alarms = Alarms(config.safety, config.dtype)
@@ -104,18 +104,19 @@ class Loop:
         self.roll_out(prompts, stage)
         groups, rollout = self.verify()
         self.sample_ahead(stage)
-        reading = self.observe(index, groups)
+        self.observe(index, groups)
         advantaged = self.assign_advantages(groups)
         kept, rejected = self.reject(advantaged)
-        samples, scored = self.score(kept, stage)
-        batches = self.batch(samples, stage)
-        updates = self.update(batches, stage, reading.alpha)
+        scored = self.score(kept, rejected, stage)
+        reading = self.read_entropy(groups, kept, scored)
+        batches = self.batch(scored.samples, stage)
+        updates = self.update(batches, stage, reading)
         self.control_entropy(reading)
         self.finish_ahead()
         self.steps_done += 1  # the policy is a new one now; what follows speaks of it
         handoff = self.hand_off()
         evaluation = self.evaluate()
-        mismatch = scored if scored or self._staleness else measured_mismatch(updates)
+        mismatch = scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates)
         step = Step(
             index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff
         )
@@ -168,7 +169,9 @@ class Loop:
         if stage.restart_optimizer and self.steps_done > 0:
             self.ports.policy.restart_optimizer()
         if stage.restart_controller:
-            self.controller = EntropyController(self.config.algorithm.entropy)
+            algorithm = self.config.algorithm
+            self.controller = EntropyController(algorithm.entropy)
+            self.clip_high = ClipHighController(algorithm.loss, algorithm.entropy.target)
         if index == 0:
             return None
         solved = self.ledger.solved(index - 1) if stage.filter_solved else frozenset()
@@ -217,10 +220,9 @@ class Loop:
             self.supply.abandon_ahead()
 
     @stopping_verb
-    def observe(self, index: int, groups: Sequence[Group]) -> EntropyReading:
-        """Pass rates and e_k, of all groups: before any is rejected."""
+    def observe(self, index: int, groups: Sequence[Group]) -> None:
+        """Pass rates of all groups: before any is rejected."""
         self.ledger.record(index, groups)
-        return self.controller.read(groups)
 
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group]) -> list[AdvantagedGroup]:
@@ -235,46 +237,38 @@ class Loop:
         return kept, rejected
 
     @stopping_verb
-    def score(self, kept: Sequence[AdvantagedGroup], stage: StageConfig) -> tuple[list[list[Sample]], Mismatch | None]:
-        """The kept groups as samples, with pi_k's log-probs as the policy itself computes them.
+    def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
+        """The kept groups as samples, after what forward passes the step needs."""
+        stale = self._staleness > 0
+        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
 
-        N_SGD = 1 needs none (rho is 1): the samples keep the engines', which the update compares with its own. Stale
-        ones keep them too: the weights that sampled them are gone, and rho is against those, not against pi_k.
-        """
-        groups = [to_samples(group) for group in kept]
-        if stage.sgd_steps == 1 or self._staleness or not groups:
-            return groups, None
-        samples = [sample for group in groups for sample in group]
-        log_probs = self.ports.policy.score(pack(samples, self.config.layout), stage.temperature).log_probs
-        check_log_probs(samples, log_probs)
-        frozen = iter(log_probs)
-        scored = [[replace(sample, old_log_probs=next(frozen)) for sample in group] for group in groups]
-        return scored, scored_mismatch(samples, log_probs)
+    @stopping_verb
+    def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
+        """e_k of the rollout buffer, rejected groups included unless asked otherwise, and the coefficients from it."""
+        of_kept = [group.group for group in kept]
+        entropy, sampled = estimate(groups, of_kept, scored.entropies, self.config.algorithm.entropy)
+        alpha = self.controller.alpha(entropy)
+        return EntropyReading(entropy, sampled, alpha, self.controller.coefficient, self.clip_high.value)
 
     @stopping_verb
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
         """One batch per SGD step; none when every group was rejected."""
         mini_batches = stage.prompts_per_step // stage.prompts_per_update
-        return make_batches(samples, mini_batches, stage.reuse, self.config.layout)
+        aggregation = self.config.algorithm.loss.aggregation
+        return make_batches(samples, mini_batches, stage.reuse, self.config.layout, aggregation)
 
     @stopping_verb
-    def update(self, batches: Sequence[Batch], stage: StageConfig, alpha: float) -> list[UpdateReport]:
-        """The SGD steps, all with the same alpha. Raises TooManySkipped."""
-        loss = self.config.algorithm.loss
-        objective = ClippedPolicyLoss(
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            entropy_coefficient=alpha,
-            temperature=stage.temperature,
-            on_policy=stage.sgd_steps == 1 and self._staleness == 0,
-        )
+    def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
+        """The SGD steps, all with the same coefficients. Raises TooManySkipped."""
+        objective = make_objective(self.config.algorithm, stage, reading.alpha, reading.clip_high, self._staleness > 0)
         step = self.steps_done + 1
         return [self.guard.update(SgdStep(step, i, batch, objective)) for i, batch in enumerate(batches)]
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
-        """c_k -> c_{k+1}, once per rollout step."""
+        """c_k -> c_{k+1}, once per rollout step; and epsilon_high's next, where it is steered."""
         self.controller.advance(reading.entropy)
+        self.clip_high.advance(reading.entropy)
 
     @verb
     def hand_off(self) -> HandoffReport:
@@ -378,6 +372,7 @@ class Loop:
             "steps_done": self.steps_done,
             "schedule": self.schedule.state(),
             "controller": self.controller.state(),
+            "clip_high": self.clip_high.state(),
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
@@ -389,10 +384,11 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``."""
-        check_state(state, self.state())
+        check_state(state, self.state().keys() - {"clip_high"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
+        self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])

@@ -111,6 +111,7 @@ class UpdateGuard:
             report=report,
             log_probs=aside.log_probs,
             context=self._dumps.context,
+            aggregation=sgd_step.batch.aggregation,
         )
         try:
             return self._dumps.close(aside.folder, dump)

@@ -21,8 +21,8 @@ class WeightedLogProb:
 
     temperature: float = TEMPERATURE
 
-    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
-        loss = -(log_probs * advantages).sum() - ENTROPY_COEFFICIENT * entropies.sum()
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
+        loss = -(log_probs * tokens.advantages).sum() - ENTROPY_COEFFICIENT * entropies.sum()
         return loss, {"log_prob": log_probs.detach().sum()}
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from or1_megatron.check_parity import TOLERANCE, beyond, load_network, objective, record_probe, transformers_numbers
 from or1_megatron.check_parity import check_parity as measure_layouts
 from or1_megatron.config import ModelConfig
+from or1_megatron.interfaces import TokenInputs
 from or1_megatron.layouts import LayoutError
 from or1_megatron.parallel.parity import Numbers, compare
 from or1_megatron.types import Sample
@@ -32,16 +33,16 @@ LAYOUTS = [
     "1 rows160 shuffled",
     "1 rows1200",  # all in one row
     "TP2",
-    "TP2 SP shuffled",
+    "TP2 SP shuffled response_mean",
     "PP2",
     "PP2 VPP2",
     "PP2 layers=3+1",
     "CP2",
-    "CP2 distopt shuffled",
+    "CP2 distopt shuffled response_mean",
     "DP2",
     "DP2 distopt",
     "DP2 distopt overlap_gather",
-    "DP2 overlap",
+    "DP2 overlap response_mean",
     "TP2 PP2",
     "TP2 PP2 SP distopt",
     "TP2 CP2",
@@ -49,7 +50,7 @@ LAYOUTS = [
     "selective",
     "full",
     "one_pass",
-    "TP2 SP one_pass",
+    "TP2 SP one_pass response_mean",
     "PP2 VPP2 one_pass overlap",
 ]
 TIED = ["TP2", "PP2", "PP2 VPP2 distopt", "one_pass overlap", "PP2 one_pass", "PP2 VPP2 one_pass overlap"]
@@ -161,16 +162,20 @@ def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen
             measure_layouts(model, [layout], Console())
 
 
-def own_reference(folder: Path, samples: list[Sample]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probs and the first gradient by this test's own few lines: the command's reference must not mark itself."""
+def own_reference(
+    folder: Path, samples: list[Sample], by_response: bool = False
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probs and the first gradient by this test's own few lines, in float64: the command's reference must not mark
+    itself."""
     from transformers import Qwen2ForCausalLM
 
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loss, counted, all_log_probs = torch.zeros(()), 0, []
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses, all_log_probs = [], []
     for sample in samples:
         ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
         log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)
-        of_sample = []
+        loss, of_sample = torch.zeros((), dtype=torch.float64), []
+        assert sample.engine_log_probs is not None and sample.reference_log_probs is not None
         for k in range(len(sample.response_ids)):
             if not sample.loss_mask[k]:
                 continue
@@ -178,27 +183,38 @@ def own_reference(folder: Path, samples: list[Sample]) -> tuple[list[torch.Tenso
             chosen = log_p[at - 1, ids[at]]
             ratio = (chosen - float(sample.old_log_probs[k])).exp()
             a = sample.advantage
-            loss = loss - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            term = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            term = term.clamp(min=1.3 * a) if a < 0 else term
+            w = float(np.exp(sample.old_log_probs[k] - sample.engine_log_probs[k]))
+            behind = float(sample.reference_log_probs[k]) - chosen
+            loss = loss - (w if 1 / 1.5 <= w <= 1.5 else 0.0) * term + 0.1 * (behind.exp() - behind - 1)
             loss = loss + 0.3 * (log_p[at - 1].exp() * log_p[at - 1]).sum()
-            counted += 1
             of_sample.append(chosen.detach())
-        all_log_probs.append(torch.stack(of_sample) if of_sample else torch.zeros(0))
-    (loss / counted).backward()
+        losses.append(loss)
+        all_log_probs.append(torch.stack(of_sample) if of_sample else torch.zeros(0, dtype=torch.float64))
+    counts = [len(found) for found in all_log_probs]
+    if by_response:
+        total = torch.stack([loss / n for loss, n in zip(losses, counts, strict=True) if n]).mean()
+    else:
+        total = torch.stack(losses).sum() / sum(counts)
+    total.backward()
     return all_log_probs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
+    """By both aggregations, one after the other on the same network: it comes back as it was."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
-    numbers = transformers_numbers(network, samples, "float32")
-    log_probs, gradient = own_reference(tiny_qwen2, samples)
-    for found, expected in zip(numbers.log_probs, log_probs, strict=True):
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
-    assert gradient.keys() == numbers.gradient.keys()
-    for name, expected in gradient.items():
-        torch.testing.assert_close(numbers.gradient[name], expected, rtol=1e-4, atol=1e-6)
-    norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
-    assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
+    for by_response in (False, True):
+        numbers = transformers_numbers(network, samples, "float32", by_response)
+        log_probs, gradient = own_reference(tiny_qwen2, samples, by_response)
+        for found, expected in zip(numbers.log_probs, log_probs, strict=True):
+            np.testing.assert_allclose(found, expected.numpy(), atol=5e-6)
+        assert gradient.keys() == numbers.gradient.keys()
+        for name, expected in gradient.items():
+            torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
+        norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
+        assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
 
 
 def test_compare_names_the_tensor_and_the_kind() -> None:
@@ -228,7 +244,8 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
 
 
 def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
-    """Ratios inside and outside the clip range, advantages of both signs, tokens not counted, the entropy bonus."""
+    """Ratios inside and outside the clip range, advantages of both signs, tokens not counted, the entropy bonus, dual
+    clip, correction weights that are masked and not, and the KL."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     log_probs, _ = own_reference(tiny_qwen2, samples)
@@ -239,3 +256,15 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     assert min(advantages) < 0 < max(advantages)
     assert not objective("float32").on_policy and objective("float32").entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
+    told = [
+        torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
+        for of in ("old", "engine", "reference")
+    ]
+    advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
+    scores = torch.cat(log_probs)
+    sums = objective("float32")(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]
+    seen = {
+        name: float(sums[name]) / len(scores)
+        for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")
+    }
+    assert all(0.01 < value < 0.5 for value in seen.values()), seen

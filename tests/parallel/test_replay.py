@@ -50,7 +50,14 @@ def replayed(dump: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2"])
+@pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2", "PP2 VPP2"])
+def test_the_frozen_reference_stays_what_the_policy_was(layout: str, made: tuple[Path, Any]) -> None:
+    """To the bit, at the policy's layout, while the policy moves on; between passes nothing of it is on the device."""
+    seen = made[1][layout]["reference"]
+    assert seen == {"exact": [True, True], "held_bytes": [0, 0], "policy moved": True}
+
+
+@pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2", "PP2 VPP2"])
 def test_a_bad_update_is_skipped_on_all_ranks_and_leaves_no_bit_changed(layout: str, made: tuple[Path, Any]) -> None:
     """An infinite loss with finite gradients, a finite loss with a gradient that is not, and an infinite advantage;
     at DP2 only one of the ranks sees that."""

@@ -22,6 +22,7 @@ from or1_megatron.layouts import batch_layout
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.loss import ClippedPolicyLoss
@@ -37,7 +38,7 @@ class InfiniteLoss:
 
     temperature: float = 0.8
 
-    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
         loss = -log_probs.sum()
         return loss, {"loss": loss.detach() + math.inf}
 
@@ -48,7 +49,7 @@ class InfiniteGradient:
 
     temperature: float = 0.8
 
-    def __call__(self, log_probs: Any, entropies: Any, old_log_probs: Any, advantages: Any) -> Any:
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
         loss = (log_probs * 0.0).abs().sqrt().sum()
         return loss, {"loss": loss.detach()}
 
@@ -129,7 +130,24 @@ def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: A
     return {"good": good.skipped, "seen": seen, "again": again.skipped, "moved": gather() != before}
 
 
+def compare_reference(everywhere: Everywhere, batch: Batch, started: TokenScores) -> dict[str, Any]:
+    """Of the frozen reference, twice after updates of the policy, against what the policy was before them."""
+
+    def as_started(found: TokenScores) -> bool:
+        pairs = zip([*found.log_probs, *found.entropies], [*started.log_probs, *started.entropies], strict=True)
+        return all(np.array_equal(left, right) for left, right in pairs)
+
+    def scored() -> TokenScores:
+        return unpack_scores(batch.ranks, everywhere.call("score_reference", 0.8, batch.ranks), batch.sample_count)
+
+    held = [everywhere.call("held_by_reference")]
+    exact = [as_started(scored()), as_started(scored())]
+    held.append(everywhere.call("held_by_reference"))
+    return {"exact": exact, "held_bytes": held, "policy moved": not as_started(everywhere.score(batch, 0.8))}
+
+
 LAYOUTS = {
+    "PP2 VPP2": ParallelConfig(ranks=2, pipeline=2, virtual_pipeline=2, micro_batch_tokens=64),
     "DP2": ParallelConfig(ranks=2, micro_batch_tokens=64),  # the poisoned sample is on one replica alone
     "CP2": ParallelConfig(ranks=2, context=2, head="one_pass", distributed_optimizer=False, micro_batch_tokens=64),
     "TP2 SP": ParallelConfig(ranks=2, tensor=2, sequence=True, micro_batch_tokens=64),
@@ -141,6 +159,7 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
     """Bad updates at one layout; rank 0 returns what came of them, and dumps two updates where a folder is given."""
     mesh = build_mesh(parallel, seed=1)
     policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
+    frozen = FrozenReference(config.hf, config.dtype, parallel, mesh, offload=True)
 
     def digests(shared: Any, mine: Any) -> list[str]:
         everyone: list[str] = [""] * mesh.world
@@ -152,6 +171,10 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
         "update": lambda shared, rows: policy.update(rows, shared[0], shared[1]),
         "export_hf": lambda folder, _: export_hf(policy, folder),
         "digests": digests,
+        "score_reference": lambda temperature, rows: gather_scores(mesh, frozen.score(rows, temperature)),
+        "held_by_reference": lambda *_: sum(
+            p.untyped_storage().nbytes() for chunk in frozen.chunks for p in chunk.parameters()
+        ),
     }
     lockstep = Lockstep(mesh, verbs, 60)
     if mesh.rank > 0:
@@ -162,7 +185,9 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
     bad = [*plain[:3], replace(plain[3], advantage=math.inf), plain[4]]
     batch, poisoned = pack(plain, layout), pack(bad, layout)
     everywhere = Everywhere(lockstep)
+    started = everywhere.score(batch, 0.8)
     result = bad_updates(everywhere, batch, poisoned, lambda: lockstep.call("digests"))
+    result["reference"] = compare_reference(everywhere, batch, started)
     if dumps is not None:
         context = {"model": config.model_dump(mode="json"), "parallel": parallel.model_dump(mode="json")}
         told: list[str] = []

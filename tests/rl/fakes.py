@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from or1_megatron.interfaces import Objective, Stopped
+from or1_megatron.interfaces import Objective, Stopped, TokenInputs
 from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.types import (
     AdvantagedGroup,
@@ -174,6 +174,7 @@ class TablePolicy:
 
     def __init__(self, problems: int, rollouts: TableRollouts, clock: Clock, lr: float = 0.3) -> None:
         self.table = torch.zeros(SAMPLED + problems, SAMPLED, dtype=torch.float64, requires_grad=True)
+        self.reference = self.table.detach().clone()
         self.optimizer = torch.optim.Adam([self.table], lr=lr)
         self.rollouts = rollouts
         self.clock = clock
@@ -184,22 +185,31 @@ class TablePolicy:
         """Which of the updates, counted from 0, have no finite loss."""
         self._written = False
 
-    def _head(self, row: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _head(
+        self, row: MicroBatch, temperature: float, table: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         counted = torch.from_numpy(row.counted)
-        logits = self.table[torch.from_numpy(row.token_ids)[counted]] / temperature
+        logits = (self.table if table is None else table)[torch.from_numpy(row.token_ids)[counted]] / temperature
         log_probs = logits.log_softmax(-1)
         targets = torch.from_numpy(row.target_ids)[counted]
         chosen = log_probs.gather(1, targets[:, None])[:, 0]
         return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
-    @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         self.calls.append("score")
+        return self._score(batch, temperature, self.table)
+
+    def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
+        self.calls.append("score_reference")
+        return self._score(batch, temperature, self.reference)
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, temperature: float, table: torch.Tensor) -> TokenScores:
         self.clock.now_s += 0.5
         log_probs: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * batch.sample_count
         entropies = list(log_probs)
         for row in (row for rank in batch.ranks for row in rank):
-            found = [values.numpy().astype(np.float32) for values in self._head(row, temperature)]
+            found = [values.numpy().astype(np.float32) for values in self._head(row, temperature, table)]
             sequence = np.searchsorted(row.cu_seqlens, np.flatnonzero(row.counted), side="right") - 1
             for s, sample in enumerate(row.sample_index):
                 log_probs[sample], entropies[sample] = (values[sequence == s] for values in found)
@@ -210,8 +220,14 @@ class TablePolicy:
         totals: dict[str, float] = {}
         for row in (row for rank in batch.ranks for row in rank):
             counted = torch.from_numpy(row.counted)
-            old, advantages = (torch.from_numpy(a)[counted].double() for a in (row.old_log_probs, row.advantages))
-            loss, sums = objective(*self._head(row, objective.temperature), old, advantages)
+
+            def pick(array: Any, of: torch.Tensor = counted) -> Any:
+                return None if array is None else torch.from_numpy(array)[of].double()
+
+            old = pick(row.old_log_probs)
+            engine = old if row.engine_log_probs is None else pick(row.engine_log_probs)
+            inputs = TokenInputs(pick(row.advantages), old, engine, pick(row.reference_log_probs), pick(row.weights))
+            loss, sums = objective(*self._head(row, objective.temperature), inputs)
             (loss / batch.token_count).backward()
             for name, value in sums.items():
                 merge = max if name.startswith("max_") else lambda a, b: a + b

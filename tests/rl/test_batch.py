@@ -6,6 +6,8 @@ filled and balanced is test_packing's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from or1_megatron.rl.batch import BatchLayout, make_batches, pack, real_tokens, split, to_samples
 from or1_megatron.rl.loss import ClippedPolicyLoss
-from or1_megatron.types import AdvantagedGroup, MicroBatch, Sample
+from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, MicroBatch, Sample
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask: list[bool] | None = None) -> Sample:
@@ -150,21 +152,24 @@ def check_sequence(row: MicroBatch, of: Sample, start: int, end: int) -> None:
     assert seen == of.response_ids.size
 
 
-def test_gradient_is_the_same_for_every_cut() -> None:
-    """The global token mean (eq. 3.1) of unequal responses, in float64, under several ranks, budgets and alignments,
-    against a plain loop over samples that knows nothing of rows."""
+@pytest.mark.parametrize("aggregation", ["token_mean", "response_mean"])
+def test_gradient_is_the_same_for_every_cut(aggregation: Aggregation) -> None:
+    """The global token mean (eq. 3.1) and the mean over responses, of unequal ones, with bonus and KL, in float64,
+    under several ranks, budgets and alignments, against a plain loop over samples that knows nothing of rows."""
     rng = np.random.default_rng(3)
     samples = []
     for i in range(13):
         n = int(rng.integers(1, 9))
-        samples.append(sample([8 + i % 4], rng.integers(0, 8, n).tolist(), advantage=float(rng.normal())))
-    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, temperature=0.7, on_policy=False)
+        made = sample([8 + i % 4], rng.integers(0, 8, n).tolist(), advantage=float(rng.normal()))
+        samples.append(replace(made, reference_log_probs=rng.normal(-2, 0.3, n).astype(np.float32)))
+    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, temperature=0.7, on_policy=False, kl_coefficient=0.2)
     table = torch.zeros(12, 8, dtype=torch.float64)
     table.copy_(torch.from_numpy(rng.normal(size=(12, 8))))
     total = 0
     oracle = table.clone().requires_grad_()
-    loss = torch.zeros((), dtype=torch.float64)
+    losses = []
     for s in samples:
+        loss = torch.zeros((), dtype=torch.float64)
         tokens = [*s.prompt_ids.tolist(), *s.response_ids.tolist()]
         for t in range(len(tokens) - 1):
             log_p = (oracle[tokens[t]] / 0.7).log_softmax(-1)
@@ -172,8 +177,13 @@ def test_gradient_is_the_same_for_every_cut() -> None:
             advantage = float(np.float32(s.advantage))
             loss = loss - torch.minimum(rho * advantage, rho.clamp(0.8, 1.2) * advantage)
             loss = loss + 0.01 * (log_p.exp() * log_p).sum()
+            behind = float(s.reference_log_probs[t]) - log_p[tokens[t + 1]]
+            loss = loss + 0.2 * (behind.exp() - behind - 1)
             total += 1
-    (loss / total).backward()
+        losses.append(loss if aggregation == "token_mean" else loss / s.response_ids.size)
+    loss = torch.stack(losses).sum() / (total if aggregation == "token_mean" else len(samples))
+    loss.backward()
+    exact = 1e-12 if aggregation == "token_mean" else 1e-6  # weights are fp32
     for layout in (
         *(BatchLayout(1, 1024, 1), BatchLayout(1, 10, 1), BatchLayout(3, 12, 4), BatchLayout(7, 9, 2)),
         *(BatchLayout(2, 16, 8, sequence_alignment=4), BatchLayout(2, 10, 2, rows_multiple=4)),
@@ -181,11 +191,11 @@ def test_gradient_is_the_same_for_every_cut() -> None:
         policy = TablePolicy(4, TableRollouts(Clock()), Clock())
         with torch.no_grad():
             policy.table.copy_(table)
-        batch = pack(samples, layout)
+        batch = pack(samples, layout, aggregation)
         sums = policy.gradient(batch, objective)
         assert batch.token_count == total
-        assert sums["loss"] == pytest.approx(loss.item(), rel=1e-12)
-        torch.testing.assert_close(policy.table.grad, oracle.grad, rtol=1e-12, atol=1e-14)
+        assert sums["loss"] / batch.token_count == pytest.approx(loss.item(), rel=exact)
+        torch.testing.assert_close(policy.table.grad, oracle.grad, rtol=exact, atol=1e-14 + exact / 100)
 
 
 @pytest.mark.parametrize(
@@ -227,3 +237,52 @@ def test_refusals() -> None:
         pack([sample([], [2])], layout)
     with pytest.raises(ValueError, match="0 samples hold no counted token"):
         pack([], layout)
+
+
+def weights_of(batch: Batch) -> dict[int, float]:
+    """Of each sample's counted tokens, all alike."""
+    found: dict[int, float] = {}
+    for row in (row for rank in batch.ranks for row in rank):
+        for k, sample in enumerate(row.sample_index):
+            part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
+            assert row.weights is not None
+            values = set(row.weights[part][row.counted[part]].tolist())
+            assert len(values) <= 1
+            found[int(sample)] = values.pop() if values else 0.0
+    return found
+
+
+def test_aggregation_weights_by_hand() -> None:
+    """Responses of 1 and 3 tokens (the docstring's), and one of 4 of which none counts: T_k = 4. Response weights 2 and
+    2/3 however they are cut; micro-batch weights 1 in one row, 2 and 2/3 in a row each; the token mean has none."""
+    short, long = sample([1], [2]), sample([1], [2, 3, 4])
+    silent = replace(sample([1], [2, 3, 4, 5]), loss_mask=np.zeros(4, dtype=np.bool_))
+    one_row, rows = BatchLayout(1, 64, 1), BatchLayout(3, 5, 1)
+    for layout in (one_row, rows):
+        found = pack([short, long, silent], layout, "response_mean")
+        assert weights_of(found) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
+        assert found.token_count == 4 and found.aggregation == "response_mean"
+        assert all(row.weights is None for rank in pack([short, long], layout).ranks for row in rank)
+    assert weights_of(pack([short, long, silent], one_row, "micro_batch_mean")) == pytest.approx({0: 1, 1: 1, 2: 0})
+    assert weights_of(pack([short, long, silent], rows, "micro_batch_mean")) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
+
+
+def test_aggregations_are_the_means_they_say() -> None:
+    """Losses 5 (one token) and 1, 2, 3: token mean 11/4, response mean (5 + 2) / 2, by the weighted sum over T_k."""
+    losses = {0: np.array([5.0]), 1: np.array([1.0, 2.0, 3.0])}
+    batch = pack([sample([1], [2]), sample([1], [2, 3, 4])], BatchLayout(2, 16, 1), "response_mean")
+    total = sum(weight * losses[i].sum() for i, weight in weights_of(batch).items())
+    assert total / batch.token_count == pytest.approx(3.5)
+
+
+def test_log_probs_of_engine_and_reference_lie_where_the_old_ones_lie() -> None:
+    samples = [sample([1, 2], [3, 4]), sample([5], [6, 7, 8])]
+    for i, one in enumerate(samples):
+        more = {"engine_log_probs": one.old_log_probs - 10, "reference_log_probs": one.old_log_probs - 20}
+        samples[i] = replace(one, **more)
+    (row,) = pack(samples, BatchLayout(1, 16, 1)).ranks[0]
+    for found, shift in ((row.engine_log_probs, 10), (row.reference_log_probs, 20)):
+        assert found is not None
+        np.testing.assert_array_equal(found[row.counted], row.old_log_probs[row.counted] - shift)
+    with pytest.raises(ValueError, match=r"1 of 2 samples have reference_log_probs; expected all or none"):
+        pack([samples[0], replace(samples[1], reference_log_probs=None)], BatchLayout(1, 16, 1))

@@ -10,7 +10,8 @@ import pytest
 from fakes import completion, group_of, verdict
 
 from or1_megatron.config import EntropyConfig
-from or1_megatron.rl.entropy import EntropyController, sampled_entropy
+from or1_megatron.config_algorithm import PRESETS, ClipHighConfig, LossConfig
+from or1_megatron.rl.entropy import ClipHighController, EntropyController, estimate, full_entropy, sampled_entropy
 
 
 def drive(controller: EntropyController, entropies: list[float]) -> tuple[list[float], list[float]]:
@@ -44,6 +45,105 @@ def test_fixed_and_off() -> None:
     fixed = EntropyController(EntropyConfig(mode="fixed", coefficient=0.003))
     assert drive(fixed, [0.1, 0.9]) == ([0.003, 0.003], [0.003, 0.003])
     assert drive(EntropyController(EntropyConfig(mode="off", coefficient=0.003)), [0.1, 0.9])[1] == [0, 0]
+
+
+def test_gates_by_hand() -> None:
+    """The docstring's e, on the target at last: as the report gates, one step late as the released code, not at all."""
+    entropies = [0.1, 0.1, 0.3, 0.1, 0.2]
+    coefficients = [0, 0.005, 0.01, 0.005, 0.01]
+    for gate, expected in [
+        ("now", [0, 0.005, 0, 0.005, 0.01]),
+        ("late", [0, 0.005, 0.01, 0, 0.01]),
+        ("off", coefficients),
+    ]:
+        found = drive(EntropyController(EntropyConfig.model_validate({"gate": gate})), entropies)
+        assert found == (pytest.approx(coefficients, abs=1e-15), pytest.approx(expected, abs=1e-15))
+
+
+def test_the_late_gate_is_remembered_over_a_resume() -> None:
+    config = EntropyConfig(gate="late", coefficient=0.01)
+    first, second = EntropyController(config), EntropyController(config)
+    first.advance(0.3)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert (second.coefficient, second.alpha(0.1)) == (0.005, 0.0)
+
+
+def test_presets() -> None:
+    """The paper's is our default; the released code's moves by 1e-4 up to 0.005, one step late, on kept groups. Either
+    can be written out, and nothing against it."""
+    paper = EntropyConfig(preset="paper")
+    assert paper.model_copy(update={"preset": None}) == EntropyConfig()
+    released = EntropyConfig(preset="released-code")
+    assert (released.delta, released.minimum, released.maximum) == (0.0001, 0.0, 0.005)
+    assert (released.gate, released.measured_on, released.estimate, released.target) == ("late", "kept", "sampled", 0.2)
+    coefficients, _ = drive(EntropyController(released), [0.1] * 60)
+    assert coefficients[1] == 0.0001 and coefficients[-1] == 0.005
+    assert EntropyConfig.model_validate_json(released.model_dump_json()) == released
+    assert EntropyConfig(preset="released-code", delta=0.0001) == released
+    with pytest.raises(ValueError, match=r"preset 'released-code' stands for .*found also delta = 0.005"):
+        EntropyConfig(preset="released-code", delta=0.005)
+    assert {key for preset in PRESETS.values() for key in preset} <= EntropyConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"mode": "proportional_integral"}, "both gains 0 never moves"),
+        ({"integral_gain": 0.1}, "integral_gain = 0.1 belong to mode proportional_integral; mode is adaptive"),
+        ({"mode": "off", "estimate": "full"}, "estimate full takes a forward pass"),
+        ({"delta": -0.1}, "greater than or equal to 0"),
+        ({"minimum": 0.1, "maximum": 0.05, "coefficient": 0.1}, "minimum = 0.1 is above maximum = 0.05"),
+    ],
+)
+def test_settings_that_contradict_are_refused(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        EntropyConfig.model_validate(values)
+
+
+def test_proportional_integral_by_hand() -> None:
+    """The docstring's sequence, and then that it comes back at once: e 0.15: 0.005 + 0.011 = 0.016."""
+    config = EntropyConfig(
+        mode="proportional_integral", coefficient=0.01, maximum=0.02, proportional_gain=0.1, integral_gain=0.05
+    )
+    coefficients, alphas = drive(EntropyController(config), [0.1, 0.18, 0.4, 0.4, 0.15])
+    assert coefficients == pytest.approx([0.01, 0.01, 0.011, 0.011, 0.011])
+    assert alphas == pytest.approx([0.02, 0.012, 0.0, 0.0, 0.016])
+
+
+def test_clip_high_control_by_hand() -> None:
+    """The docstring's sequence; with delta 0 it stands; state and configuration as of the entropy controller."""
+    config = LossConfig(clip_high_control=ClipHighConfig(delta=0.02, minimum=0.2, maximum=0.23))
+    control, seen = ClipHighController(config, 0.2), []
+    for entropy in [0.1, 0.1, 0.3, 0.2]:
+        seen.append(control.value)
+        control.advance(entropy)
+    assert [*seen, control.value] == pytest.approx([0.2, 0.22, 0.23, 0.21, 0.21])
+    other = ClipHighController(config, 0.2)
+    other.restore(json.loads(json.dumps(control.state())))
+    assert other.value == control.value
+    still = ClipHighController(LossConfig(clip_high=0.28), 0.2)
+    still.advance(0.1)
+    still.restore(control.state())
+    assert still.value == 0.28
+    with pytest.raises(ValueError, match=r"clip_high = 0.4.*outside its \[minimum, maximum\] = \[0.2, 0.28\]"):
+        LossConfig(clip_high=0.4, clip_high_control=ClipHighConfig(delta=0.01))
+
+
+def test_which_estimate_the_controller_gets() -> None:
+    """Two groups of log-prob -1 and -3 per token, the second kept: over all 2, over kept 3; full: the mean of (1, 2)
+    and (6)."""
+    groups = [
+        replace(group, completions=tuple(replace(c, log_probs=c.log_probs * factor) for c in group.completions))
+        for group, factor in ((group_of([1, 1]), 1), (group_of([1, 0]), 3))
+    ]
+    kept, full = groups[1:], [np.array([1, 2], np.float32), np.array([6], np.float32)]
+    on_kept = EntropyConfig(measured_on="kept")
+    assert estimate(groups, kept, None, EntropyConfig()) == (2.0, 2.0)
+    assert estimate(groups, kept, None, on_kept) == (3.0, 2.0)
+    assert estimate(groups, [], None, on_kept) == (2.0, 2.0)
+    assert estimate(groups, kept, full, EntropyConfig(estimate="full")) == (3.0, 2.0)
+    with pytest.raises(ValueError, match="over 1 response tokens is nan"):
+        full_entropy([np.array([np.nan])])
 
 
 def test_state_survives_json_exactly() -> None:

@@ -18,9 +18,11 @@ from fakes import Clock, Diary, RiddleStream, TablePolicy, TableRollouts, proble
 from or1_megatron.config import (
     AlgorithmConfig,
     CheckpointConfig,
+    CorrectionConfig,
     EntropyConfig,
     EvaluationConfig,
     EvaluationSetConfig,
+    KLConfig,
     SafetyConfig,
     StageConfig,
 )
@@ -130,7 +132,11 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     ]
     few = {"prompts_per_step": 4, "prompts_per_update": 4, "refill_prompts": 2}  # so many are left, and two more
     stages[2] = stages[2].model_copy(update=few)
-    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=0.5, delta=0.005))
+    algorithm = AlgorithmConfig(
+        entropy=EntropyConfig(target=0.5, delta=0.005),
+        kl=KLConfig(reference=Path("start")),
+        correction=CorrectionConfig(mode="truncated"),
+    )
     world = World(
         tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100), sets=("one", "two")
     )
@@ -157,7 +163,7 @@ def test_order_of_verbs(tmp_path: Path) -> None:
     world.loop.run()
     before = [(0, "hand_off"), (0, "evaluate")]
     first = ["begin_stage", "take_problems", "roll_out", "verify", "sample_ahead", "observe", "assign_advantages"]
-    then = ["reject", "score", "batch", "update", "control_entropy", "finish_ahead"]
+    then = ["reject", "score", "read_entropy", "batch", "update", "control_entropy", "finish_ahead"]
     done = ["hand_off", "evaluate", "measure", "report", "save", "export"]
     step = [(0, verb) for verb in [*first, *then]] + [(1, verb) for verb in done]
     assert world.diary.verbs == before + step

@@ -28,7 +28,8 @@ REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
 
 def update(token_count: int, skipped: bool = False, **sums: float) -> UpdateReport:
     nothing = dict.fromkeys(("loss", "policy_loss", "entropy", "ratio", "clipped", "approx_kl"), 0.0)
-    nothing |= {"abs_log_ratio": 0.0, "max_abs_log_ratio": 0.0}
+    nothing |= {"abs_log_ratio": 0.0, "max_abs_log_ratio": 0.0, "max_ratio": 1.0, "max_inverse_ratio": 1.0}
+    nothing |= dict.fromkeys(("clipped_low", "clipped_high", "clipped_dual"), 0.0)
     return UpdateReport({**nothing, **sums}, token_count, 2.0, 1e-6, skipped, 0.75, 0.25)
 
 
@@ -93,6 +94,19 @@ def test_update_metrics_are_token_means_over_sgd_steps() -> None:
     assert (found["loss"], found["policy/clip_fraction"], found["policy/approx_kl"]) == pytest.approx((0.2, 0.15, 0.1))
     assert (found["sgd/steps"], found["sgd/skipped"], found["sgd/response_tokens"]) == (3, 1, 45)
     assert update_metrics(updates, on_policy=True)["policy/approx_kl"] == 0
+
+
+def test_extremes_are_over_all_sgd_steps_and_options_have_metrics_where_they_are_on() -> None:
+    """Largest rho 3 and smallest 1 / 4 of two steps; 40 tokens with KL 8, weights 36 of at most 2, 10 of them cut."""
+    first = update(30, max_ratio=3.0, max_inverse_ratio=2.0, clipped_dual=4.0)
+    second = update(10, max_ratio=2.0, max_inverse_ratio=4.0)
+    found = update_metrics([first, second], on_policy=False)
+    assert (found["policy/ratio_max"], found["policy/ratio_min"], found["policy/clip_fraction_dual"]) == (3, 0.25, 0.1)
+    assert not {"policy/kl", "correction/weight", "correction/cut_fraction"} & found.keys()
+    options = {"kl": 4.0, "weight": 18.0, "max_weight": 2.0, "weight_cut": 5.0}
+    found = update_metrics([update(30, **options), update(10, **options)], on_policy=False)
+    names = ("policy/kl", "correction/weight", "correction/weight_max", "correction/cut_fraction")
+    assert [found[name] for name in names] == [0.2, 0.9, 2.0, 0.25]
 
 
 def test_mismatch_both_ways() -> None:

@@ -84,6 +84,9 @@ def check_folder(run: Path) -> None:
         )
         assert verbs == pytest.approx(row["time/step"], rel=0.02)
         assert row["handoff/probe_max_abs_diff"] < 1e-3
+    kl = [row["policy/kl"] for row in steps if "policy/kl" in row]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-5  # the reference is the start, and stays there
+    assert all(row["correction/weight"] == pytest.approx(1, abs=1e-3) for row in steps if "correction/weight" in row)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"] and summary["steps"] == 6 and summary["seed"] == 1
     assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1

@@ -1,0 +1,78 @@
+"""A model on this rank: its chunks, filled from an HF folder, and a forward pass over packed rows.
+
+What the policy trains and the frozen reference has in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from or1_megatron.config import ModelConfig, ParallelConfig
+from or1_megatron.layouts import batch_layout, choose_layers
+from or1_megatron.parallel.cpu_device import device
+from or1_megatron.parallel.layers import start_tensor_overlap
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.model import PolicyModel, transformer_config
+from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
+from or1_megatron.parallel.weights import HFTensors, ShardedWeights
+from or1_megatron.types import Float32Array, MicroBatch
+from or1_megatron.weights.families import family_of, read_hf_config
+
+
+@dataclass(frozen=True)
+class Network:
+    """This rank's part of a model."""
+
+    hf: Mapping[str, Any]
+    config: TransformerConfig
+    chunks: list[PolicyModel]
+    """More than one when the pipeline is interleaved."""
+    weights: ShardedWeights
+
+
+def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Network:
+    """Build this rank's chunks and fill them from ``model.hf``; collective.
+
+    Raises:
+        ModelError, ValueError: the folder cannot be used, or its model cannot be cut so.
+    """
+    hf = read_hf_config(model.hf)
+    family = family_of(hf)
+    kind = choose_layers(parallel, model.dtype)
+    config = transformer_config(hf, family, parallel, model.dtype, kind)
+    if parallel.overlap_tensor:
+        start_tensor_overlap(batch_layout(parallel, hf), parallel, config)
+    chunk_layers = parallel.chunk_layers(hf["num_hidden_layers"])
+    mine = chunk_layers[mesh.pipeline_rank :: mesh.pipeline]
+    chunks = [
+        PolicyModel(hf, family, config, mesh, kind, index, layers).to(device()) for index, layers in enumerate(mine)
+    ]
+    weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
+    weights.mark_cut_parameters()
+    weights.load_hf(HFTensors(model.hf, hf))
+    return Network(hf, config, chunks, weights)
+
+
+def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
+    """This rank's part of each micro-batch."""
+    return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
+
+
+def score_rows(
+    mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
+) -> list[tuple[Float32Array, Float32Array]] | None:
+    """Log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
+
+    Returns them on the first tensor- and context-parallel rank of the last stage, None on other ranks.
+    """
+    for chunk in chunks:
+        chunk.eval()
+    scored = forward(chunks, rows_on_device(mesh, rows), temperature)
+    if not (mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0):
+        return None
+    return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]

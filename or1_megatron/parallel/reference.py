@@ -1,0 +1,45 @@
+"""The frozen reference of the KL penalty: weights of an HF folder at the policy's layout, that only score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from or1_megatron.config import ModelConfig, ParallelConfig
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.network import build_network, score_rows
+from or1_megatron.parallel.offload import HostCopy, distinct_storages
+from or1_megatron.types import Float32Array, MicroBatch
+
+
+class FrozenReference:
+    """One rank's part of the reference: no gradients, no optimizer, in no checkpoint (the config names its folder).
+
+    Args:
+        folder: HF folder; of the policy's architecture, in the policy's ``dtype``.
+        parallel: the policy's layout; ``mesh`` is this rank's place in it.
+        offload: its weights lie on the host, but for the time of a pass.
+    """
+
+    def __init__(self, folder: Path, dtype: str, parallel: ParallelConfig, mesh: Mesh, offload: bool) -> None:
+        # Userbuffers belong to the policy, one set per process; without gradients there is nothing to compute again.
+        plain = parallel.model_copy(update={"overlap_tensor": False, "recompute": "none"})
+        network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), plain, mesh)
+        self._mesh, self.chunks = mesh, network.chunks
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+        self._host = HostCopy() if offload else None
+        self._leave()
+
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
+        """As ``MegatronPolicy.score``; collective."""
+        if self._host is not None:
+            self._host.give_back()
+        try:
+            return score_rows(self._mesh, self.chunks, rows, temperature)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._host is not None:
+            self._host.take(distinct_storages(p.data for chunk in self.chunks for p in chunk.parameters()))

@@ -1,0 +1,73 @@
+"""Forward passes between rejection and update: pi_k's own log-probs, full entropies, the reference's log-probs.
+
+Each only where something asks for it: a step on the recipe's defaults at N_SGD = 1 makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from or1_megatron.config import AlgorithmConfig, StageConfig
+from or1_megatron.interfaces import Policy
+from or1_megatron.rl.batch import BatchLayout, check_log_probs, pack, to_samples
+from or1_megatron.rl.loss import old_is_the_policy
+from or1_megatron.rl.metrics import Mismatch, scored_mismatch
+from or1_megatron.types import AdvantagedGroup, Float32Array, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The kept groups as samples, and what the passes over them found."""
+
+    samples: list[list[Sample]]
+    mismatch: Mismatch | None
+    """Engine against policy; None: there was no pass to tell by."""
+    entropies: Sequence[Float32Array] | None
+    """Of every response that e_k is measured on [n], by the estimate ``full``; None: not asked for."""
+
+
+def score(
+    policy: Policy,
+    kept: Sequence[AdvantagedGroup],
+    rejected: Sequence[AdvantagedGroup],
+    stage: StageConfig,
+    algorithm: AlgorithmConfig,
+    layout: BatchLayout,
+    stale: bool = False,
+) -> Scored:
+    """One pass of the policy where N_SGD > 1 or e_k is to be the full entropy, one of the reference where there is one.
+
+    N_SGD = 1 needs no old log-probs (rho is 1): the samples keep the engines', which the update compares with its own.
+    ``stale``: older weights than the policy's sampled them (``loss.old_is_the_policy``); engine against policy is then
+    no mismatch. The reference scores what is trained on alone. Of rejected groups only the entropy is of interest;
+    where it is to be measured on kept ones and there are none, it is measured on all.
+    """
+    groups = [to_samples(group) for group in kept]
+    samples = [sample for group in groups for sample in group]
+    full = algorithm.entropy.estimate == "full"
+    freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
+    others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
+    passed = samples + [sample for group in others for sample in to_samples(group)]
+    mismatch, entropies = None, None
+    if passed and (freeze or full):
+        scores = policy.score(pack(passed, layout), stage.temperature)
+        check_log_probs(passed, scores.log_probs)
+        own = scores.log_probs[: len(samples)]
+        mismatch = scored_mismatch(samples, own) if samples and not stale else None
+        entropies = scores.entropies if full else None
+        if freeze:
+            samples = list(_frozen(samples, own, algorithm.correction.mode != "off"))
+    if algorithm.kl.reference is not None and samples:
+        of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
+        check_log_probs(samples, of_reference)
+        samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
+    left = iter(samples)
+    return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies)
+
+
+def _frozen(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:
+    """pi_k's log-probs as the policy itself computes them in the engines' place, and these aside where they count."""
+    for sample, log_probs in zip(samples, own, strict=True):
+        engine = sample.old_log_probs if keep_engines else None
+        yield replace(sample, old_log_probs=log_probs, engine_log_probs=engine)

@@ -1,0 +1,150 @@
+"""The algorithm's options in the loop, on the riddle world of ``fakes``: what is scored, measured and handed on.
+
+What these do not prove: anything of Megatron, or that an option makes for better training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_loop import STAGE, World, compare
+
+from or1_megatron.config import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
+from or1_megatron.rl.score import score
+
+OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_update": 4})
+"""N_SGD = 4."""
+
+
+@pytest.mark.parametrize("stage", [STAGE, OFF_POLICY], ids=["N_SGD 1", "N_SGD 4"])
+def test_full_entropy_is_of_the_policy_before_the_update(tmp_path: Path, stage: StageConfig) -> None:
+    """By hand from the table that the engines sampled from, over all tokens, those of rejected groups too; one pass."""
+    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01, estimate="full"))
+    world = World(tmp_path, [stage.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
+    world.loop.start()
+    world.loop.train_step()
+    table = world.policy.table.detach().log_softmax(-1)
+    of_token = -(table.exp() * table).sum(-1)
+    world.loop.train_step()
+    groups, row = world.diary.rolled[2][1], world.diary.rows[2]
+    before = [np.concatenate([g.prompt.token_ids, c.token_ids[:-1]]) for g in groups for c in g.completions]
+    assert row["groups/rejected"] > 0
+    assert row["entropy/estimate"] == pytest.approx(of_token[np.concatenate(before)].mean().item(), rel=1e-6)
+    assert row["entropy/estimate"] != pytest.approx(row["entropy/sampled"], rel=1e-3)
+    assert world.policy.calls.count("score") == 2
+    assert row["mismatch/max_abs"] < 1e-6 and row["time/score"] == 0.5
+
+
+def test_entropy_of_kept_groups_alone(tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=5.0, measured_on="kept"))
+    world = World(tmp_path, [STAGE.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
+    world.loop.run()
+    row, kept = world.diary.rows[2], world.diary.rolled[2][2]
+    log_probs = np.concatenate([c.log_probs for g in kept for c in g.group.completions])
+    assert (
+        row["entropy/estimate"] == pytest.approx(-log_probs.mean(dtype=np.float64), rel=1e-6) != row["entropy/sampled"]
+    )
+
+
+def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
+    """The reference is the policy's start, so that the KL begins at 0; it is scored once a step, on what is trained on;
+    with beta 0 it is measured, and grows more than with beta 1."""
+    grown = {}
+    for beta in (0.0, 1.0):
+        algorithm = AlgorithmConfig(kl=KLConfig(coefficient=beta, reference=Path("start")))
+        world = World(
+            tmp_path / str(beta), [STAGE.model_copy(update={"steps": 8})], evaluate_every=0, algorithm=algorithm
+        )
+        world.loop.run()
+        rows = world.diary.rows
+        assert world.policy.calls.count("score_reference") == 8 and "score" not in world.policy.calls
+        assert rows[1]["policy/kl"] == pytest.approx(0, abs=1e-12)
+        grown[beta] = rows[8]["policy/kl"]
+        (batch, objective), reference = world.policy.updates[-1], -np.log(8)
+        assert objective.kl_coefficient == beta  # type: ignore[attr-defined]
+        for row in (row for rank in batch.ranks for row in rank):
+            assert row.reference_log_probs is not None
+            np.testing.assert_allclose(row.reference_log_probs[row.counted], reference, atol=1e-6)
+    assert grown[0.0] > 3 * grown[1.0] > 0
+
+
+def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> None:
+    """Where the policy's own are frozen, the engine's stay beside them; without correction they do not travel."""
+    for mode in ("off", "masked"):
+        algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
+        stage = OFF_POLICY.model_copy(update={"steps": 1})
+        world = World(tmp_path / mode, [stage], evaluate_every=0, algorithm=algorithm)
+        world.loop.run()
+        rows = [row for batch, _ in world.policy.updates for rank in batch.ranks for row in rank]
+        if mode == "off":
+            assert all(row.engine_log_probs is None for row in rows)
+            continue
+        engines = np.concatenate(
+            [row.engine_log_probs[row.counted] for row in rows if row.engine_log_probs is not None]
+        )
+        sampled = [c.log_probs for g in world.diary.rolled[1][2] for c in g.group.completions]
+        np.testing.assert_array_equal(np.sort(engines), np.sort(np.concatenate(sampled)))
+        row = world.diary.rows[1]
+        assert row["correction/weight"] == pytest.approx(1, abs=1e-6) and row["correction/cut_fraction"] == 0
+
+
+def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
+    """N_SGD = 4 and a policy that has moved on. Without correction they stand for old ones, and no pass is made; with
+    one, the policy's own stand there and theirs beside them. Neither is a mismatch of engine and policy."""
+    world = World(tmp_path, [OFF_POLICY], evaluate_every=0)
+    world.loop.start()
+    world.loop.train_step()
+    kept, rejected = world.diary.rolled[1][2], []
+    sampled = [c.log_probs for g in kept for c in g.group.completions]
+    passes = world.policy.calls.count("score")
+    for mode in ("off", "truncated"):
+        algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
+        found = score(world.policy, kept, rejected, OFF_POLICY, algorithm, world.loop.config.layout, stale=True)
+        samples = [sample for group in found.samples for sample in group]
+        assert found.mismatch is None and world.policy.calls.count("score") == passes + (mode != "off")
+        for sample, of_engine in zip(samples, sampled, strict=True):
+            kept_as = sample.old_log_probs if mode == "off" else sample.engine_log_probs
+            assert kept_as is of_engine
+            assert (mode == "off") == (sample.engine_log_probs is None)
+    assert any(abs(s.old_log_probs - e).max() > 0.01 for s, e in zip(samples, sampled, strict=True))
+
+
+EVERYTHING = AlgorithmConfig.model_validate(
+    {
+        "loss": {
+            "aggregation": "response_mean",
+            "dual_clip": 3.0,
+            "clip_high_control": {"delta": 0.01, "minimum": 0.1, "maximum": 0.5},
+        },
+        "kl": {"coefficient": 0.01, "reference": "start"},
+        "correction": {"mode": "masked"},
+        "entropy": {
+            "mode": "proportional_integral",
+            "proportional_gain": 0.01,
+            "integral_gain": 0.01,
+            "target": 5.0,
+            "estimate": "full",
+            "bonus_on": "clipped",
+        },
+    }
+)
+
+
+@pytest.mark.parametrize("stop_at", [2, 3])
+def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
+    """Both controllers go on where they were, and epsilon_high is what the updates use."""
+    stages = [OFF_POLICY]
+    whole = World(tmp_path / "whole", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
+    whole.loop.run()
+    first = World(tmp_path / "run", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
+    first.rollouts.stop_at, first.rollouts.on_stop = stop_at, first.stop
+    assert not first.loop.run().finished
+    second = World(tmp_path / "run", stages, 1000, 0, False, algorithm=EVERYTHING, diary=first.diary)
+    assert second.loop.run().finished
+    compare(second, whole)
+    rows = whole.diary.rows
+    assert [rows[step]["policy/clip_high"] for step in (1, 2, 3)] == pytest.approx([0.2, 0.21, 0.22])
+    assert {o.clip_high for _, o in whole.policy.updates[:4]} == {0.2}  # type: ignore[attr-defined]
+    assert {batch.aggregation for batch, _ in whole.policy.updates} == {"response_mean"}

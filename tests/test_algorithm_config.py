@@ -1,0 +1,113 @@
+"""The algorithm's switches at the door: what cannot go together is refused with its numbers and a way out.
+
+Not proven here: what the switches do (tests/rl), and that a reference's weights can be read (tests/convert).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from or1_megatron.arithmetic import PlanError, plan
+from or1_megatron.config import Config
+from or1_megatron.config_file import ConfigError, check_resume, load_config, resolved_yaml
+from or1_megatron.dry_run import check_reference
+
+BASE = """\
+run: {dir: runs/x}
+model: {hf: model, dtype: float32}
+data: {train: [{path: a.jsonl}]}
+stages:
+  - {name: one, steps: 5, max_response_tokens: 64, prompts_per_step: 8, prompts_per_update: 8, group_size: 4}
+rollout: {kv_cache_bytes: 67108864}
+"""
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
+    "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 61,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def load(tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "config.yaml"
+    path.write_text(BASE)
+    return load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("stages.0.group_size=1", "stages.0.group_size: found 1 (integer), expected greater than or equal to 2"),
+        ("algorithm.loss.dual_clip=1.0", "dual_clip: found 1.0 (number), expected greater than 1"),
+        ("algorithm.loss.clip_low=-0.2", "clip_low: found -0.2 (number), expected greater than or equal to 0"),
+        ("algorithm.loss.clip_low=1.5", "clip_low: found 1.5 (number), expected less than or equal to 1"),
+        ("algorithm.loss.aggregation=mean", "expected 'token_mean', 'response_mean' or 'micro_batch_mean'"),
+        ("algorithm.correction.cap=0.5", "cap: found 0.5 (number), expected greater than 1"),
+        ("algorithm.kl.coefficient=1e-3", "kl: coefficient = 0.001 needs a policy to keep to; set algorithm.kl.ref"),
+        (
+            "algorithm.entropy={preset: released-code, maximum: 0.01}",
+            "preset 'released-code' stands for mode = adaptive, coefficient = 0.0, target = 0.2, delta = 0.0001, "
+            "minimum = 0.0, maximum = 0.005, estimate = sampled, measured_on = kept, gate = late; found also "
+            "maximum = 0.01",
+        ),
+        ("algorithm.entropy={mode: fixed, estimate: full}", "estimate full takes a forward pass per step"),
+        ("algorithm.entropy.bonus_on=some", "expected 'all' or 'clipped'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, override)
+    assert f"--set {override.split('=')[0]}" in str(error.value) and expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["entropy.bonus_on=clipped", "loss.dual_clip=3.0", "loss.clip_high_control.delta=0.01"],
+)
+def test_what_works_on_clipped_tokens_needs_several_sgd_steps(tmp_path: Path, setting: str) -> None:
+    key, value = setting.split("=")
+    with pytest.raises(PlanError, match=rf"algorithm\.{key} = {value} works on tokens that the clip closes"):
+        plan(load(tmp_path, f"algorithm.{setting}"), MODEL)
+    plan(load(tmp_path, f"algorithm.{setting}", "stages.0.reuse=2"), MODEL)
+
+
+def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
+    overrides = ("algorithm.loss.clip_high=0.28", "algorithm.loss.aggregation=micro_batch_mean", "stages.0.top_p=0.9")
+    said = "\n".join(plan(load(tmp_path, *overrides), MODEL).warnings)
+    assert "clip_low = 0.2 and clip_high = 0.28 have no effect" in said
+    assert "two layouts do not train the same" in said and "top_p = 0.9: responses are drawn from the nucleus" in said
+    assert not any("no effect" in line for line in plan(load(tmp_path, "stages.0.reuse=2"), MODEL).warnings)
+
+
+def test_a_loss_that_depends_on_the_cut_keeps_its_layout(tmp_path: Path) -> None:
+    change, by_row = "parallel.micro_batch_tokens=4096", "algorithm.loss.aggregation=micro_batch_mean"
+    check_resume(load(tmp_path), load(tmp_path, change))
+    with pytest.raises(ConfigError, match=r"parallel\.micro_batch_tokens: was 8192, now 4096"):
+        check_resume(load(tmp_path, by_row), load(tmp_path, by_row, change))
+
+
+def test_the_resolved_copy_with_a_preset_reads_back(tmp_path: Path) -> None:
+    config = load(tmp_path, "algorithm.entropy.preset=released-code", "algorithm.kl.reference=model")
+    (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_the_references_weights_count(tmp_path: Path) -> None:
+    """fp32: weights 4, gradients 4, moments 8 bytes, and 4 more for a reference."""
+    alone = plan(load(tmp_path), MODEL).state_bytes_per_rank
+    assert plan(load(tmp_path, "algorithm.kl.reference=model"), MODEL).state_bytes_per_rank == alone * 20 // 16
+
+
+def test_a_reference_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    def folder(**changes: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(MODEL | changes))
+        return tmp_path
+
+    check_reference(folder(max_position_embeddings=512), MODEL)
+    with pytest.raises(PlanError, match=r"hidden 128 \(the model has 64\), head_dim 64 \(the model has 32\)"):
+        check_reference(folder(hidden_size=128), MODEL)
+    with pytest.raises(PlanError, match=r"model_type llama \(the model has qwen2\)"):
+        check_reference(folder(model_type="llama", architectures=["LlamaForCausalLM"]), MODEL)
