@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
-from or1_megatron.rl.metrics import is_metric
 from or1_megatron.shape import BYTES, Shape
+from or1_megatron.stage_rules import stage_conflicts
 from or1_megatron.weights.table import Experts
 
 Device = Literal["cpu", "cuda"]
@@ -285,50 +285,12 @@ def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -
                 f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
                 "problems; lower prompts_per_step or add problems"
             )
-        if stage.refill_prompts and not config.algorithm.advantage.reject_uniform_groups:
-            yield (
-                f"stage '{stage.name}': refill_prompts = {stage.refill_prompts} makes up for rejected groups, and "
-                "none is with algorithm.advantage.reject_uniform_groups=false; set that to true, or refill_prompts to 0"
-            )
-    yield from _evaluation_conflicts(config)
+    yield from stage_conflicts(config)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
             f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
             "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
         )
-
-
-def _evaluation_conflicts(config: Config) -> Iterator[str]:
-    for stage in config.stages:
-        every, where = config.evaluate.in_stage(stage).every_steps, "evaluate"
-        if stage.evaluate.every_steps is not None:
-            where = f"stage '{stage.name}': evaluate"
-        if every and not config.evaluate.data:
-            yield (
-                f"{where}.every_steps = {every}, but evaluate.data is empty; name a problem file there, or set "
-                "every_steps to 0"
-            )
-            return
-        plateau = stage.plateau
-        if plateau is None:
-            continue
-        titles = [held_out.title for held_out in config.evaluate.data]
-        if not is_metric(plateau.metric, titles):
-            yield (
-                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' is no metric of this run; docs/schemas.md "
-                "lists them" + (f", and its held-out sets are {titles}" if titles else "")
-            )
-        elif plateau.metric.startswith("evaluation/") and not every:
-            yield (
-                f"stage '{stage.name}': plateau.metric = '{plateau.metric}' needs evaluations within the stage, and "
-                "evaluate.every_steps is 0; set it, here or in the stage"
-            )
-        elif 2 * plateau.window * (every if plateau.metric.startswith("evaluation/") else 1) > stage.steps:
-            yield (
-                f"stage '{stage.name}': plateau.window = {plateau.window} values take more than half of the stage's "
-                f"{stage.steps} steps: no second block would be full, and the plateau could never end it; lower window "
-                "or raise steps"
-            )
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:

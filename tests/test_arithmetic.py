@@ -146,6 +146,8 @@ STAGE = {"name": "s", "steps": 60, "max_response_tokens": 64, "prompts_per_step"
         ({"evaluate": {"every_steps": 10}}, ["every_steps = 10, but evaluate.data is empty"]),
         ({"evaluate": {"data": [{"path": "e"}], "max_response_tokens": 131072}}, ["133120 exceeds"]),
         ({"evaluate": {"data": [{"path": "e", "max_response_tokens": 131072}]}}, ["133120 exceeds"]),
+        ({"stages": [{**STAGE, "refill_prompts": 8}], "algorithm": {"advantage": {"reject_uniform_groups": False}}},
+         ["stage 's': refill_prompts = 8", "reject_uniform_groups=false"]),
         ({"rollout": {"max_staleness": 1}}, ["max_staleness = 1", "placement=separate"]),
         ({"stages": [{**STAGE, "evaluate": {"every_steps": 5}}], "evaluate": {}},
          ["stage 's': evaluate.every_steps = 5", "is empty"]),

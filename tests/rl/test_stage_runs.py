@@ -241,6 +241,7 @@ def test_steps_without_a_kept_group_end_the_run_at_the_limit(tmp_path: Path) -> 
         AllRejected, match=r"3 rollout steps in a row \(safety.max_rejected_in_a_row = 3\).* 8, 0 were "
     ):
         second.loop.run()
+    assert second.loop.steps_done == 5  # in its first step: two were behind it
 
 
 def mixed_stream() -> MixtureStream:
@@ -364,6 +365,23 @@ def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
         ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
         assert ids[0] == ids[1]
     assert again.loop.state()["stream"] == whole.loop.state()["stream"]
+
+
+def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
+    """Saved after step 3, with step 4 sampled already: that step's prompts are drawn again, none is skipped."""
+    given = stages({"steps": 6})
+    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
+    whole.loop.run()
+    killed = with_stream(World(tmp_path / "run", given, evaluated=False, every_steps=1, changes=STALE))
+    killed.rollouts.stop_at, killed.rollouts.on_stop = 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        killed.loop.run()
+    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
+    again.loop.run()
+    assert again.diary.resumed_at == [3]
+    for k in (4, 5, 6):
+        ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
+        assert ids[0] == ids[1]
 
 
 def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:
