@@ -134,6 +134,20 @@ SECTIONS = (
         "page-locked memory and the GPU.",
         (("each way / plain copy", "≥ 85%"), ("bit-exact", "yes"), ("freed on the device / held", "≥ 98%")),
     ),
+    Section(
+        "math_verifier",
+        "The math verifier",
+        "python benchmarks/math_verifier.py --suite DIR",
+        "Right answers refused and wrong ones accepted on the labelled pairs of tests/data/math_pairs (notations known "
+        "to be hard, many times everyday rates; the frozen third was not tuned on) and on Math-Verify's own tests with "
+        "its authors' labels, beside Math-Verify alone in the recipe's way and two rules written from their "
+        "descriptions; verdicts per second of CPU time, worker process included.",
+        (
+            ("frozen third, refused beside Math-Verify", "≤ 0.75"),
+            ("frozen third, accepted beside Math-Verify", "≤ 1/3"),
+            ("verdicts/s/core", "≥ 400"),
+        ),
+    ),
 )
 
 

@@ -1,11 +1,12 @@
-r"""The math verifier: RECIPE section 8 on top of Math-Verify 0.9.0.
+r"""The math verifier: what follows the reasoning, its last box, compared with the golds by what they are.
 
 What follows ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
-0. The last box wins. The answer is right when it is one of the golds as a string, or when Math-Verify finds it equal
-to one, each gold wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
+0. The last box wins. The answer is right when it is one of the golds as a string, or says the same as one by the rules
+of ``verify.mathematics`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
+wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
 
-Math-Verify's known errors in both directions (units, number bases, intervals against inequalities, ...) are its own
-here; only plain rationals are decided without it (``verify.exact``).
+Plain integers and fractions are decided here (``verify.exact``); everything else in a child process that is killed and
+replaced at its time limit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pydantic_core import from_json
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning, braces_balance, last_box
 from or1_megatron.verify.exact import decide, rational
-from or1_megatron.verify.math_process import MathCrash, MathProcess, MathTimeout
+from or1_megatron.verify.math_process import MathCrash, MathExhausted, MathProcess, MathTimeout
 
 _UNBOXED_CHARS = 2000
 """Of an answer without a box, Math-Verify sees this much of the end: its extraction is super-linear in the length."""
+
+_BOX_CHARS = 4000
+"""A longer box is no short answer; the golds of the data have a few hundred characters at most."""
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
@@ -37,7 +41,7 @@ class MathVerifier:
         return self._process.pid
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError unless the ground truth is a JSON list of answers that Math-Verify can parse."""
+        """Raises ValueError unless the ground truth is a JSON list of answers that can be read."""
         for gold in parse_golds(problem.ground_truth):
             if rational(gold) is not None:
                 continue
@@ -47,12 +51,14 @@ class MathVerifier:
                 reply = self._process.ask({"op": "parse", "gold": gold})
             except MathTimeout:
                 raise ValueError(
-                    f"unparsable gold {gold!r}: Math-Verify took more than {self._process.timeout_s} s"
+                    f"unparsable gold {gold!r}: reading it took more than {self._process.timeout_s} s"
                 ) from None
-            except MathCrash as error:
+            except (MathCrash, MathExhausted) as error:
                 raise ValueError(f"unparsable gold {gold!r}: {error}") from None
             if not reply["parsed"]:
-                raise ValueError(f"unparsable gold {gold!r}: expected an expression that Math-Verify can parse")
+                raise ValueError(
+                    f"unparsable gold {gold!r}: expected an expression that Math-Verify can parse, or words"
+                )
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Reward 1 only for a response that ended by itself, closed its reasoning and answered with a gold."""
@@ -77,16 +83,20 @@ class MathVerifier:
             decided = decide(golds, box)
             if decided is not None:
                 return verdict("right" if decided else "wrong", box, "compared exactly")
+        if box is not None and len(box) > _BOX_CHARS:
+            return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
         try:
             reply = self._process.ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})
         except MathTimeout:
-            return verdict("timeout", box or "", f"Math-Verify took more than {self._process.timeout_s} s")
+            return verdict("timeout", box or "", f"the comparison took more than {self._process.timeout_s} s")
+        except MathExhausted:
+            return verdict("timeout", box or "", "the comparison needed more memory than it may use")
         except MathCrash as error:
             return verdict("error", box or "", str(error))
         if not reply["answer"]:
             return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
-        return verdict("right" if reply["right"] else "wrong", reply["answer"], "compared by Math-Verify")
+        return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
 
     def close(self) -> None:
         """End the child process; the verifier starts another when used again."""

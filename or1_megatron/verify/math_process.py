@@ -22,6 +22,10 @@ class MathTimeout(Exception):
     """The child did not answer within the limit, and was killed."""
 
 
+class MathExhausted(Exception):
+    """The child ran out of the memory that it may use, and was replaced."""
+
+
 class MathCrash(Exception):
     """The child died by itself; the message says how."""
 
@@ -46,7 +50,8 @@ class MathProcess:
         return None if self._child is None else self._child.pid
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send one request and wait ``timeout_s`` at most. Raises MathTimeout or MathCrash; the next call works."""
+        """Send one request and wait ``timeout_s`` at most. Raises MathTimeout, MathExhausted or MathCrash; the
+        next call works."""
         with self._lock:
             child = self._running()
             assert child.stdin is not None
@@ -54,9 +59,9 @@ class MathProcess:
                 child.stdin.write(json.dumps(request).encode() + b"\n")
                 child.stdin.flush()
                 return self._reply(child, self.timeout_s)
-            except (MathTimeout, MathCrash, BrokenPipeError) as error:
+            except (MathTimeout, MathCrash, MathExhausted, BrokenPipeError) as error:
                 crash = self._replace()
-                if isinstance(error, MathTimeout):
+                if isinstance(error, MathTimeout | MathExhausted):
                     raise
                 raise MathCrash(f"the Math-Verify process died: {crash}") from error
 
@@ -81,7 +86,7 @@ class MathProcess:
         if not self._ready:
             try:
                 self._reply(self._child, _START_TIMEOUT_S)
-            except (MathTimeout, MathCrash) as error:
+            except (MathTimeout, MathCrash, MathExhausted) as error:
                 ending = self._stop()
                 raise RuntimeError(
                     f"the Math-Verify process did not start ({error or 'no answer'}; {ending}); expected `python -m "
@@ -140,4 +145,6 @@ class MathProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         reply = json.loads(line)
         assert isinstance(reply, dict)
+        if "exhausted" in reply:
+            raise MathExhausted("no memory left")
         return reply

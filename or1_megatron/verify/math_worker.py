@@ -1,8 +1,13 @@
-r"""The child process that runs Math-Verify for ``verify.math.MathWorker``. Not imported by anything else.
+r"""The child process that judges answers for ``verify.math_process.MathProcess``. Not imported by anything else.
+
+An answer is read and compared by ``verify.mathematics``. Math-Verify is asked where that cannot read one of the two,
+unless the gold is a plain number or words: what cannot be read is neither. It also finds the answer in a text without a
+box.
 
 Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
-``{"right": bool, "answer": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``; the first line out is
-``{"ready": true}``. The end of the input ends the process.
+``{"right": bool, "answer": str, "how": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
+``{"exhausted": true}``, the last line of a process that ran out of memory; the first line out is ``{"ready": true}``.
+The end of the input ends the process.
 
 It can die by itself: every request arms a real-time timer whose default action is death, so that a worker busy in
 one endless big-integer operation is gone soon after its limit even when nobody is left to kill it. (Python signal
@@ -22,6 +27,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from or1_megatron.verify.mathematics.judge import Judgement, is_readable, judge, leaves_open, states_number_or_words
+from or1_megatron.verify.mathematics.text import Unreadable
+
 _GRACE_S = 1.0
 _CHILD_MEMORY_BYTES = 4 << 30
 
@@ -34,37 +42,58 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
-    _is_parsed("\\frac{1}{2}")  # imports and builds the parser, which is slow: before "ready", not within a limit
+    _parse_boxed("\\frac{1}{2}")  # imports and builds the parser, which is slow: before "ready", not within a limit
 
     replies.write('{"ready": true}\n')
     replies.flush()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
-        reply = _verify(request) if request["op"] == "verify" else {"parsed": _is_parsed(request["gold"])}
+        try:
+            reply = _verify(request) if request["op"] == "verify" else {"parsed": _is_usable(request["gold"])}
+        except MemoryError:
+            reply = {"exhausted": True}
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+        if "exhausted" in reply:
+            return  # what is left of the heap is not worth keeping
 
 
 def _verify(request: dict[str, Any]) -> dict[str, Any]:
-    from math_verify import verify
-
     golds: list[str] = request["golds"]
     answer: str = request["answer"]
-    extracted = _parse_boxed(answer) if request["boxed"] else _parse(answer)
-    text = _text_of(extracted)
-    shown = answer if request["boxed"] else text
-    if text and text in golds:
-        return {"right": True, "answer": shown}
+    text = answer if request["boxed"] else _text_of(_parse(answer))
+    if not text:
+        return {"right": False, "answer": "", "how": "no answer found"}
+    if text in golds:
+        return {"right": True, "answer": text, "how": "the same text"}
+    hows = []
+    for gold in golds:
+        try:
+            said = judge(gold, text)
+        except (Unreadable, RecursionError):
+            said = _second_opinion(gold, text)
+        if said.right:
+            return {"right": True, "answer": text, "how": said.how}
+        hows.append(said.how)
+    return {"right": False, "answer": text, "how": hows[-1]}
+
+
+def _second_opinion(gold: str, answer: str) -> Judgement:
+    """Math-Verify's, where the reader has none."""
+    from math_verify import verify
+
+    if states_number_or_words(gold) or leaves_open(answer):
+        return Judgement(False, "the answer cannot be read as what the gold is")
     # Time-outs off: Math-Verify's are SIGALRM handlers, which cannot interrupt one long C call. Our parent can.
-    right = any(verify(list(_parse_boxed(gold)), list(extracted), timeout_seconds=None) for gold in golds)
-    return {"right": right, "answer": shown}
+    right = verify(list(_parse_boxed(gold)), list(_parse_boxed(answer)), timeout_seconds=None)
+    return Judgement(bool(right), "compared by Math-Verify")
 
 
-def _is_parsed(gold: str) -> bool:
-    """Whether Math-Verify makes an expression, not only a string, of the gold."""
-    return any(not isinstance(item, str) for item in _parse_boxed(gold))
+def _is_usable(gold: str) -> bool:
+    """Whether the gold can be read, or Math-Verify makes an expression, not only a string, of it."""
+    return is_readable(gold) or any(not isinstance(item, str) for item in _parse_boxed(gold))
 
 
 @lru_cache(maxsize=512)  # the M responses to a problem share its golds

@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from or1_megatron.interfaces import Verifier
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.answer import after_reasoning, last_box
 from or1_megatron.verify.exact import decide, rational
@@ -91,7 +90,7 @@ def test_a_child_that_is_killed_is_replaced() -> None:
     assert not psutil.pid_exists(first)
 
 
-@pytest.mark.parametrize("answer", ["x+y", "10^(10^10)"], ids=["idle", "busy"])
+@pytest.mark.parametrize("answer", ["x+y", "(" * 3000], ids=["idle", "busy"])
 def test_the_child_dies_with_a_parent_that_is_killed(answer: str) -> None:
     """Idle it sees the end of its input; busy in one endless operation its own timer ends it."""
     program = (
@@ -161,13 +160,3 @@ def test_last_box_reads_balanced_braces() -> None:
     assert last_box("none") is None
     assert after_reasoning("a</think>b") == "b"
     assert after_reasoning("a") is None
-
-
-def test_short_answers_are_judged_at_400_per_second() -> None:
-    """Plain numbers, the commonest answers, with 3 KB of reasoning before them; the floor asked for, not the speed."""
-    verifier: Verifier = MathVerifier()
-    response = "some reasoning, " * 200 + r"</think>\boxed{%d}"
-    started_s = time.process_time()
-    for n in range(400):
-        verifier.verify(problem([str(n % 7)]), response % (n % 5), truncated=False)
-    assert time.process_time() - started_s < 1.0

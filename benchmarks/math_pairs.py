@@ -1,0 +1,64 @@
+"""The labelled pairs (gold, answer, verdict) that the math verifier is measured on: tests/data/math_pairs/*.txt.
+
+A file is read line by line: ``@ class`` starts a class, ``= gold`` (several acceptable golds: ``= one || two``) a gold,
+and each ``+ answer`` or ``- answer`` below is a right or a wrong answer to it, raw, as it stands in the final box.
+What counts as right is written in docs/math_verifier.md.
+
+A third is frozen: rules are tuned on tuning.txt, and reported on frozen.txt. Which gold is in which file is not a
+choice: within each class, golds ordered by their SHA-256 take turns of three, the first of each turn being frozen. All
+answers to a gold lie in one file, so that no rule can be tuned on a frozen gold's other answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_pairs"
+Part = Literal["tuning", "frozen"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One judged answer: what stands in the final box, the acceptable golds, and whether a careful grader accepts."""
+
+    kind: str
+    golds: tuple[str, ...]
+    answer: str
+    right: bool
+
+
+def load(part: Part) -> list[Pair]:
+    """The pairs of one part, in the file's order.
+
+    Raises:
+        ValueError: a line is none of the four kinds, or an answer stands before any gold.
+    """
+    path = FOLDER / f"{part}.txt"
+    return parse(path.read_text(encoding="utf-8").split("\n"), path.name)
+
+
+def parse(lines: Iterable[str], name: str) -> list[Pair]:
+    """The pairs that the lines of a file say; ``name`` is the file's, for errors."""
+    pairs: list[Pair] = []
+    kind, golds = "", ()
+    for number, line in enumerate(lines, 1):
+        mark, _, rest = line.partition(" ")
+        if mark == "@":
+            kind, golds = rest, ()
+        elif mark == "=":
+            golds = tuple(rest.split(" || "))
+        elif mark in ("+", "-") and golds:
+            pairs.append(Pair(kind, golds, rest, mark == "+"))
+        elif line:
+            raise ValueError(f"{name}:{number}: expected '@ class', '= gold', '+ answer' or '- answer', found {line!r}")
+    return pairs
+
+
+def frozen_golds(golds: Sequence[tuple[str, ...]], kind: str) -> set[tuple[str, ...]]:
+    """Which of one class's golds the hash freezes: the first, fourth, seventh ... in the order of their hashes."""
+    ordered = sorted(golds, key=lambda gold: hashlib.sha256(" || ".join((kind, *gold)).encode()).hexdigest())
+    return set(ordered[::3])

@@ -1,0 +1,161 @@
+r"""How often the math verifier errs, in both directions, beside three other rules, and how many verdicts it gives.
+
+    python benchmarks/math_verifier.py [--suite DIR] [--errors]
+
+``--suite``: the unpacked source distribution of Math-Verify (``pip download --no-binary :all: --no-deps
+math-verify==0.9.0``), whose own tests are read as a further set; only those where gold and answer are each one formula,
+with its authors' labels, which are not all ours. ``--errors`` prints the errors on the tuning part and the suite, and
+never those on the frozen third. Verdicts per second are per second of CPU time, of the verifier and its child together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import math_pairs
+import psutil
+from math_baselines import RULES, Bounded
+from math_pairs import Pair
+from result import figure, write_result
+
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.math import MathVerifier
+
+OURS = "ours"
+Accepts = Callable[[Pair], bool]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--suite", type=Path)
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="of the throughput measurement")
+    arguments = parser.parse_args()
+    sets = {"frozen third": math_pairs.load("frozen"), "tuning part": math_pairs.load("tuning")}
+    if arguments.suite:
+        sets["Math-Verify's tests"] = suite_pairs(arguments.suite)
+    verifier = MathVerifier(timeout_s=5.0)
+    others = {name: Bounded(name) for name in RULES}
+    judges: dict[str, Accepts] = {OURS: lambda pair: _accepts(verifier, pair)}
+    judges |= {name: lambda pair, rule=rule: rule(pair.golds, pair.answer)[0] for name, rule in others.items()}
+    figures: dict[str, Any] = {}
+    for title, pairs in sets.items():
+        figures |= error_rates(title, pairs, judges, arguments.errors and title != "frozen third")
+    figures |= throughput(verifier, others["Math-Verify"], sets["tuning part"], arguments.rounds)
+    verifier.close()
+    for rule in others.values():
+        rule.close()
+    sizes = {
+        title: f"{sum(pair.right for pair in pairs)} right, {sum(not pair.right for pair in pairs)} wrong"
+        for title, pairs in sets.items()
+    }
+    timeouts = {f"{name}: over 5 s": rule.timeouts for name, rule in others.items()}
+    print(write_result("math_verifier", figures, {**sizes, **timeouts, "rounds": arguments.rounds}))
+
+
+def _accepts(verifier: MathVerifier, pair: Pair) -> bool:
+    return verifier.verify(_problem(pair), f"</think>\\boxed{{{pair.answer}}}", truncated=False).reward == 1.0
+
+
+def _problem(pair: Pair) -> Problem:
+    return Problem("id", "pairs", "math", (Message("user", "?"),), json.dumps(pair.golds), {}, "pairs:1")
+
+
+def error_rates(title: str, pairs: Sequence[Pair], judges: dict[str, Accepts], show: bool) -> dict[str, Any]:
+    """Shares of right answers refused and of wrong ones accepted, by judge; ours beside Math-Verify's."""
+    refused, accepted = {}, {}
+    for name, accepts in judges.items():
+        errors = [pair for pair in pairs if accepts(pair) != pair.right]
+        refused[name] = sum(pair.right for pair in errors) / sum(pair.right for pair in pairs)
+        accepted[name] = sum(not pair.right for pair in errors) / sum(not pair.right for pair in pairs)
+        if show and name == OURS:
+            for pair in errors:
+                print(
+                    "refused " if pair.right else "ACCEPTED", pair.kind, "|", " || ".join(pair.golds), "|", pair.answer
+                )
+        print(f"{title}: {name}: {refused[name]:.1%} of right refused, {accepted[name]:.1%} of wrong accepted")
+    figures = {f"{title}, right answers refused: {name}": figure(value, "share") for name, value in refused.items()}
+    figures |= {f"{title}, wrong answers accepted: {name}": figure(value, "share") for name, value in accepted.items()}
+    if title == "frozen third":
+        for what, rates, limit in (("refused", refused, 0.75), ("accepted", accepted, 1 / 3)):
+            ratio = rates[OURS] / rates["Math-Verify"]
+            figures[f"{title}, {what} beside Math-Verify: {OURS}"] = figure(ratio, at_most=limit)
+    return figures
+
+
+def suite_pairs(folder: Path) -> list[Pair]:
+    """(gold, prediction, expected) of the suite's parametrised tests, where both are one formula."""
+    pairs = []
+    for path in sorted((folder / "tests").glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize"):
+                continue
+            names = ast.unparse(node.args[0]).replace("'", "").split(",")
+            if [name.strip(" ()") for name in names[:2]] != ["gold", "pred"] or len(names) != 3:
+                continue
+            for row in getattr(node.args[1], "elts", []):
+                if pair := _suite_pair(row, path.stem):
+                    pairs.append(pair)
+    return list(dict.fromkeys(pairs))
+
+
+def _suite_pair(row: ast.expr, kind: str) -> Pair | None:
+    try:
+        gold, answer, expected = ast.literal_eval(row)
+    except ValueError:
+        return None
+    contents = [_formula(text) for text in (gold, answer)]
+    if None in contents or expected not in (0, 1):
+        return None
+    return Pair(kind, (str(contents[0]),), str(contents[1]), bool(expected))
+
+
+def _formula(text: str) -> str | None:
+    r"""What a text that is one ``$...$``, or one box in it, holds."""
+    inner = re.fullmatch(r"\s*(?:\$\$?|\\\[|\\\()?([^$]*?)(?:\$\$?|\\\]|\\\))?\s*", text, re.DOTALL)
+    if inner is None:
+        return None
+    content = inner[1].strip()
+    boxed = re.fullmatch(r"\\boxed\{(.*)\}", content, re.DOTALL)
+    if boxed:
+        content = boxed[1]
+    return None if "boxed" in content or not content or len(content) > 400 or "\n" in content else content
+
+
+def throughput(verifier: MathVerifier, other: Bounded, pairs: Sequence[Pair], rounds: int) -> dict[str, Any]:
+    """Verdicts per CPU second: plain numbers, and the labelled answers, ours and Math-Verify by turns."""
+    numbers = [Pair("number", (str(n * 37 % 1009),), str(n * 37 % 1009 + (n % 2)), n % 2 == 0) for n in range(1000)]
+    rates: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for title, some in (("plain numbers", numbers), ("labelled answers", list(pairs))):
+            rates.setdefault(f"verdicts/s/core, {title}: {OURS}", []).append(_rate(verifier, some))
+            spent_s = sum(other(pair.golds, pair.answer)[1] for pair in some if pair.kind != "huge")
+            count = sum(pair.kind != "huge" for pair in some)
+            rates.setdefault(f"verdicts/s/core, {title}: Math-Verify", []).append(count / spent_s)
+    medians = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
+    return {name: figure(value, at_least=400.0) if OURS in name else figure(value) for name, value in medians.items()}
+
+
+def _rate(verifier: MathVerifier, pairs: Sequence[Pair]) -> float:
+    _accepts(verifier, Pair("warm", ("x+1",), "1+x", True))
+    child = psutil.Process(verifier.worker_pid)
+
+    def spent_s() -> float:
+        times = child.cpu_times()
+        return time.process_time() + times.user + times.system
+
+    started_s = spent_s()
+    for pair in pairs:
+        _accepts(verifier, pair)
+    return len(pairs) / (spent_s() - started_s)
+
+
+if __name__ == "__main__":
+    main()

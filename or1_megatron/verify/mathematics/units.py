@@ -1,0 +1,241 @@
+"""What words mean in a final answer: units and their sizes, number words, and words that make an answer no answer."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+_Names = dict[str, tuple[str, Fraction | int]]
+
+
+def _scaled(dimension: str, sizes: _Names) -> dict[str, tuple[str, Fraction]]:
+    return {name: (dimension, Fraction(size)) for names, size in sizes.values() for name in names.split()}
+
+
+_LENGTH: _Names = {
+    "m": ("m meter meters metre metres", 1),
+    "cm": ("cm centimeter centimeters centimetre centimetres", Fraction(1, 100)),
+    "mm": ("mm millimeter millimeters millimetre millimetres", Fraction(1, 1000)),
+    "dm": ("dm decimeter decimeters", Fraction(1, 10)),
+    "km": ("km kilometer kilometers kilometre kilometres", 1000),
+    "in": ("inch inches", Fraction(254, 10000)),
+    "ft": ("ft foot feet", Fraction(3048, 10000)),
+    "yd": ("yd yard yards", Fraction(9144, 10000)),
+    "mi": ("mile miles mi", Fraction(1609344, 1000)),
+}
+_TIME: _Names = {
+    "s": ("s sec secs second seconds", 1),
+    "min": ("min mins minute minutes", 60),
+    "h": ("h hr hrs hour hours", 3600),
+    "day": ("day days", 86400),
+    "week": ("week weeks", 604800),
+}
+_MASS: _Names = {
+    "g": ("g gram grams", 1),
+    "kg": ("kg kilogram kilograms", 1000),
+    "mg": ("mg milligram milligrams", Fraction(1, 1000)),
+    "t": ("ton tons tonne tonnes", 1_000_000),
+}
+_VOLUME: _Names = {"l": ("l L liter liters litre litres", 1), "ml": ("ml mL milliliter milliliters", Fraction(1, 1000))}
+_MONEY: _Names = {"$": ("dollar dollars usd", 1), "c": ("cent cents", Fraction(1, 100))}
+_ANGLE: _Names = {"deg": ("degree degrees deg", 1), "arcmin": ("arcminute arcminutes", Fraction(1, 60))}
+_YUAN: _Names = {"yuan": ("yuan rmb", 1), "jiao": ("jiao", Fraction(1, 10)), "fen": ("fen", Fraction(1, 100))}
+
+UNITS: dict[str, tuple[str, Fraction]] = {
+    **_scaled("length", _LENGTH),
+    **_scaled("time", _TIME),
+    **_scaled("mass", _MASS),
+    **_scaled("volume", _VOLUME),
+    **_scaled("dollar", _MONEY),
+    **_scaled("angle", _ANGLE),
+    **_scaled("yuan", _YUAN),
+    **_scaled("euro", {"€": ("€ euro euros eur", 1)}),
+    **_scaled("pound", {"£": ("£ pounds", 1)}),
+    **_scaled("any", {"unit": ("unit units", 1)}),
+}
+"""Word to (dimension, size in the dimension's base unit)."""
+
+SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
+POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+
+_SMALL = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+]
+NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)} | {"seventeen": 17, "eighteen": 18, "nineteen": 19}
+NUMBER_WORDS |= {
+    word: 10 * n
+    for n, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
+}
+
+HEDGES = frozenset(
+    [
+        "not",
+        "no",
+        "never",
+        "neither",
+        "nor",
+        "either",
+        "between",
+        "least",
+        "most",
+        "more",
+        "less",
+        "fewer",
+        "greater",
+        "above",
+        "below",
+        "under",
+        "over",
+        "about",
+        "around",
+        "approximately",
+        "approx",
+        "roughly",
+        "nearly",
+        "almost",
+        "except",
+        "than",
+        "wrong",
+        "incorrect",
+        "false",
+        "true",
+        "yes",
+        "unknown",
+        "maybe",
+        "perhaps",
+        "possibly",
+        "to",
+        "from",
+        "up",
+        "times",
+        "twice",
+        "half",
+        "double",
+        "triple",
+        "squared",
+        "cubed",
+        "factorial",
+        "hundred",
+        "hundreds",
+        "thousand",
+        "thousands",
+        "million",
+        "millions",
+        "billion",
+        "billions",
+        "dozen",
+        "dozens",
+        "percent",
+        "pct",
+        "percents",
+        "other",
+        "any",
+        "negative",
+        "minus",
+        "plus",
+        "root",
+        "power",
+        "if",
+        "unless",
+        "undefined",
+        "infinite",
+        "infinitely",
+        "none",
+    ]
+) | set(NUMBER_WORDS)
+"""Words that change what a number beside them says. With one of them, nothing is read as a number."""
+
+LEAD_INS = frozenset(
+    [
+        "the",
+        "answer",
+        "final",
+        "is",
+        "are",
+        "value",
+        "values",
+        "maximum",
+        "minimum",
+        "max",
+        "min",
+        "ratio",
+        "point",
+        "points",
+        "option",
+        "area",
+        "volume",
+        "length",
+        "width",
+        "height",
+        "perimeter",
+        "radius",
+        "total",
+        "equals",
+        "of",
+        "number",
+        "sum",
+        "probability",
+        "therefore",
+        "thus",
+        "so",
+        "hence",
+        "solution",
+        "solutions",
+        "result",
+        "distance",
+        "cost",
+        "price",
+        "speed",
+        "age",
+        "angle",
+        "a",
+        "an",
+        "we",
+        "have",
+        "get",
+        "it",
+        "its",
+        "that",
+        "and",
+        "expression",
+        "interval",
+        "range",
+        "set",
+        "function",
+        "equation",
+        "only",
+        "there",
+        "exist",
+        "exists",
+    ]
+)
+JOINERS = frozenset({"and", "or"})
+QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
+
+_COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
+KNOWN_WORDS = frozenset(
+    {name.lower() for name in UNITS if len(name) > 1}
+    | set(NUMBER_WORDS)
+    | HEDGES
+    | LEAD_INS
+    | JOINERS
+    | QUALIFIERS
+    | set(_COMMON.split())
+    | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way"}
+) - {"a", "an"}
+"""What a bare run of letters must be to be a word and not a product of variables."""
