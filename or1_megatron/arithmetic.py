@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
 from or1_megatron.shape import BYTES, Shape
+from or1_megatron.stage_rules import stage_conflicts
 from or1_megatron.weights.table import Experts
 
 Device = Literal["cpu", "cuda"]
@@ -43,6 +44,8 @@ class StagePlan:
     waves: float  # responses per step over what all engines decode at once
     prompts_total: int
     epochs: float | None  # prompts_total over the problems there are; None when those were not counted
+    refill_prompts: int = 0  # beyond prompts_per_step, at most; not in the numbers above
+    plateau: str = ""  # the metric whose plateau may end the stage sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         *layout_conflicts(config.parallel, shape),
         *_length_conflicts(config, shape),
         *_engine_conflicts(config, shape, device),
-        *_batch_conflicts(config, prompt_count),
+        *_batch_conflicts(config, prompt_count, device),
         *_algorithm_conflicts(config),
     ]
     if conflicts:
@@ -151,6 +154,8 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
         waves=responses / (config.rollout.engines * config.rollout.max_concurrent),
         prompts_total=stage.steps * stage.prompts_per_step,
         epochs=stage.steps * stage.prompts_per_step / prompt_count if prompt_count else None,
+        refill_prompts=stage.refill_prompts,
+        plateau="" if stage.plateau is None else stage.plateau.metric,
     )
 
 
@@ -219,11 +224,11 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
                 f"data.max_prompt_tokens {prompt} + max_response_tokens {stage.max_response_tokens}, padded = "
                 f"{_longest(config, stage)}; raise micro_batch_tokens to that or more"
             )
-    evaluated = config.evaluate.max_response_tokens
-    if evaluated and config.evaluate.data and prompt + evaluated > shape.positions:
+    evaluated = config.longest_response
+    if evaluated > max(stage.max_response_tokens for stage in config.stages) and prompt + evaluated > shape.positions:
         yield (
             f"evaluate.max_response_tokens {evaluated} + data.max_prompt_tokens {prompt} = {prompt + evaluated} "
-            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it"
+            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it, here or in a set or stage"
         )
 
 
@@ -255,9 +260,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
             f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
             "set rollout.placement=separate"
         )
-    responses = [stage.max_response_tokens for stage in config.stages]
-    responses += [config.evaluate.max_response_tokens or 0] if config.evaluate.data else []
-    longest = config.data.max_prompt_tokens + max(responses)
+    longest = config.data.max_prompt_tokens + config.longest_response
     kv_tokens = _kv_tokens(config, shape)
     if kv_tokens is not None and kv_tokens < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
@@ -267,7 +270,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
 
 
-def _batch_conflicts(config: Config, prompt_count: int | None) -> Iterator[str]:
+def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -> Iterator[str]:
     data = config.parallel.data
     for stage in config.stages:
         samples = stage.prompts_per_update * stage.group_size
@@ -282,10 +285,11 @@ def _batch_conflicts(config: Config, prompt_count: int | None) -> Iterator[str]:
                 f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
                 "problems; lower prompts_per_step or add problems"
             )
-    if config.evaluate.every_steps and not config.evaluate.data:
+    yield from stage_conflicts(config)
+    if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
-            f"evaluate.every_steps = {config.evaluate.every_steps}, but evaluate.data is empty; "
-            "name a problem file there, or set every_steps to 0"
+            f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
+            "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
         )
 
 

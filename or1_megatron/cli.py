@@ -65,6 +65,13 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set stages.0.steps=3. Repeatable."),
     ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Train stage N alone (the first is 1), in a run folder of its own, from where stage N-1 ended.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the config comes to and stop.")] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
@@ -81,7 +88,8 @@ def train(
         from or1_megatron.door import check_inputs
         from or1_megatron.dry_run import plan_run, print_plan
 
-        loaded = load_config(config, overrides or ())
+        overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
+        loaded = load_config(config, overrides)
         planned = plan_run(loaded, _device(device))
         if dry_run:
             print_plan(planned, Console())
@@ -91,7 +99,7 @@ def train(
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
         check_inputs(loaded)
-        code = launch_training(config, overrides or (), loaded.parallel, loaded.checkpoint)
+        code = launch_training(config, overrides, loaded.parallel, loaded.checkpoint)
     raise typer.Exit(code)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,31 @@ from or1_megatron.config_algorithm import CorrectionConfig as CorrectionConfig
 from or1_megatron.config_algorithm import EntropyConfig as EntropyConfig
 from or1_megatron.config_algorithm import KLConfig as KLConfig
 from or1_megatron.config_algorithm import LossConfig as LossConfig
-from or1_megatron.config_base import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from or1_megatron.config_base import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from or1_megatron.config_stages import (
+    EvaluationConfig,
+    EvaluationSetConfig,
+    PlateauConfig,
+    StageConfig,
+    StageEvaluationConfig,
+    refuse_twice,
+)
+
+__all__ = [  # of other modules: those of a whole configuration are found here
+    "EvaluationConfig",
+    "EvaluationSetConfig",
+    "PlateauConfig",
+    "Section",
+    "StageConfig",
+    "StageEvaluationConfig",
+]
 
 
 class RunConfig(Section):
@@ -28,6 +52,25 @@ class RunConfig(Section):
     dir: Path
     """Run folder; made if missing. A run whose folder holds checkpoints resumes from the newest."""
     seed: NonNegative = 1
+    stage: Positive | None = None
+    """Run this stage alone (the first is 1), in ``dir``/stage_N, from where the one before it ended. ``or1 train
+    --stage N`` sets it. None: all stages, one after another."""
+    previous: Path | None = None
+    """With ``stage``: the previous stage's run folder, or one checkpoint in it, which is then taken for the end of that
+    stage. None: ``dir``/stage_(N-1)."""
+
+    @model_validator(mode="after")
+    def _has_a_previous(self) -> Self:
+        if self.previous is not None and (self.stage is None or self.stage == 1):
+            raise ValueError(
+                f"run.previous = {self.previous} is for a run of one stage after the first; run.stage is {self.stage}"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where this run writes."""
+        return self.dir if self.stage is None else self.dir / f"stage_{self.stage}"
 
 
 class ModelConfig(Section):
@@ -46,6 +89,12 @@ class SourceConfig(Section):
     """JSONL or parquet in the schema of Skywork-OR1-RL-Data, or JSONL of {prompt, answer}."""
     repeat: Positive = 1
     """How often each problem appears per epoch (the released mix: code 2, math 1)."""
+    name: str | None = None
+    """By which a stage's ``mixture`` calls it. Not set: the file's name without its ending."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.path.stem
 
 
 class DataConfig(Section):
@@ -54,42 +103,6 @@ class DataConfig(Section):
     """Longer prompts are dropped and counted."""
     difficulty_model: str | None = None
     """Key of ``model_difficulty``: problems at which that model failed 0 or all of its 16 tries are dropped."""
-
-
-class StageConfig(Section):
-    """One stage: how much is sampled, how it is cut into SGD steps, for how long. RECIPE section 4."""
-
-    name: str
-    steps: Positive
-    """Rollout steps in this stage."""
-    max_response_tokens: Positive
-    """T: the context given to a response; what is cut off gets reward 0."""
-    prompts_per_step: Positive
-    """D_R: prompts sampled per rollout step."""
-    prompts_per_update: Positive
-    """D_T: prompts per SGD step; divides D_R."""
-    group_size: Annotated[int, Field(ge=2)]
-    """gs, M: responses per prompt."""
-    reuse: Positive = 1
-    """N_reuse: passes over a step's data. SGD steps per rollout step: N_SGD = D_R / D_T * reuse."""
-    temperature: PositiveFloat = 1.0
-    top_p: Fraction = 1.0
-    filter_solved: bool = True
-    """Online filter: at this stage's start drop the prompts whose every sample was right in the previous stage."""
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.prompts_per_step % self.prompts_per_update:
-            raise ValueError(
-                f"stage '{self.name}': prompts_per_step (D_R = {self.prompts_per_step}) is not a multiple of "
-                f"prompts_per_update (D_T = {self.prompts_per_update}); choose a D_T that divides D_R"
-            )
-        return self
-
-    @property
-    def sgd_steps(self) -> int:
-        """N_SGD = (D_R / D_T) * N_reuse."""
-        return self.prompts_per_step // self.prompts_per_update * self.reuse
 
 
 class OptimizerConfig(Section):
@@ -232,6 +245,9 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveFloat = 600.0
     step_timeout_s: PositiveFloat = 7200.0
     """A roll-out that takes longer ends the run, naming the requests that are still out."""
+    max_staleness: Literal[0, 1] = 0
+    """By how many steps the weights that sampled a response may be older than those it trains. 1: the next step is
+    sampled while this one trains."""
 
 
 class VerifyConfig(Section):
@@ -278,22 +294,6 @@ class HandoffConfig(Section):
     timeout_s: PositiveFloat = 600.0
 
 
-class EvaluationConfig(Section):
-    """Held-out evaluation on the same engines, in the final stage's context unless ``max_response_tokens`` is set."""
-
-    data: tuple[SourceConfig, ...] = ()
-    every_steps: NonNegative = 0
-    """0: only before and after training."""
-    samples: Positive = 8
-    """k of avg@k before and after training."""
-    samples_during: Positive = 1
-    """k of avg@k every ``every_steps``."""
-    temperature: NonNegativeFloat = 1.0
-    top_p: Fraction = 1.0
-    max_response_tokens: Positive | None = None
-    seed: NonNegative = 20250522
-
-
 class CheckpointConfig(Section):
     every_steps: Positive = 10
     asynchronous: bool = True
@@ -316,6 +316,8 @@ class SafetyConfig(Section):
 
     max_skipped_in_a_row: Positive = 3
     """SGD steps without finite loss or gradient are skipped; so many in a row end the run."""
+    max_rejected_in_a_row: Positive = 10
+    """Rollout steps of which every group was rejected teach nothing; so many in a row end the run."""
     keep_dumps: NonNegative = 2
     """A skipped step's batch is set aside for ``or1 replay``; of these the newest stay. 0: none is made."""
     dump_weights: bool = True
@@ -369,3 +371,40 @@ class Config(Section):
     safety: SafetyConfig = SafetyConfig()
     track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _stages_are_what_they_name(self) -> Self:
+        if self.run.stage is not None and self.run.stage > len(self.stages):
+            raise ValueError(f"run.stage = {self.run.stage}, but there are {len(self.stages)} stages")
+        sources = [source.title for source in self.data.train]
+        for stage in self.stages:
+            if stage.mixture is None:
+                continue
+            refuse_twice(sources, "data.train")
+            if set(stage.mixture) != set(sources):
+                raise ValueError(
+                    f"stage '{stage.name}': mixture names {sorted(stage.mixture)}; expected each source of data.train "
+                    f"once, 0 for one that is left out: {sorted(sources)}"
+                )
+        return self
+
+    def repeats(self, stage: StageConfig) -> tuple[int, ...]:
+        """How often each source of ``data.train`` appears per epoch of ``stage``."""
+        return tuple(
+            source.repeat if stage.mixture is None else stage.mixture[source.title] for source in self.data.train
+        )
+
+    @property
+    def longest_response(self) -> int:
+        """T of whatever is sampled with the longest one, evaluations included."""
+        longest = [stage.max_response_tokens for stage in self.stages]
+        for stage in self.stages if self.evaluate.data else ():
+            settings = self.evaluate.in_stage(stage)
+            default = settings.max_response_tokens or self.stages[-1].max_response_tokens
+            longest += [each.max_response_tokens or default for each in settings.data]
+        return max(longest)
+
+    @property
+    def total_steps(self) -> int:
+        """Rollout steps up to the end of this run, at most; those before its first stage included."""
+        return sum(stage.steps for stage in self.stages[: self.run.stage])

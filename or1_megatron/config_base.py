@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of."""
+"""What every section of the configuration is made of."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 
 

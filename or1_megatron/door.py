@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 from or1_megatron.config import Config
-from or1_megatron.config_file import check_resume, load_config
+from or1_megatron.config_file import check_next_stage, check_resume, load_config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.layouts import choose_layers
-from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
+from or1_megatron.rl.checks import check_state
+from or1_megatron.rl.ports import Begin
+from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.runtime.manifest import MANIFEST, check_manifest
+from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
 from or1_megatron.types import Problem
 from or1_megatron.verify.registry import build_verifiers, known_abilities
 from or1_megatron.weights.families import read_hf_config
@@ -19,12 +25,14 @@ def check_inputs(config: Config) -> None:
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
+        PreviousStageMissing, PreviousStageUnfinished: a stage cannot begin, for want of the one before it.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError, DataError, SandboxUnavailable, VerifierBroken: of the model, the problems, or the means to verify
             them.
         OSError: the folder cannot be made.
     """
-    folder = RunFolder(config.run.dir)
+    folder = RunFolder(config.run.folder)
+    begin_of(config, folder)  # before anything is made on the disk
     folder.create()
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
@@ -37,6 +45,57 @@ def check_inputs(config: Config) -> None:
         config.verify, abilities_of([*train, *held_out], known_abilities(config.verify))
     ).values():
         verifier.close()
+
+
+class PreviousStageMissing(FileNotFoundError):
+    """There is no checkpoint of the stage before the one that is to begin."""
+
+
+def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | None:
+    """Where a run of one stage begins; None for the first stage, and where the run has checkpoints of its own.
+
+    Args:
+        whole: read all of the checkpoint, to see that it is as it was saved.
+
+    Raises:
+        PreviousStageMissing, PreviousStageUnfinished: the stage before has left no checkpoint, or has not ended.
+        ConfigError: its run had another configuration, in more than a new stage may change.
+        CheckpointDamaged, CheckpointUnreadable: with ``whole``.
+    """
+    number = config.run.stage
+    if number is None or number == 1 or checkpoint_keeper(config, folder).newest() is not None:
+        return None
+    begin = _previous(config, number)
+    state = json.loads((begin.checkpoint / LOOP_STATE).read_text())
+    check_state(state, ("steps_done", "schedule"))
+    schedule = StageSchedule(config.stages, number)
+    schedule.restore(state["schedule"], state["steps_done"])
+    begin.check(schedule, state["steps_done"])
+    before = RunFolder(begin.checkpoint.parent.parent).config
+    if before.is_file():
+        check_next_stage(load_config(before), config, begin.checkpoint)
+    if whole:
+        check_manifest(begin.checkpoint)
+    return begin
+
+
+def _previous(config: Config, number: int) -> Begin:
+    """The checkpoint from which stage ``number`` (from 1) begins."""
+    chosen = config.run.previous
+    place = chosen or config.run.dir / f"stage_{number - 1}"
+    if (place / MANIFEST).is_file() and step_of(place) is not None:
+        return Begin(place, number - 1, chosen=True)
+    keep = config.checkpoint
+    newest = CheckpointKeeper(RunFolder(place).checkpoints, keep.keep_last, keep.keep_best).newest()
+    if newest is None:
+        raise PreviousStageMissing(
+            f"stage {number} ('{config.stages[number - 1].name}') begins from a checkpoint of stage {number - 1} "
+            f"('{config.stages[number - 2].name}'), and there is none in {place}"
+            + ("" if place.is_dir() else ", which does not exist")
+            + f"; train that stage first (--stage {number - 1}), or say where its run or checkpoint lies with "
+            "--set run.previous=..."
+        )
+    return Begin(newest, number - 1, chosen=False)
 
 
 def check_resumable(config: Config, folder: RunFolder) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from or1_megatron.arithmetic import Device, Plan, PlanError, plan
-from or1_megatron.config import Config, SourceConfig
+from or1_megatron.config import Config
 from or1_megatron.config_file import ConfigError
 from or1_megatron.shape import Shape
 from or1_megatron.weights.families import family_of, read_hf_config
@@ -30,9 +30,10 @@ def plan_run(config: Config, device: Device) -> Plan:
     family_of(hf)
     if config.algorithm.kl.reference is not None:
         check_reference(config.algorithm.kl.reference, hf)
-    for source in config.evaluate.data:
-        _count_rows(source, "evaluate.data")
-    return plan(config, hf, sum(_count_rows(source, "data.train") for source in config.data.train), device)
+    for held_out in config.evaluate.data:
+        _count_rows(held_out.path, "evaluate.data")
+    problems = sum(_count_rows(source.path, "data.train") * source.repeat for source in config.data.train)
+    return plan(config, hf, problems, device)
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
@@ -56,18 +57,17 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _count_rows(source: SourceConfig, key: str) -> int:
-    """Problems per epoch of one source, before anything is filtered out of it. Lines that are not blank, or rows."""
-    path: Path = source.path
+def _count_rows(path: Path, key: str) -> int:
+    """Problems of one file, before anything is filtered out of it. Lines that are not blank, or rows."""
     if not path.is_file():
         raise ConfigError(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":
         try:
-            return int(pq.read_metadata(path).num_rows) * source.repeat
+            return int(pq.read_metadata(path).num_rows)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{key}: {path} is not a readable parquet file: {error}") from None
     with path.open("rb") as lines:
-        return sum(1 for line in lines if not line.isspace()) * source.repeat
+        return sum(1 for line in lines if not line.isspace())
 
 
 def render(found: Plan) -> RenderableType:
@@ -120,8 +120,14 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
 
 def _stage_rows(found: Plan) -> list[tuple[str, list[str]]]:
     stages = found.stages
+    optional = [
+        ("  or to a plateau of", [s.plateau or "-" for s in stages]),
+        ("refill, prompts at most", [f"{s.refill_prompts:,}" for s in stages]),
+    ]
+    shown = [any(s.plateau for s in stages), any(s.refill_prompts for s in stages)]
     return [
         ("rollout steps", [f"{s.steps:,}" for s in stages]),
+        *(row for row, is_shown in zip(optional, shown, strict=True) if is_shown),
         ("T, response tokens", [f"{s.max_response_tokens:,}" for s in stages]),
         ("D_R, prompts per step", [f"{s.prompts_per_step:,}" for s in stages]),
         ("D_T, prompts per SGD step", [f"{s.prompts_per_update:,}" for s in stages]),

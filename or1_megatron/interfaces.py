@@ -27,12 +27,15 @@ from or1_megatron.types import (
     RolloutReport,
     Sampling,
     TokenScores,
+    Until,
     UpdateReport,
     Verdict,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from or1_megatron.config import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ class Policy(Protocol):
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """One optimizer step on the batch's global token mean of the objective."""
+        ...
+
+    def restart_optimizer(self) -> None:
+        """As if no SGD step had been made: moments of 0, the learning rate's schedule from its beginning."""
         ...
 
     def hand_off(self, version: int) -> HandoffReport:
@@ -159,8 +166,14 @@ class Verifier(Protocol):
 class Rollouts(Protocol):
     """Samples and verifies: the loop's view of the RolloutManager, which is a process of its own."""
 
-    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
-        """Start sampling ``group_size`` responses to each prompt; returns at once. Each is verified as it ends."""
+    def roll_out(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+    ) -> None:
+        """Start sampling ``group_size`` responses to each prompt; returns at once. Each is verified as it ends.
+
+        With ``until`` only of as many of the first prompts as that needs: ``collect`` gives the shortest run of them,
+        or all.
+        """
         ...
 
     def wait_decoded(self) -> None:
@@ -171,6 +184,10 @@ class Rollouts(Protocol):
         """Block until every response has its verdict; groups come in the order of the prompts."""
         ...
 
+    def abandon(self) -> None:
+        """Give up the current roll-out, if there is one; back when the engines are idle."""
+        ...
+
     def progress(self) -> tuple[int, int]:
         """(responses finished, responses asked for) of the current roll-out; never blocks."""
         ...
@@ -179,7 +196,18 @@ class Rollouts(Protocol):
 class ProblemStream(Protocol):
     """Endless, resumable, shuffled supply of prompts."""
 
-    def take(self, count: int) -> list[Prompt]: ...
+    @property
+    def left(self) -> int:
+        """Different problems that ``take`` can give."""
+        ...
+
+    def take(self, count: int) -> list[Prompt]:
+        """Of different problems. What is taken first does not depend on ``count``."""
+        ...
+
+    def mix(self, repeats: Sequence[int]) -> None:
+        """From now on each source appears so often per epoch; a change begins a new epoch."""
+        ...
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on; returns how many are left. ValueError when none would be."""
@@ -230,8 +258,11 @@ class Stopped(Exception):
 class Evaluator(Protocol):
     """Measures the engines' current weights on held-out problems; leaves no trace in the training stream."""
 
-    def evaluate(self, samples: int) -> EvaluationResult:
-        """avg@``samples``. The same weights give the same result at every call."""
+    def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
+        """avg@k as ``settings`` say: k is ``samples`` for a ``whole`` evaluation, else ``samples_during``.
+
+        The same weights and settings give the same result at every call.
+        """
         ...
 
 

@@ -64,6 +64,7 @@ class ServedPolicy:
         self._turns = turns
         self._asleep = turns.engines_sleep
         self._away = False
+        self._restarts = False
         self._handoffs = 0
         self._probe = probe_tokens(policy.hf["vocab_size"], max(2, config.probe_tokens // _PROBE_SEQUENCES))
         self._probe_batch = pack([_scored_whole(ids) for ids in self._probe], layout)
@@ -79,6 +80,10 @@ class ServedPolicy:
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         self._trainers_turn()
         return self._driver.update(batch, objective)
+
+    def restart_optimizer(self) -> None:
+        """At the trainer's next turn: now the engines may have the devices, and are about to sample."""
+        self._restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
         """Send the weights as ``version``; then, at every n-th handoff, compare engines and policy on the probe.
@@ -135,6 +140,9 @@ class ServedPolicy:
             self._engines.sleep()
             self._asleep = True
         self._restore()
+        if self._restarts:
+            self._driver.restart_optimizer()
+            self._restarts = False
 
     def _restore(self) -> None:
         if self._away:

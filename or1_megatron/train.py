@@ -27,7 +27,7 @@ from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.door import abilities_of, check_resumable, checkpoint_keeper, read_problems
+from or1_megatron.door import abilities_of, begin_of, check_resumable, checkpoint_keeper, read_problems
 from or1_megatron.dry_run import plan_run
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
@@ -46,7 +46,7 @@ from or1_megatron.report.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import Hardware
-from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.pool import EnginePool
@@ -59,7 +59,7 @@ from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
 from or1_megatron.served import ServedPolicy, Turns
-from or1_megatron.types import Problem, Prompt, Sampling
+from or1_megatron.types import Problem, Prompt
 from or1_megatron.verify.registry import build_verifiers, known_abilities
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ _STARTED_S = time.time()
 _PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
 
 
-def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[str]]:
-    """(training sources, held-out prompts, abilities), every gold answer checked.
+def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]], frozenset[str]]:
+    """(training sources, held-out prompts by the name of their set, abilities), every gold answer checked.
 
     Raises:
         DataError: a file or row that cannot be used, or no prompt left.
@@ -91,18 +91,21 @@ def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[
         Source(short_prompts(template, problems, source.path, longest), source.repeat)
         for problems, source in zip(train, config.data.train, strict=True)
     ]
-    kept = sum(len(source.prompts) for source in sources)
-    if (wanted := max(stage.prompts_per_step for stage in config.stages)) > kept:
-        raise DataError(
-            f"data.train: {kept} problems are left after filtering, fewer than prompts_per_step = {wanted}; "
-            "add problems, raise data.max_prompt_tokens or lower prompts_per_step"
-        )
-    evaluated = [
-        prompt
-        for problems, source in zip(held_out, config.evaluate.data, strict=True)
-        for prompt in short_prompts(template, problems, source.path, longest)
-    ]
-    warn_of_leaks(sources, evaluated)
+    for stage in config.stages:
+        repeats = config.repeats(stage)
+        kept = sum(len(source.prompts) for source, repeat in zip(sources, repeats, strict=True) if repeat)
+        if stage.prompts_per_step > kept:
+            raise DataError(
+                f"data.train: {kept} problems are left after filtering"
+                + (" in the sources of its mixture" if stage.mixture else "")
+                + f", fewer than prompts_per_step = {stage.prompts_per_step} of stage '{stage.name}'; "
+                "add problems, raise data.max_prompt_tokens or lower prompts_per_step"
+            )
+    evaluated = {
+        held.title: short_prompts(template, problems, held.path, longest)
+        for problems, held in zip(held_out, config.evaluate.data, strict=True)
+    }
+    warn_of_leaks(sources, [prompt for prompts in evaluated.values() for prompt in prompts])
     return sources, evaluated, abilities
 
 
@@ -135,16 +138,14 @@ def short_prompts(template: ChatTemplate, problems: Sequence[Problem], path: Pat
     return prompts
 
 
-def make_evaluator(config: Config, held_out: Sequence[Prompt], rollouts: Rollouts) -> Evaluator | None:
-    """The held-out evaluation at the final stage's T, or none without held-out problems."""
+def make_evaluator(config: Config, held_out: Mapping[str, Sequence[Prompt]], rollouts: Rollouts) -> Evaluator | None:
+    """The held-out evaluation, or none without held-out problems."""
     if not held_out:
         return None
-    tokens = config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens
-    sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, tokens)
-    return HeldOut(held_out, rollouts, sampling, config.evaluate.seed, config.verify.max_error_fraction)
+    return HeldOut(held_out, rollouts, config.stages[-1].max_response_tokens, config.verify.max_error_fraction)
 
 
-def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> LoopConfig:
+def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin: Begin | None) -> LoopConfig:
     parallel = config.parallel
     hardware = None
     if torch.cuda.is_available():
@@ -163,6 +164,10 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder) -> Lo
         hardware=hardware,
         safety=config.safety,
         dtype=config.model.dtype,
+        stage_count=config.run.stage,
+        begin=begin,
+        mixtures=tuple(config.repeats(stage) for stage in config.stages),
+        max_staleness=config.rollout.max_staleness,
     )
 
 
@@ -174,10 +179,7 @@ def dump_store(config: Config, folder: RunFolder) -> DumpStore:
 
 def longest_sequence(config: Config) -> int:
     """Prompt and response tokens of the longest sequence that an engine will hold."""
-    responses = [stage.max_response_tokens for stage in config.stages]
-    if config.evaluate.data:
-        responses.append(config.evaluate.max_response_tokens or config.stages[-1].max_response_tokens)
-    return config.data.max_prompt_tokens + max(responses)
+    return config.data.max_prompt_tokens + config.longest_response
 
 
 @contextmanager
@@ -227,7 +229,7 @@ def serve(config: Config, stop: StopRequested) -> None:
 
 def lead(config: Config, stop: StopRequested) -> int:
     """Rank 0: everything that there is one of. Returns the exit status: 0, or 3 when stopped before the end."""
-    folder = RunFolder(config.run.dir)
+    folder = RunFolder(config.run.folder)
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
@@ -237,6 +239,7 @@ def lead(config: Config, stop: StopRequested) -> int:
         choose_layers(config.parallel, config.model.dtype)
         check_resumable(config, folder)
         keeper.newest_intact()  # before anything is started: it reads all of the checkpoint, and there may be none
+        begin = begin_of(config, folder, whole=True)
         folder.write_config(resolved_yaml(config))
         sources, held_out, abilities = load_prompts(config)
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
@@ -295,7 +298,7 @@ def lead(config: Config, stop: StopRequested) -> int:
             dumps=dump_store(config, folder),
         )
         with stopping_in_order(stop):
-            return run_loop(config, folder, Loop(loop_config(config, policy, folder), ports), shown)
+            return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown)
 
 
 def takes_turns(config: Config) -> bool:
@@ -310,17 +313,17 @@ def offloads(config: Config) -> bool:
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:
     """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
-    folder = RunFolder(config.run.dir)
+    folder = RunFolder(config.run.folder)
     if not folder.summary.is_file():
         return None
     summary = folder.read_summary()
-    ended = summary["finished"] and summary["total_steps"] == total_steps(config)
+    ended = summary["finished"] and summary["total_steps"] == config.total_steps
     return summary if ended else None
 
 
 def show_again(config: Config, summary: Mapping[str, Any]) -> None:
     console, _ = open_console("plain")
-    console.print(f"{config.run.dir} holds a finished run; remove it, or set another run.dir, to train again")
+    console.print(f"{config.run.folder} holds a finished run; remove it, or set another run.dir, to train again")
     show_summary(summary, console)
 
 
@@ -331,7 +334,7 @@ def watchers(config: Config, folder: RunFolder, rollouts: Rollouts) -> tuple[Run
     shown = RunConsole(
         console,
         live,
-        total_steps=total_steps(config),
+        total_steps=config.total_steps,
         stage_names=[stage.name for stage in config.stages],
         entropy_target=entropy.target if entropy.mode == "adaptive" else None,
         progress=rollouts.progress,
@@ -339,16 +342,12 @@ def watchers(config: Config, folder: RunFolder, rollouts: Rollouts) -> tuple[Run
     return shown, RunRecord(folder, config.track, config.model_dump(mode="json"))
 
 
-def total_steps(config: Config) -> int:
-    return sum(stage.steps for stage in config.stages)
-
-
 def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:
     """Train, and sum it up; the exit status of ``lead``."""
     startup_s = time.time() - _STARTED_S
     result = loop.run()
     model = folder.hf if result.finished else None
-    summary = summarise(result, total_steps=total_steps(config), seed=config.run.seed, model=model, startup_s=startup_s)
+    summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
     check_summary(summary)
     folder.write_summary(summary)
     shown.finished(summary)
@@ -366,7 +365,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         stop = StopRequested(config.checkpoint.signal_grace_s)
-        set_up_logging(RunFolder(config.run.dir).logs, rank)
+        set_up_logging(RunFolder(config.run.folder).logs, rank)
         if (summary := finished_before(config)) is not None:
             if rank == 0:
                 show_again(config, summary)

@@ -8,8 +8,8 @@ and ``S`` packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -147,6 +147,16 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Until:
+    """A roll-out is over when, of its first prompts in their order, ``kept`` groups satisfy ``keeps`` (picklable)."""
+
+    kept: int
+    keeps: Callable[[Group], bool]
+    expected_rejected: float = 0.0
+    """Share of groups that probably will not; how far the engines are sent ahead depends on it, the result does not."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdvantagedGroup:
     """A group whose responses have their advantages, one number each, shared by all tokens of the response."""
 
@@ -256,11 +266,13 @@ class RolloutReport:
     verify_tail_s: float
     """From the last finished response to the last verdict."""
     verifier_retries: int
+    surplus_responses: int = 0
+    """Begun for a refill that turned out not to need them, and thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Accuracy on held-out problems, avg@``samples``."""
+    """Accuracy on held-out problems, avg@``samples``. Of several sets: the mean of theirs, each counting the same."""
 
     accuracy: float
     """Mean reward over all responses."""
@@ -269,6 +281,10 @@ class EvaluationResult:
     truncation_ratio: float
     mean_length_tokens: float
     problems: int
+    """Of all sets."""
     samples: int
+    """k of avg@k; of several sets with different ones, the largest."""
     decode_s: float
     wall_s: float
+    sets: Mapping[str, EvaluationResult] = field(default_factory=dict)
+    """By name, where there are several."""

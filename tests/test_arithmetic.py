@@ -119,6 +119,10 @@ def test_separate_placement_adds_devices() -> None:
     assert plan(config, QWEN_7B, device="cuda").devices == 64
 
 
+STAGE = {"name": "s", "steps": 60, "max_response_tokens": 64, "prompts_per_step": 64, "prompts_per_update": 64,
+         "group_size": 8}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -141,6 +145,18 @@ def test_separate_placement_adds_devices() -> None:
         ({"rollout": {"kv_cache_bytes": 57344 * 1000}}, ["holds 1000 tokens", "34816", str(57344 * 34816)]),
         ({"evaluate": {"every_steps": 10}}, ["every_steps = 10, but evaluate.data is empty"]),
         ({"evaluate": {"data": [{"path": "e"}], "max_response_tokens": 131072}}, ["133120 exceeds"]),
+        ({"evaluate": {"data": [{"path": "e", "max_response_tokens": 131072}]}}, ["133120 exceeds"]),
+        ({"stages": [{**STAGE, "refill_prompts": 8}], "algorithm": {"advantage": {"reject_uniform_groups": False}}},
+         ["stage 's': refill_prompts = 8", "reject_uniform_groups=false"]),
+        ({"rollout": {"max_staleness": 1}}, ["max_staleness = 1", "placement=separate"]),
+        ({"stages": [{**STAGE, "evaluate": {"every_steps": 5}}], "evaluate": {}},
+         ["stage 's': evaluate.every_steps = 5", "is empty"]),
+        ({"stages": [{**STAGE, "plateau": {"metric": "accuracy"}}]}, ["'accuracy' is no metric of this run"]),
+        ({"stages": [{**STAGE, "plateau": {"metric": "evaluation/e/accuracy"}}], "evaluate": {"data": [{"path": "e"}]}},
+         ["is no metric of this run", "['e']"]),
+        ({"stages": [{**STAGE, "plateau": {"metric": "evaluation/accuracy"}}], "evaluate": {"data": [{"path": "e"}]}},
+         ["needs evaluations within the stage"]),
+        ({"stages": [{**STAGE, "plateau": {"window": 31}}]}, ["plateau.window = 31", "60 steps", "no second block"]),
     ],
 )  # fmt: skip
 def test_refusals_name_their_numbers(changes: dict[str, Any], parts: list[str]) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from or1_megatron.config import Config
 from or1_megatron.config_file import (
-    RESUMABLE_CHANGES,
+    NEXT_STAGE_CHANGES,
+    NOT_RESUMABLE,
     ConfigError,
     _keys,
+    check_next_stage,
     check_resume,
     load_config,
     resolved_yaml,
@@ -197,8 +199,60 @@ def test_what_may_change_on_resume(base: Path) -> None:
     assert "parallel" not in message
 
 
+def test_staleness_may_not_change_on_a_resume(base: Path) -> None:
+    """Though the rest of ``rollout`` may."""
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness: was 0, now 1"):
+        check_resume(load_config(base), load_config(base, ["rollout.max_staleness=1", "rollout.engines=2"]))
+
+
+TWO_STAGES = (
+    "stages=[{name: a, steps: 4, max_response_tokens: 8, prompts_per_step: 2, prompts_per_update: 2, group_size: 2}, "
+    "{name: b, steps: 4, max_response_tokens: 16, prompts_per_step: 2, prompts_per_update: 2, group_size: 2}]"
+)
+
+
+def test_what_a_next_stage_may_change(base: Path) -> None:
+    """Its own entry, the algorithm, the optimizer, layout and evaluation; not the model, the data, or what was done."""
+    old = load_config(base, [TWO_STAGES, "run.stage=1"])
+    fine = ["stages.1.group_size=4", "stages.0.steps=3", "optimizer.lr=1e-3", "parallel.ranks=4", "evaluate.samples=3"]
+    check_next_stage(old, load_config(base, [TWO_STAGES, "run.stage=2", *fine]), Path("x"))
+    wrong = ["stages.0.group_size=4", "run.seed=9", "data.max_prompt_tokens=7"]
+    with pytest.raises(ConfigError) as error:
+        check_next_stage(old, load_config(base, [TWO_STAGES, "run.stage=2", *fine, *wrong]), Path("x"))
+    lines = str(error.value).splitlines()
+    assert "stage 2 cannot begin from x" in lines[0]
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == sorted(w.split("=")[0] for w in wrong)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["stages.0.group_size=1"], "stages.0.group_size: found 1 (integer), expected greater than or equal to 2"),
+        (["run.stage=3"], "run.stage = 3, but there are 2 stages"),
+        (["run.previous=runs/x"], "run.previous = runs/x is for a run of one stage after the first; run.stage is None"),
+        (["stages.1.mixture={a: 1}"], "stage 'b': mixture names ['a']; expected each source of data.train once"),
+        (["stages.1.mixture={a: 0, b: 0}"], "stage 'b': mixture leaves every source out"),
+        (["stages.1.min_pass_rate=0.9", "stages.1.max_pass_rate=0.5"], "min_pass_rate = 0.9 is above max_pass_rate"),
+        (["stages.1.plateau={min_steps: 5}"], "plateau.min_steps = 5 is above steps = 4"),
+        (["evaluate.data=[{path: x/e.jsonl}, {path: y/e.jsonl}]"], "evaluate.data: two of its entries are named 'e'"),
+        (["evaluate.data=[{path: e.jsonl, name: a/b}]"], "a set cannot be named 'a/b'"),
+        (["rollout.max_staleness=2"], "rollout.max_staleness: found 2 (integer), expected 0 or 1"),
+    ],
+)
+def test_stages_that_cannot_be(base: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(base, [TWO_STAGES, *overrides])
+    assert said in str(error.value)
+
+
+def test_mixture_by_name(base: Path) -> None:
+    """The sources a.jsonl and b.jsonl go by their files' names; a stage without a mixture has their repeats."""
+    config = load_config(base, [TWO_STAGES, "stages.1.mixture={b: 3, a: 0}", "data.train.0.repeat=2"])
+    assert [config.repeats(stage) for stage in config.stages] == [(2, 2), (0, 3)]
+
+
 def test_every_resumable_change_names_a_real_key() -> None:
     """Knowledge checked by its inverse: a renamed key must not linger in the list."""
     keys = [".".join(key) for key in _keys(Config, ())]
-    for pattern in RESUMABLE_CHANGES:
+    for pattern in (*NEXT_STAGE_CHANGES, *NOT_RESUMABLE):
         assert any(fnmatch.fnmatchcase(key, pattern) for key in keys), pattern

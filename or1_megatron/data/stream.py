@@ -48,6 +48,8 @@ class MixtureStream:
             if other != index:
                 first = self._prompts[other].problem.origin
                 raise DataError(f"{prompt.problem.origin}: the same problem as {first}; expected it in one source only")
+        self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
+        self._mixture = tuple(source.repeat for source in sources)
         self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
         self._seed = seed
         self._fingerprint = self._data_fingerprint()
@@ -57,9 +59,10 @@ class MixtureStream:
         self._position = 0
         self._order = self._permutation(0)
 
-    def __len__(self) -> int:
+    @property
+    def left(self) -> int:
         """How many different problems are left in the pool."""
-        return len(self._prompts) - int(self._excluded.sum())
+        return int((~self._excluded & (self._repeats > 0)).sum())
 
     @property
     def epoch(self) -> float:
@@ -73,15 +76,18 @@ class MixtureStream:
         more than ``repeat`` entries of a problem ever wait. Raises DataError when fewer than ``count`` problems
         are left.
         """
-        if count > len(self):
+        if count > self.left:
+            absent = int((self._repeats == 0).sum())
             raise DataError(
-                f"asked for {count} different problems, but only {len(self)} are left of {len(self._prompts)} "
-                f"({int(self._excluded.sum())} are excluded); lower prompts_per_step or give more data"
+                f"asked for {count} different problems, but only {self.left} are left of {len(self._prompts)} "
+                f"({int(self._excluded.sum())} are excluded"
+                + (f", {absent} of sources that this stage's mixture leaves out" if absent else "")
+                + "); lower prompts_per_step or give more data"
             )
         chosen: dict[int, None] = {}
         still_waiting: list[int] = []
         for index in self._waiting:
-            if self._excluded[index]:
+            if self._excluded[index] or self._repeats[index] == 0:
                 continue
             if len(chosen) < count and index not in chosen:
                 chosen[index] = None
@@ -100,10 +106,33 @@ class MixtureStream:
         self._waiting = still_waiting
         return [self._prompts[index] for index in chosen]
 
+    def mix(self, repeats: Sequence[int]) -> None:
+        """From now on each problem of source i occurs ``repeats[i]`` times per epoch, 0: not at all.
+
+        A change begins a new epoch, since an order is drawn for a whole one. Raises ValueError when the sources are
+        not as many, or none would be left.
+        """
+        mixture = tuple(int(repeat) for repeat in repeats)
+        if len(mixture) != len(self._mixture) or min(mixture) < 0 or not any(mixture):
+            raise ValueError(
+                f"mixture {list(mixture)}: expected {len(self._mixture)} whole numbers from 0, not all of them 0"
+            )
+        if mixture == self._mixture:
+            return
+        self._set_mixture(mixture)
+        if self._position:
+            self._epoch, self._position = self._epoch + 1, 0
+        self._order = self._permutation(self._epoch)
+
+    def _set_mixture(self, mixture: tuple[int, ...]) -> None:
+        self._mixture = mixture
+        self._repeats = np.array(mixture, dtype=np.int64)[self._source]
+        self._pool = np.repeat(np.arange(len(self._prompts)), self._repeats)
+
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on; returns how many are left.
 
-        Raises ValueError, changing nothing, when an id is unknown or none would be left.
+        Raises DataError, changing nothing, when none would be left; ValueError when an id is unknown.
         """
         unknown = sorted(problem_ids - self._index.keys())
         if unknown:
@@ -111,12 +140,13 @@ class MixtureStream:
         excluded = self._excluded.copy()
         excluded[[self._index[problem_id] for problem_id in problem_ids]] = True
         if excluded.all():
-            raise ValueError(
+            raise DataError(
                 f"excluding {len(problem_ids)} more problems would leave none of {len(self._prompts)}; expected at "
-                "least one that is not yet always solved: switch filter_solved off or give harder data"
+                "least one that is not yet always solved: switch filter_solved off, loosen min_pass_rate and "
+                "max_pass_rate, or give harder data"
             )
         self._excluded = excluded
-        return len(self)
+        return self.left
 
     def state(self) -> Mapping[str, Any]:
         """JSON-able: seed, cursor, exclusions (zlib + base64 of a bitmap over the data), fingerprint of the data."""
@@ -125,6 +155,7 @@ class MixtureStream:
             "fingerprint": self._fingerprint,
             "problems": len(self._prompts),
             "seed": self._seed,
+            "mixture": list(self._mixture),
             "epoch": self._epoch,
             "position": self._position,
             "waiting": list(self._waiting),
@@ -144,6 +175,7 @@ class MixtureStream:
             raise DataError(f"the checkpoint's data order has seed {state['seed']}, this run's is {self._seed}")
         packed = np.frombuffer(zlib.decompress(base64.b64decode(state["excluded"])), dtype=np.uint8)
         self._excluded = np.unpackbits(packed, count=len(self._prompts)).astype(np.bool_)
+        self._set_mixture(tuple(state["mixture"]))
         self._waiting = [int(index) for index in state["waiting"]]
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation(self._epoch)

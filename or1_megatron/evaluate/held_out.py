@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
+from or1_megatron.config import EvaluationConfig, EvaluationSetConfig
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.rl.checks import check_verdicts
 from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, Sampling
@@ -18,31 +20,66 @@ class HeldOut:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        sets: Mapping[str, Sequence[Prompt]],
         rollouts: Rollouts,
-        sampling: Sampling,
-        seed: int,
+        max_response_tokens: int,
         max_error_fraction: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``sampling``: at the final stage's T, whatever stage training is in. ValueError without prompts."""
-        if not prompts:
-            raise ValueError("evaluate: no held-out problem is left; evaluate.data must name at least one")
-        self._prompts = tuple(prompts)
+        """
+        Args:
+            sets: prompts by the name of their set.
+            max_response_tokens: where the settings name none: the final stage's T, whatever stage training is in.
+
+        Raises:
+            ValueError: a set is empty, or there is none.
+        """
+        empty = [name for name, prompts in sets.items() if not prompts]
+        if empty or not sets:
+            raise ValueError(f"evaluate: no held-out problem is left{' in ' + empty[0] if empty else ''}")
+        self._sets = {name: tuple(prompts) for name, prompts in sets.items()}
         self._rollouts = rollouts
-        self._sampling = sampling
-        self._seed = seed
+        self._max_response_tokens = max_response_tokens
         self._max_error_fraction = max_error_fraction
         self._clock = clock
 
-    def evaluate(self, samples: int) -> EvaluationResult:
-        """avg@``samples``; raises what the roll-out raises, and VerificationFailing."""
+    def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
+        """avg@k of every set; raises what the roll-out raises, and VerificationFailing."""
+        return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
+
+    def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
         started_s = self._clock()
-        self._rollouts.roll_out(self._prompts, samples, self._sampling, self._seed)
+        own, general = (
+            (held_out.samples, settings.samples) if whole else (held_out.samples_during, settings.samples_during)
+        )
+        samples = own or general
+        temperature = settings.temperature if held_out.temperature is None else held_out.temperature
+        tokens = held_out.max_response_tokens or settings.max_response_tokens or self._max_response_tokens
+        sampling = Sampling(temperature, held_out.top_p or settings.top_p, tokens)
+        self._rollouts.roll_out(self._sets[held_out.title], samples, sampling, settings.seed)
         self._rollouts.wait_decoded()
         groups, report = self._rollouts.collect()
         check_verdicts(groups, self._max_error_fraction)
         return summarise(groups, report, self._clock() - started_s)
+
+
+def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
+    """Several sets as one result: the mean over sets, whatever their sizes; times and problems are summed."""
+    if len(results) == 1:
+        return next(iter(results.values()))
+    each = list(results.values())
+    ended = [result.non_truncated_accuracy for result in each if result.non_truncated_accuracy is not None]
+    return EvaluationResult(
+        accuracy=fmean(result.accuracy for result in each),
+        non_truncated_accuracy=fmean(ended) if ended else None,
+        truncation_ratio=fmean(result.truncation_ratio for result in each),
+        mean_length_tokens=fmean(result.mean_length_tokens for result in each),
+        problems=sum(result.problems for result in each),
+        samples=max(result.samples for result in each),
+        decode_s=sum(result.decode_s for result in each),
+        wall_s=sum(result.wall_s for result in each),
+        sets=dict(results),
+    )
 
 
 def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float) -> EvaluationResult:

@@ -13,6 +13,7 @@ from or1_megatron.parallel.offload import Thing
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.parallel.sharded_state import restart_optimizer
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
@@ -55,6 +56,7 @@ def policy_verbs(
         "load": lambda folder, _: checkpoint.load(policy, folder, digests=False),  # whoever chose it has compared them
         "offload": lambda things, _: policy.host.offload(*things),
         "restore": lambda things, _: policy.host.restore(*things),
+        "restart_optimizer": lambda _, __: restart_optimizer(policy),
         "export_hf": lambda folder, _: export_hf(policy, folder),
     }
 
@@ -76,6 +78,9 @@ class PolicyDriver:
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         report: UpdateReport = self._lockstep.call("update", (objective, batch.token_count), batch.ranks)
         return report
+
+    def restart_optimizer(self) -> None:
+        self._lockstep.call("restart_optimizer", None)
 
     def send(self, version: int) -> int:
         """Bring every engine to ``version``; returns the bytes that rank 0 sent."""

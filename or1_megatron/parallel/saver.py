@@ -42,11 +42,11 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.sharded_state import holdings, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
-from or1_megatron.runtime.run_folder import put_in_place
+from or1_megatron.runtime.run_folder import LOOP_STATE, put_in_place
 
 log = logging.getLogger(__name__)
 
-LOOP = "loop.json"
+LOOP = LOOP_STATE
 RANDOM = "random.pt"
 COMMON = "common.pt"  # what Megatron calls the state that is not sharded
 _FULL = (errno.ENOSPC, errno.EDQUOT)

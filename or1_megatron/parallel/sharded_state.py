@@ -61,6 +61,16 @@ def set_optimizer_step(policy: MegatronPolicy, step: int) -> None:
         group["step"] = step
 
 
+def restart_optimizer(policy: MegatronPolicy) -> None:
+    """Moments and step counts as before the first step; masters stay. Every rank does it to its own part."""
+    policy.host.require("restart_optimizer", "optimizer")
+    for holding in holdings(policy):
+        if any(box.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for box in holding.boxes):
+            holding.tensor().zero_()
+    set_optimizer_step(policy, 0)
+    policy.sgd_steps = 0
+
+
 def _groups(policy: MegatronPolicy) -> Iterator[dict[str, Any]]:
     for optimizer in policy.optimizer.chained_optimizers:
         yield from optimizer.optimizer.param_groups

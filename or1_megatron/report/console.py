@@ -24,7 +24,7 @@ _POLL_S = 0.25
 _SAMPLING_VERBS = ("roll_out", "evaluate")
 """Verbs during which responses finish one by one."""
 
-_FIRST_VERBS = ("filter_solved", "take_problems")
+_FIRST_VERBS = ("begin_stage", "take_problems")
 
 _BRIEF_SHARE = 0.001
 """Verbs that take less than this of a run share one line of the final table."""

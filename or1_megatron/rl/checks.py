@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from or1_megatron.types import Group
+from or1_megatron.config import StageConfig
+from or1_megatron.types import AdvantagedGroup, Group
 
 
 class VerificationFailing(RuntimeError):
@@ -17,6 +18,80 @@ class StaleRollout(RuntimeError):
 
 class PastTheEnd(ValueError):
     """The run to be resumed has done more steps than its stages now have."""
+
+
+class StageOver(ValueError):
+    """A stage that has ended is to have had another number of steps."""
+
+
+class NoPromptsLeft(ValueError):
+    """A stage's filters leave fewer prompts than one of its steps takes."""
+
+
+class AllRejected(RuntimeError):
+    """So many rollout steps in a row without a group to learn from that going on makes no sense."""
+
+
+class PreviousStageUnfinished(ValueError):
+    """A stage is to begin from a run whose own stage has not ended."""
+
+
+class OldState(ValueError):
+    """A checkpoint of a version of this program that kept another state of the loop."""
+
+
+def check_state(state: Mapping[str, object], expected: Collection[str]) -> None:
+    """Raise OldState when the loop's state in a checkpoint lacks something."""
+    if missing := [name for name in expected if name not in state]:
+        step = state.get("steps_done", "unknown")
+        raise OldState(
+            f"the checkpoint of step {step} was written by an older version: its loop.json lacks {', '.join(missing)}. "
+            "Its weights can be used all the same: or1 convert megatron-to-hf, and a new run from there"
+        )
+
+
+def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
+    """Raise StageOver when a stage that ended with its last step, after ``steps``, is now longer or shorter."""
+    if end == "steps" and steps != stage.steps:
+        raise StageOver(
+            f"stage '{stage.name}' ended after {steps} steps, and its steps are now {stage.steps}; put {steps} back, "
+            "or start a new run with another run.dir"
+        )
+
+
+def check_stage_steps(stage: StageConfig, done: int) -> None:
+    """Raise PastTheEnd when the stage under way has done more steps than it now has."""
+    if done > stage.steps:
+        raise PastTheEnd(
+            f"the newest checkpoint is of step {done} of stage '{stage.name}', whose steps are now {stage.steps}; give "
+            f"it at least {done} (with exactly {done} it ends there), or start a new run with another run.dir"
+        )
+
+
+def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
+    """Raise NoPromptsLeft when fewer than D_R different prompts are left at the start of ``stage``."""
+    if left < stage.prompts_per_step:
+        raise NoPromptsLeft(
+            f"stage '{stage.name}': its filters drop {dropped} prompts by their pass rates in the previous stage, "
+            f"which leaves {left}, fewer than prompts_per_step = {stage.prompts_per_step}; loosen filter_solved (now "
+            f"{str(stage.filter_solved).lower()}), min_pass_rate (now {stage.min_pass_rate:g}) or max_pass_rate (now "
+            f"{stage.max_pass_rate:g}), lower prompts_per_step, or give harder data"
+        )
+
+
+def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
+    """Raise AllRejected when ``in_a_row`` steps, of which the last is given, had every group rejected."""
+    if in_a_row < limit:
+        return
+    right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
+    wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
+    raise AllRejected(
+        f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): of "
+        f"the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, "
+        f"{len(rejected) - right - wrong} left without spread by the truncation mask. Nothing is learnt from them: "
+        "all wrong wants easier problems or a longer max_response_tokens, all right harder ones, and either a larger "
+        "group_size; or raise the limit. The same command goes on from the last checkpoint"
+    )
 
 
 def check_steps(done: int, total: int) -> None:
@@ -42,13 +117,20 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
         )
 
 
-def check_versions(groups: Sequence[Group], version: int) -> None:
-    """Raise StaleRollout unless every token was sampled from weights ``version``: the loop is on-policy."""
+def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
+    """By how many versions the oldest token is behind ``version``, the weights about to be updated.
+
+    Raises StaleRollout when that is more than ``max_staleness``, or a token is of later weights, or of unknown ones.
+    """
+    oldest = version
     for group in groups:
         for completion in group.completions:
             versions = [span.version for span in completion.versions]
-            if not versions or any(found != version for found in versions):
+            if not versions or any(not version - max_staleness <= found <= version for found in versions):
+                expected = f"{version - max_staleness} to {version}" if max_staleness else f"{version}"
                 raise StaleRollout(
                     f"problem {completion.problem_id}, sample {completion.sample_index}: engine {completion.engine} "
-                    f"sampled it from weights version {versions or 'unknown'}, expected {version}"
+                    f"sampled it from weights version {versions or 'unknown'}, expected {expected}"
                 )
+            oldest = min(oldest, *versions)
+    return version - oldest

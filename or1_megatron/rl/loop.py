@@ -7,13 +7,17 @@ step too (every group rejected): the handoff is made all the same, so that versi
 Stopping: up to the first SGD step a step can be abandoned, since nothing but the stream and the ledger has moved; the
 state saved is then the one before the step, and the resumed run repeats it with the same seed. From the first SGD step
 on the step is finished, but its evaluation is left to the resumed run.
+
+Staleness (``max_staleness`` 1): step k + 1 is sampled while step k trains, all of it from version k, and decoded before
+version k + 1 is handed over, so that a response never mixes versions and is one behind the policy that it trains. The
+first step of a stage, and the first after a resume, is sampled from the policy itself.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from or1_megatron.config import StageConfig
@@ -21,8 +25,9 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_steps, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_prompts, check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
+from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.loss import make_objective
 from or1_megatron.rl.metrics import (
     Filtered,
@@ -34,10 +39,11 @@ from or1_megatron.rl.metrics import (
 )
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
+from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
+from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verbs import stopping_verb, verb
-from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -47,7 +53,6 @@ from or1_megatron.types import (
     Prompt,
     RolloutReport,
     Sample,
-    Sampling,
     UpdateReport,
 )
 
@@ -60,47 +65,45 @@ class Loop:
     def __init__(self, config: LoopConfig, ports: Ports) -> None:
         self.config = config
         self.ports = ports
-        self.schedule = StageSchedule(config.stages)
+        self.schedule = StageSchedule(config.stages, config.stage_count)
+        self.evaluations = Evaluations(config.evaluation, self.schedule)
+        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
         self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm)
         self.alarms = Alarms(config.safety, config.dtype)
+        self.saving = Saving(ports.policy, ports.keeper)
         self.steps_done = 0
-        self._before: EvaluationResult | None = None
-        self._after: EvaluationResult | None = None
-        self._evaluated_at: int | None = None
-        self._best: tuple[int, float] | None = None  # (step, accuracy)
+        self._rejected_in_a_row = 0  # rollout steps without a kept group
+        self._staleness = 0  # of the present step's oldest token, in versions
+        self._ahead: RolloutReport | None = None  # of the roll-out that this step made for the next
         self._seconds: dict[str, float] = {}  # per verb, with "step" and "other"
-        self._saved_at: int | None = None
-        self._saving: tuple[int, bool] | None = None  # (step, best) of the checkpoint that is being written
-        self._write_s: float | None = None  # of the last one written, until a row has it
-        self._snapshot: Mapping[str, Any] = {}
 
     def run(self) -> LoopResult:
         """Train to the end of the schedule, or until asked to stop; from the newest checkpoint when there is one."""
         try:
             self.start()
-            while self.steps_done < self.schedule.total_steps:
+            while not self.schedule.over(self.steps_done):
                 self.train_step()
         except Stopped:
             logger.warning(
                 "stopped within step %d: going back to the state after %d", self.steps_done + 1, self.steps_done
             )
-            if self._saved_at != self.steps_done:
-                self._write_checkpoint(best=False)
+            self.saving.write(self.steps_done, best=False)
         with self.ports.timer("save"):
-            self._finish_save(wait=True)
+            self.saving.finish(wait=True)
         self._lap([])  # the last save and export belong to no row, but to the run
         return self.result()
 
     def train_step(self) -> None:
         """One rollout step: the recipe, a verb a line."""
-        index, stage = self.schedule.index(self.steps_done), self.schedule.at(self.steps_done)
-        filtered = self.filter_solved(index, stage)
+        filtered = self.begin_stage()
+        index, stage = self.schedule.current, self.schedule.at(self.steps_done)
         prompts = self.take_problems(stage)
         self.roll_out(prompts, stage)
         groups, rollout = self.verify()
+        self.sample_ahead(stage)
         self.observe(index, groups)
         advantaged = self.assign_advantages(groups)
         kept, rejected = self.reject(advantaged)
@@ -109,14 +112,19 @@ class Loop:
         batches = self.batch(scored.samples, stage)
         updates = self.update(batches, stage, reading)
         self.control_entropy(reading)
+        self.finish_ahead()
         self.steps_done += 1  # the policy is a new one now; what follows speaks of it
         handoff = self.hand_off()
         evaluation = self.evaluate()
-        mismatch = scored.mismatch or measured_mismatch(updates)
-        self.report(
-            Step(index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff),
-            evaluation,
+        mismatch = scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates)
+        step = Step(
+            index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff
         )
+        step = replace(step, staleness=self._staleness)
+        metrics = self.measure(step, evaluation)
+        if self._evaluation_due() == "whole":  # the run ends here on a plateau, which could not be known before
+            evaluation = self.evaluate() or evaluation
+        self.report(step, metrics, evaluation)
         self.save()
         self.export()
 
@@ -131,49 +139,85 @@ class Loop:
         if self.finished:
             self.export()  # a kill may have come between the last save and the export
             return
-        self._snapshot = self.state()
+        self.saving.snapshot = self.state()
         self.hand_off()
         evaluation = self.evaluate()
         times = self._lap([] if evaluation is None else [evaluation])
         if evaluation is not None:
-            first = times if self.steps_done == 0 else {}
-            self.ports.tracker.log(self.steps_done, {**evaluation_metrics(evaluation), **first})
-            if self.steps_done > 0:
+            is_first = self.steps_done == self.evaluations.first_step
+            metrics = evaluation_metrics(evaluation)
+            self.ports.tracker.log(self.steps_done, {**metrics, **(times if is_first else {})})
+            if not is_first:
+                self.schedule.read(metrics)
                 self.save()
                 self.export()
-        self._snapshot = self.state()
+        self.saving.snapshot = self.state()
 
     @stopping_verb
-    def filter_solved(self, index: int, stage: StageConfig) -> Filtered | None:
-        """At a stage's start (but the first's): drop the problems that the previous stage solved (RECIPE section 3).
+    def begin_stage(self) -> Filtered | None:
+        """At a stage's start: its mixture, its filters (RECIPE section 3; the first has none), what it begins afresh.
 
-        ValueError, of the stream, when no problem would be left.
+        Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
-        if index == 0 or not self.schedule.begins(self.steps_done) or not stage.filter_solved:
+        if not self.schedule.begins(self.steps_done):
             return None
-        solved = self.ledger.solved(index - 1)
-        return Filtered(len(solved), self.ports.stream.exclude(solved))
+        index, stage = self.schedule.enter(self.steps_done)
+        self.evaluations.stage_begins(index)
+        self._rejected_in_a_row = 0
+        if self.config.mixtures:
+            self.ports.stream.mix(self.config.mixtures[index])
+        if stage.restart_optimizer and self.steps_done > 0:
+            self.ports.policy.restart_optimizer()
+        if stage.restart_controller:
+            algorithm = self.config.algorithm
+            self.controller = EntropyController(algorithm.entropy)
+            self.clip_high = ClipHighController(algorithm.loss, algorithm.entropy.target)
+        if index == 0:
+            return None
+        solved = self.ledger.solved(index - 1) if stage.filter_solved else frozenset()
+        outside = self.ledger.outside(index - 1, stage.min_pass_rate, stage.max_pass_rate) - solved
+        if not stage.filter_solved and not outside:
+            return None
+        left = self.ports.stream.exclude(solved | outside)
+        check_prompts(stage, len(solved | outside), left)
+        return Filtered(len(solved), len(outside), left)
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """D_R prompts."""
-        return self.ports.stream.take(stage.prompts_per_step)
+        """D_R prompts, and those that a refill may need; none when the step has been sampled ahead."""
+        return [] if self.supply.has_ahead else self.supply.take(stage)
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
         """Sample gs responses to each prompt; back when the last one is decoded."""
-        seed = derive_seed(self.config.seed, "rollout", self.steps_done)
-        sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
-        self.ports.rollouts.roll_out(prompts, stage.group_size, sampling, seed)
-        self.ports.rollouts.wait_decoded()
+        if not self.supply.has_ahead:
+            self.supply.ask(prompts, stage, self.steps_done)
+            self.ports.rollouts.wait_decoded()
 
     @stopping_verb
     def verify(self) -> tuple[list[Group], RolloutReport]:
         """Wait for the verdicts that are still out. Raises VerificationFailing and StaleRollout."""
-        groups, report = self.ports.rollouts.collect()
+        groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
-        check_versions(groups, self.steps_done)
+        self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)
         return groups, report
+
+    @stopping_verb
+    def sample_ahead(self, stage: StageConfig) -> None:
+        """With staleness allowed, begin with the next step, if it is sure to be of the same stage."""
+        self._ahead = None
+        if self.config.max_staleness and self.schedule.surely_goes_on(self.steps_done):
+            self.supply.ask_ahead(stage, self.steps_done + 1)
+
+    @verb
+    def finish_ahead(self) -> None:
+        """Wait until the next step is decoded, before its engines' weights go; on a stop it is given up."""
+        if not self.supply.asked_ahead:
+            return
+        try:
+            self._ahead = self.supply.finish_ahead()
+        except Stopped:
+            self.supply.abandon_ahead()
 
     @stopping_verb
     def observe(self, index: int, groups: Sequence[Group]) -> None:
@@ -186,13 +230,17 @@ class Loop:
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-        """(kept, rejected)."""
-        return reject(groups, self.config.algorithm.advantage)
+        """(kept, rejected). Raises AllRejected after too many steps in a row of which nothing was kept."""
+        kept, rejected = reject(groups, self.config.algorithm.advantage)
+        self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
+        check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
+        return kept, rejected
 
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
         """The kept groups as samples, after what forward passes the step needs."""
-        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout)
+        stale = self._staleness > 0
+        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
@@ -212,7 +260,7 @@ class Loop:
     @stopping_verb
     def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
         """The SGD steps, all with the same coefficients. Raises TooManySkipped."""
-        objective = make_objective(self.config.algorithm, stage, reading.alpha, reading.clip_high)
+        objective = make_objective(self.config.algorithm, stage, reading.alpha, reading.clip_high, self._staleness > 0)
         step = self.steps_done + 1
         return [self.guard.update(SgdStep(step, i, batch, objective)) for i, batch in enumerate(batches)]
 
@@ -229,36 +277,38 @@ class Loop:
     @verb
     def evaluate(self) -> EvaluationResult | None:
         """avg@k of the new weights, when it is due; a stop leaves it to the resumed run."""
-        samples = self._samples_due()
-        if self.ports.evaluator is None or samples == 0 or self.ports.stop():
+        due = self._evaluation_due()
+        if self.ports.evaluator is None or due == "no" or self.ports.stop():
             return None
         try:
-            result = self.ports.evaluator.evaluate(samples)
+            result = self.ports.evaluator.evaluate(self.evaluations.settings(self.steps_done), due == "whole")
         except Stopped:
             return None
-        self._evaluated_at = self.steps_done
-        if self.steps_done == 0:
-            self._before = result
-        elif self._best is None or result.accuracy > self._best[1]:
-            self._best = (self.steps_done, result.accuracy)
-        if self.steps_done == self.schedule.total_steps:
-            self._after = result
+        self.evaluations.record(self.steps_done, result)
         self.ports.observer.evaluated(self.steps_done, result)
         return result
 
     @verb
-    def report(self, step: Step, evaluation: EvaluationResult | None) -> None:
-        """Rollouts to the observer, one row of metrics to the tracker."""
-        self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept)
-        metrics = step_metrics(step, self.config.hardware) | {"sgd/skipped_in_a_row": float(self.guard.in_a_row)}
+    def measure(self, step: Step, evaluation: EvaluationResult | None) -> dict[str, float]:
+        """The step's metrics but its times and its evaluation; all of them are shown to the stage's plateau rule."""
+        metrics = step_metrics(step, self.config.hardware) | {
+            "sgd/skipped_in_a_row": float(self.guard.in_a_row),
+            "groups/steps_rejected_in_a_row": float(self._rejected_in_a_row),
+        }
         if self.config.safety.alarms:
             metrics |= self._look_for_alarms(step, metrics)
+        self.schedule.read(metrics if evaluation is None else metrics | evaluation_metrics(evaluation))
+        return metrics
+
+    @verb
+    def report(self, step: Step, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
+        """Rollouts to the observer, one row of metrics to the tracker."""
+        self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept)
+        row = dict(metrics) | self.saving.told_write_s()
+        if evaluation is not None:
+            row |= evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
-        for result in evaluations:
-            metrics |= evaluation_metrics(result)
-        if self._write_s is not None:
-            metrics["checkpoint/write_s"], self._write_s = self._write_s, None
-        self.ports.tracker.log(self.steps_done, {**metrics, **self._lap([step.rollout, *step.updates, *evaluations])})
+        self.ports.tracker.log(self.steps_done, row | self._lap([*self._sampled(step), *step.updates, *evaluations]))
 
     @verb
     def save(self) -> None:
@@ -267,13 +317,13 @@ class Loop:
         Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
         copied: it is written while training goes on, and waited for before the next one and at the end of the run.
         """
-        self._finish_save(wait=False)
-        self._snapshot = self.state()
-        best = self._best is not None and self._best[0] == self.steps_done
+        self.saving.finish(wait=False)
+        self.saving.snapshot = self.state()
+        best = self.evaluations.best is not None and self.evaluations.best[0] == self.steps_done
         due = self.steps_done % self.config.checkpoint.every_steps == 0
-        due |= self.steps_done == self.schedule.total_steps or self.ports.stop()
+        due |= self.schedule.over(self.steps_done) or self.ports.stop()
         if due or (best and self.config.checkpoint.keep_best):
-            self._write_checkpoint(best)
+            self.saving.write(self.steps_done, best)
 
     @verb
     def export(self) -> None:
@@ -287,16 +337,16 @@ class Loop:
     @property
     def finished(self) -> bool:
         """All steps are done, and the evaluation after them."""
-        return self.steps_done == self.schedule.total_steps and self._samples_due() == 0
+        return self.schedule.over(self.steps_done) and self._evaluation_due() == "no"
 
     def result(self) -> LoopResult:
         verbs = {name: spent_s for name, spent_s in self._seconds.items() if name not in ("step", "other")}
         return LoopResult(
             steps=self.steps_done,
             finished=self.finished,
-            before=self._before,
-            after=self._after,
-            best_step=None if self._best is None else self._best[0],
+            before=self.evaluations.before,
+            after=self.evaluations.after,
+            best_step=None if self.evaluations.best is None else self.evaluations.best[0],
             wall_s=self._seconds.get("step", 0.0),
             other_s=self._seconds.get("other", 0.0),
             seconds=verbs,
@@ -304,52 +354,53 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, when there is one."""
+        """Go on from the newest checkpoint; a run of one stage without any begins with the previous stage's."""
         newest = self.ports.keeper.newest_intact()
-        if newest is None:
-            return
-        self.restore(self.ports.policy.load(newest))
-        check_steps(self.steps_done, self.schedule.total_steps)
-        self._saved_at = self.steps_done
-        self.ports.observer.resumed(self.steps_done)
+        if newest is not None:
+            self.restore(self.ports.policy.load(newest))
+            self.saving.saved_at = self.steps_done
+            self.ports.observer.resumed(self.steps_done)
+        elif self.config.begin is not None:
+            self.restore(self.ports.policy.load(self.config.begin.checkpoint))
+            self.config.begin.check(self.schedule, self.steps_done)
+            self.evaluations.begin_at(self.steps_done)
+            self._seconds = {}
 
     def state(self) -> dict[str, Any]:
-        """Everything of the loop that a checkpoint needs, JSON-able. The stage follows from ``steps_done``."""
-        before, after = self._before, self._after
+        """Everything of the loop that a checkpoint needs, JSON-able."""
         return {
             "steps_done": self.steps_done,
+            "schedule": self.schedule.state(),
             "controller": self.controller.state(),
             "clip_high": self.clip_high.state(),
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
-            "stream": self.ports.stream.state(),
-            "before": None if before is None else asdict(before),
-            "after": None if after is None else asdict(after),
-            "evaluated_at": self._evaluated_at,
-            "best": None if self._best is None else list(self._best),
+            "stream": self.supply.stream_state(),
+            "evaluations": self.evaluations.state(),
+            "rejected_in_a_row": self._rejected_in_a_row,
             "seconds": dict(self._seconds),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``."""
+        check_state(state, self.state().keys() - {"clip_high"})
         self.steps_done = state["steps_done"]
+        self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
         self.clip_high.restore(state.get("clip_high", self.clip_high.state()))
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])
         self.ports.stream.restore(state["stream"])
-        self._before = None if state["before"] is None else EvaluationResult(**state["before"])
-        self._after = None if state["after"] is None else EvaluationResult(**state["after"])
-        self._evaluated_at = state["evaluated_at"]
-        self._best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self.evaluations.restore(state["evaluations"], self.steps_done)
+        self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])
 
     def _look_for_alarms(self, step: Step, metrics: Mapping[str, float]) -> dict[str, float]:
         """Tell the alarms that begin with this step; returns ``alarm/...``."""
-        first = sum(stage.steps for stage in self.config.stages[: step.stage_index])
-        seen = StepSeen(self.steps_done, step.stage_index, self.steps_done - first, step.stage, metrics)
+        stage_step = self.schedule.stage_step(self.steps_done)
+        seen = StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
         told, found = self.alarms.look(seen)
         for text in told:
             self._alarm(text)
@@ -359,38 +410,19 @@ class Loop:
         logger.info("%s", text)  # not a warning: the observer shows it
         self.ports.observer.alarmed(text)
 
-    def _samples_due(self) -> int:
-        """k of the evaluation that the weights after ``steps_done`` still lack; 0: none."""
-        config = self.config.evaluation
-        if self.ports.evaluator is None or self._evaluated_at == self.steps_done:
-            return 0
-        if self.steps_done in (0, self.schedule.total_steps):
-            return config.samples
-        return config.samples_during if config.every_steps and self.steps_done % config.every_steps == 0 else 0
+    def _evaluation_due(self) -> Due:
+        return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
+
+    def _sampled(self, step: Step) -> list[RolloutReport]:
+        """The roll-outs of this lap: a step that was sampled ahead had its own in the lap before."""
+        own = [] if self._staleness else [step.rollout]
+        return own if self._ahead is None else [*own, self._ahead]
 
     def _lap(self, busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]) -> dict[str, float]:
         """The time metrics since the last row, added to the run's totals."""
-        times = time_metrics(*self.ports.timer.lap(), busy)
+        times = time_metrics(*self.ports.timer.lap(), busy, self._ahead)
         for name, spent_s in times.items():
             if name.startswith("time/"):
                 name = name.removeprefix("time/")
                 self._seconds[name] = self._seconds.get(name, 0.0) + spent_s
         return times
-
-    def _write_checkpoint(self, best: bool) -> None:
-        """The snapshot, which is of ``steps_done``; weights that are saved already are not saved again."""
-        if self._saved_at != self.steps_done:
-            self._finish_save(wait=True)
-            self.ports.policy.save(self.ports.keeper.folder_for(self.steps_done), self._snapshot)
-            self._saved_at = self.steps_done
-            self._saving = (self.steps_done, best)
-        elif best:
-            self._finish_save(wait=True)
-            self.ports.keeper.saved(self.steps_done, best)
-
-    def _finish_save(self, wait: bool) -> None:
-        """When the checkpoint that is being written is complete, tell the keeper: it may now drop older ones."""
-        if self._saving is not None and (write_s := self.ports.policy.finish_save(wait)) is not None:
-            self._write_s = write_s
-            self.ports.keeper.saved(*self._saving)
-            self._saving = None

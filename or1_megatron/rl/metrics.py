@@ -40,10 +40,11 @@ class Metric:
 
 
 VERBS: Mapping[str, str] = {
-    "filter_solved": "stage boundary: drop the problems that the last stage solved",
+    "begin_stage": "stage boundary: mixture, filters, and what begins afresh",
     "take_problems": "draw the step's prompts",
     "roll_out": "sample until the last response is decoded",
     "verify": "wait for the verdicts that are still out",
+    "sample_ahead": "begin with the next step's roll-out (rollout.max_staleness only)",
     "observe": "record pass rates",
     "assign_advantages": "group advantages",
     "reject": "drop groups without advantage",
@@ -52,13 +53,26 @@ VERBS: Mapping[str, str] = {
     "batch": "pack the samples",
     "update": "SGD steps",
     "control_entropy": "move the entropy coefficient",
+    "finish_ahead": "wait for the next step's roll-out (rollout.max_staleness only)",
     "hand_off": "weights to the engines, with probe",
     "evaluate": "held-out accuracy",
-    "report": "compute and record metrics and rollouts",
+    "measure": "compute the metrics, and see whether the stage has converged",
+    "report": "record metrics and rollouts",
     "save": "checkpoint: copy the state; wait for the write before, if it still runs",
     "export": "HF folder",
 }
 """The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
+
+ANY_SET = "<set>"
+"""Stands for a held-out set's name in the names of metrics."""
+
+_OF_A_SET: Mapping[str, str] = {
+    "accuracy": "fraction",
+    "non_truncated_accuracy": "fraction",
+    "truncation_ratio": "fraction",
+    "mean_length": "tokens",
+    "samples": "responses",
+}
 
 _STATUSES: Mapping[str, str] = {
     "right": "right",
@@ -113,6 +127,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
     Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
     Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
+    Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, of which none was kept"),
+    Metric("refill/prompts", "prompts", "drawn beyond D_R, until D_R groups were kept"),
+    Metric("refill/missing", "groups", "that are still missing to D_R with refill_prompts used up"),
+    Metric("refill/surplus_responses", "responses", "begun ahead, not needed, and thrown away"),
     Metric(
         "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
     ),
@@ -125,6 +143,7 @@ METRICS: tuple[Metric, ...] = (
     *(Metric(f"verify/{status}", "responses", f"responses {text}") for status, text in _STATUSES.items()),
     Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
     Metric("verify/retries", "verdicts", "verdicts that had to be tried again"),
+    Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
     Metric("rollout/response_tokens", "tokens", "sampled in this step"),
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time in which an engine was decoding"),
     Metric(
@@ -136,12 +155,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
     *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
+    Metric("filter/outside", "problems", "dropped there beside them: pass rate outside [min, max]_pass_rate"),
     Metric("filter/left", "problems", "left after that"),
     Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, weights after this step"),
     Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
     Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
     Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
     Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
+    *(
+        Metric(f"evaluation/{ANY_SET}/{name}", unit, f"of one held-out set, where there are several: {name}")
+        for name, unit in _OF_A_SET.items()
+    ),
     Metric("checkpoint/write_s", "s", "writing a checkpoint beside training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
     Metric(
@@ -150,6 +174,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/other", "s", "time/step in which no engine decodes and no forward, backward or optimizer step runs"),
     Metric("other_share", "fraction", "time/other over time/step"),
 )
+
+
+def is_metric(name: str, sets: Sequence[str]) -> bool:
+    """Whether a run with these held-out sets may have a metric of that name."""
+    known = {metric.name for metric in METRICS}
+    of_set = {each.replace(ANY_SET, title) for each in known if ANY_SET in each for title in sets}
+    return (name in known and ANY_SET not in name) or (len(sets) > 1 and name in of_set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +208,8 @@ class Filtered:
     """What the online filter did at a stage boundary."""
 
     solved: int
+    outside: int
+    """Dropped for their pass rate, beside those."""
     left: int
 
 
@@ -198,6 +231,8 @@ class Step:
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
     handoff: HandoffReport
+    staleness: int = 0
+    """By how many versions the oldest sampled token was behind the policy."""
 
 
 def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, float]:
@@ -207,12 +242,14 @@ def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, floa
         "stage/max_response_tokens": step.stage.max_response_tokens,
         **rollout_metrics(step.groups, step.rollout),
         **rejection_metrics(step.kept, step.rejected),
+        **refill_metrics(step),
         "entropy/sampled": step.reading.sampled,
         "entropy/estimate": step.reading.entropy,
         "entropy/coefficient": step.reading.alpha,
         "entropy/controller": step.reading.controller,
         "policy/clip_high": step.reading.clip_high,
-        **update_metrics(step.updates, step.stage.sgd_steps == 1),
+        "rollout/staleness": step.staleness,
+        **update_metrics(step.updates, step.stage.sgd_steps == 1 and step.staleness == 0),
         "handoff/bytes": step.handoff.bytes_sent,
         "handoff/transfer_s": step.handoff.transfer_s,
         "handoff/probe_s": step.handoff.probe_s,
@@ -222,6 +259,7 @@ def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, floa
         metrics["handoff/probe_max_abs_diff"] = step.handoff.probe_max_abs_diff
     if step.filtered is not None:
         metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
+        metrics["filter/outside"] = step.filtered.outside
     if step.mismatch is not None:
         metrics["mismatch/mean_abs"] = step.mismatch.mean_abs
         metrics["mismatch/max_abs"] = step.mismatch.max_abs
@@ -264,6 +302,18 @@ def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[Advant
         "groups/rejected_all_right": all_right,
         "groups/rejected_all_wrong": all_wrong,
         "groups/rejected_other": len(rejected) - all_right - all_wrong,
+    }
+
+
+def refill_metrics(step: Step) -> dict[str, float]:
+    """Nothing in a stage without refill."""
+    if step.stage.refill_prompts == 0:
+        return {}
+    wanted = step.stage.prompts_per_step
+    return {
+        "refill/prompts": len(step.groups) - wanted,
+        "refill/missing": max(0, wanted - len(step.kept)),
+        "refill/surplus_responses": step.rollout.surplus_responses,
     }
 
 
@@ -345,26 +395,41 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    metrics = {f"evaluation/{name}": value for name, value in _measured(result).items()}
+    for title, of_set in result.sets.items():
+        metrics |= {f"evaluation/{title}/{name}": value for name, value in _measured(of_set).items()}
+    return metrics
+
+
+def _measured(result: EvaluationResult) -> dict[str, float]:
     metrics = {
-        "evaluation/accuracy": result.accuracy,
-        "evaluation/truncation_ratio": result.truncation_ratio,
-        "evaluation/mean_length": result.mean_length_tokens,
-        "evaluation/samples": result.samples,
+        "accuracy": result.accuracy,
+        "truncation_ratio": result.truncation_ratio,
+        "mean_length": result.mean_length_tokens,
+        "samples": result.samples,
     }
     if result.non_truncated_accuracy is not None:
-        metrics["evaluation/non_truncated_accuracy"] = result.non_truncated_accuracy
+        metrics["non_truncated_accuracy"] = result.non_truncated_accuracy
     return metrics
 
 
 def time_metrics(
-    wall_s: float, seconds: Mapping[str, float], busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]
+    wall_s: float,
+    seconds: Mapping[str, float],
+    busy: Sequence[RolloutReport | EvaluationResult | UpdateReport],
+    ahead: RolloutReport | None = None,
 ) -> dict[str, float]:
     """``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``, ``engine/utilization``.
 
     other = wall - (an engine is decoding) - (forward, backward, optimizer); ``busy`` are the reports of this lap that
-    say so. A ``score`` pass is a forward pass and counts as such. Decoding and training do not overlap in this loop.
+    say so. A ``score`` pass is a forward pass and counts as such. ``ahead``: which of them was decoded while the policy
+    trained; the two begin together, and the shorter is not counted twice.
     """
     useful_s, engine_s = seconds.get("score", 0.0), 0.0
+    if ahead is not None:
+        updates = [report for report in busy if isinstance(report, UpdateReport)]
+        train_s = useful_s + sum(report.forward_backward_s + report.optimizer_s for report in updates)
+        useful_s -= min(train_s, ahead.decode_s)
     for report in busy:
         if isinstance(report, UpdateReport):
             useful_s += report.forward_backward_s + report.optimizer_s

@@ -20,7 +20,24 @@ from or1_megatron.interfaces import (
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.stages import StageSchedule, check_previous
 from or1_megatron.types import EvaluationResult
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a run of stage ``index`` (from 0) begins: in a checkpoint of the run of the stage before it."""
+
+    checkpoint: Path
+    index: int
+    chosen: bool
+    """A person has named this very checkpoint: the stage before counts as ended there."""
+
+    def check(self, schedule: StageSchedule, steps_done: int) -> None:
+        """Let the schedule, restored from the checkpoint, begin stage ``index``. PreviousStageUnfinished: it cannot."""
+        if self.chosen and schedule.current == self.index - 1:
+            schedule.end_here()
+        check_previous(schedule, self.index, steps_done, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,13 @@ class LoopConfig:
     safety: SafetyConfig = SafetyConfig()
     dtype: str = "float32"
     """Of the policy's parameters, as the configuration names it."""
+    stage_count: int | None = None
+    """The run is over when so many stages are. None: all."""
+    begin: Begin | None = None
+    """None: with the model's weights as they are."""
+    mixtures: tuple[tuple[int, ...], ...] = ()
+    """Per stage how often each source appears per epoch; empty: the stream stays as it is."""
+    max_staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)

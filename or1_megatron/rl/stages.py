@@ -5,38 +5,130 @@ Steps are counted over all stages: step k is the state after k rollout steps, so
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from or1_megatron.config import StageConfig
+from or1_megatron.rl.checks import PreviousStageUnfinished, check_stage_over, check_stage_steps, check_steps
+from or1_megatron.rl.plateau import Plateau
 from or1_megatron.types import Group
 
 
 class StageSchedule:
-    """Stages of 3 and 2 steps: steps_done 0, 1, 2 are in stage 0; 3, 4 in stage 1; at 5 the run is over."""
+    """Stages of 3 and 2 steps: steps_done 0, 1, 2 are in stage 0; 3, 4 in stage 1; at 5 the run is over.
 
-    def __init__(self, stages: Sequence[StageConfig]) -> None:
+    A stage ends after its ``steps``, or before that on its plateau. What has ended stays so, whatever the configuration
+    says later; how long the stage that is under way goes on may be changed.
+    """
+
+    def __init__(self, stages: Sequence[StageConfig], count: int | None = None) -> None:
+        """``count``: the run is over when so many stages are; None: all of them."""
         self.stages = tuple(stages)
-        self._ends = list(accumulate(stage.steps for stage in self.stages))
+        self._count = len(self.stages) if count is None else count
+        self._starts = [0]  # of the stages that were entered: steps done before
+        self._ends: list[str] = []  # why each of those but the last ended: "steps", "plateau", "chosen"
+        self._chosen = False
+        self._plateau = self._plateau_of(0)
 
     @property
-    def total_steps(self) -> int:
-        return self._ends[-1]
+    def current(self) -> int:
+        """The stage (from 0) that was entered last."""
+        return len(self._starts) - 1
+
+    @property
+    def most_steps(self) -> int:
+        """Steps done at the end of the run, if no plateau ends a stage before its time."""
+        return self._starts[-1] + sum(stage.steps for stage in self.stages[self.current : self._count])
+
+    def over(self, steps_done: int) -> bool:
+        """Whether no step is left."""
+        return self._next(steps_done) >= self._count
 
     def index(self, steps_done: int) -> int:
-        """The stage (from 0) of the next step after ``steps_done``. ValueError outside [0, total_steps)."""
-        if not 0 <= steps_done < self.total_steps:
-            raise ValueError(f"step {steps_done} is outside the schedule of {self.total_steps} steps")
-        return bisect_right(self._ends, steps_done)
+        """The stage (from 0) of the next step after ``steps_done``. ValueError when there is none."""
+        index = self._next(steps_done)
+        if steps_done < self._starts[-1] or index >= self._count:
+            raise ValueError(f"step {steps_done} is outside the schedule of {self.most_steps} steps")
+        return index
 
     def at(self, steps_done: int) -> StageConfig:
         return self.stages[self.index(steps_done)]
 
     def begins(self, steps_done: int) -> bool:
         """Whether the next step is the first of its stage."""
-        return steps_done == 0 or steps_done in self._ends[:-1]
+        return steps_done == self._starts[-1] or self.index(steps_done) > self.current
+
+    def enter(self, steps_done: int) -> tuple[int, StageConfig]:
+        """The next step's stage, which from now on is the current one."""
+        index = self.index(steps_done)
+        if index > self.current:
+            reached = self._plateau is not None and self._plateau.reached(self.stage_step(steps_done))
+            self._ends.append("chosen" if self._chosen else "plateau" if reached else "steps")
+            self._starts.append(steps_done)
+            self._plateau = self._plateau_of(index)
+            self._chosen = False
+        return index, self.stages[index]
+
+    def stage_step(self, steps_done: int) -> int:
+        """Steps done within the current stage."""
+        return steps_done - self._starts[-1]
+
+    def read(self, metrics: Mapping[str, float]) -> None:
+        """What the last step came to, for the current stage's plateau; of one step it may be told in parts."""
+        if self._plateau is not None:
+            self._plateau.read(metrics)
+
+    def surely_goes_on(self, steps_done: int) -> bool:
+        """Whether the step after the one that comes next is of the same stage, whatever that one comes to."""
+        done = self.stage_step(steps_done) + 1
+        may_end = self._plateau is not None and self._plateau.may_be_reached(done)
+        return done < self.stages[self.current].steps and not may_end
+
+    def end_here(self) -> None:
+        """The current stage ends, since a person has chosen this state of it."""
+        self._chosen = True
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        plateau = None if self._plateau is None else self._plateau.state()
+        return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
+
+    def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
+        """The inverse of ``state``. StageOver, PastTheEnd: stages that had fewer or more steps than they now have."""
+        starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
+        for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
+            check_stage_over(stage, end, last - first)
+        self._starts, self._ends, self._chosen = starts, ends, False
+        check_steps(steps_done, self.most_steps)
+        check_stage_steps(self.stages[self.current], self.stage_step(steps_done))
+        self._plateau = self._plateau_of(self.current)
+        if self._plateau is not None and state["plateau"] is not None:
+            self._plateau.restore(state["plateau"])
+
+    def _next(self, steps_done: int) -> int:
+        done = self.stage_step(steps_done)
+        ended = self._chosen or done >= self.stages[self.current].steps
+        ended |= self._plateau is not None and self._plateau.reached(done)
+        return self.current + int(ended)
+
+    def _plateau_of(self, index: int) -> Plateau | None:
+        config = self.stages[index].plateau
+        return None if config is None else Plateau(config)
+
+
+def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpoint: Path) -> None:
+    """Raise PreviousStageUnfinished unless the step after ``checkpoint`` is the first of stage ``index``."""
+    if not schedule.over(steps_done) and schedule.index(steps_done) == index and schedule.begins(steps_done):
+        return
+    found, wanted = schedule.stages[schedule.current], schedule.stages[index - 1]
+    done = schedule.stage_step(steps_done)
+    raise PreviousStageUnfinished(
+        f"stage {index + 1} ('{schedule.stages[index].name}') begins where stage {index} ('{wanted.name}', "
+        f"{wanted.steps} steps) has ended, but {checkpoint} is of step {done} of stage '{found.name}'; finish stage "
+        f"{index} first (or1 train ... --stage {index}), end it there with --set stages.{index - 1}.steps={done}, or "
+        "name another checkpoint with --set run.previous=..."
+    )
 
 
 class PassRateLedger:
@@ -60,6 +152,14 @@ class PassRateLedger:
         """Problems whose every sample in ``stage`` was right."""
         return frozenset(
             problem for problem, (right, samples) in self._stages.get(stage, {}).items() if right == samples
+        )
+
+    def outside(self, stage: int, lowest: float, highest: float) -> frozenset[str]:
+        """Problems whose share of right samples in ``stage`` lies below ``lowest`` or above ``highest``."""
+        return frozenset(
+            problem
+            for problem, (right, samples) in self._stages.get(stage, {}).items()
+            if not lowest <= right / samples <= highest
         )
 
     def state(self) -> dict[str, Any]:

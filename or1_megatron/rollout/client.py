@@ -15,7 +15,7 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Group, Prompt, RolloutReport, Sampling
+from or1_megatron.types import Group, Prompt, RolloutReport, Sampling, Until
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
 _PROGRESS_S = 0.2
@@ -32,7 +32,9 @@ class RolloutsClient:
         self._deadline_s = step_timeout_s + _MARGIN_S
         self._progress = (0, 0)
 
-    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+    def roll_out(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+    ) -> None:
         """Start sampling; returns when the requests are on their way to the engines.
 
         Raises:
@@ -42,7 +44,7 @@ class RolloutsClient:
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
-        batch = pickle.dumps((list(prompts), group_size, sampling, seed), protocol=5)
+        batch = pickle.dumps((list(prompts), group_size, sampling, seed, until), protocol=5)
         self._progress = (0, len(prompts) * group_size)
         self._get(self._manager.roll_out.remote(batch))
 
@@ -54,6 +56,10 @@ class RolloutsClient:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         groups, report = pickle.loads(self._get(self._manager.collect.remote()))
         return groups, report
+
+    def abandon(self) -> None:
+        """Give up the current roll-out, if there is one; back when the engines are idle. No stop cuts it short."""
+        ray.get(self._manager.abandon.remote(), timeout=self._deadline_s)
 
     def progress(self) -> tuple[int, int]:
         """(responses finished, responses asked for); the last known when the manager does not answer at once."""

@@ -143,6 +143,14 @@ class VllmEngine:
         finished_s = time.time()
         return [self._completion(output, finished_s) for output in outputs if output.finished]
 
+    def abort(self, seeds: Sequence[int]) -> list[int]:
+        """Give up the pending requests of these seeds; returns those that were given up. The others have ended."""
+        wanted = set(seeds)
+        names = [name for name, pending in self._pending.items() if pending.request.seed in wanted]
+        if names:
+            self._engine.abort_request(names)
+        return [self._pending.pop(name).request.seed for name in names]
+
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
         """Log-prob, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
 

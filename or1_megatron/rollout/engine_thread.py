@@ -67,7 +67,7 @@ class EngineThread:
             EngineFailed: the engine is not there any more.
         """
         with self._state:
-            self._state.wait_for(lambda: self._completions or self._failure is not None, timeout=wait_s)
+            self._state.wait_for(lambda: self._completions or self._busy_s or self._failure is not None, timeout=wait_s)
             if self._completions:
                 self._state.wait_for(lambda: self._busy_since_s is None or self._failure is not None, timeout=_LINGER_S)
             if self._failure is not None:
@@ -81,7 +81,9 @@ class EngineThread:
             engine = self._build()
             while True:
                 self._serve_calls(engine, block=engine.pending == 0)
-                if engine.pending:
+                if not engine.pending:  # a call may have aborted all that there was
+                    self._store([], dry=True)
+                else:
                     if self._busy_since_s is None:
                         self._busy_since_s = time.time()
                     self._store(engine.step(), dry=engine.pending == 0)
@@ -102,7 +104,7 @@ class EngineThread:
                 future.set_exception(error)
 
     def _store(self, completions: list[Completion], dry: bool) -> None:
-        if not completions and not dry:
+        if not completions and not (dry and self._busy_since_s is not None):
             return
         with self._state:
             self._completions.extend(completions)

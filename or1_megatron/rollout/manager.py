@@ -19,8 +19,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from or1_megatron.config import VerifyConfig
 from or1_megatron.rollout.engine_thread import Harvest
-from or1_megatron.rollout.sampler import RequestKey, assemble_groups, plan_requests, union_s
-from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Verdict
+from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, plan_requests, union_s
+from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
 from or1_megatron.verify.pool import VerifierPool
 
 _HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
@@ -40,6 +40,7 @@ class _RollOut:
     requests: Mapping[RequestKey, Request]
     keys: Mapping[int, RequestKey]  # by seed, which is what a completion carries
     waiting: deque[Request]
+    ration: Ration
     retries_before: int
     started_s: float = field(default_factory=time.time)
     engine_of: dict[int, int] = field(default_factory=dict)  # by seed, while the engine has it
@@ -49,6 +50,16 @@ class _RollOut:
     judged: asyncio.Event = field(default_factory=asyncio.Event)
     judged_s: float = 0.0
     """When the last verdict came, seconds since the epoch."""
+    given: int = 0
+    """Requests that an engine was given."""
+
+    def group(self, prompt_index: int) -> Group | None:
+        """None while a response or a verdict is missing."""
+        keys = [(prompt_index, sample_index) for sample_index in range(self.group_size)]
+        if any(key not in self.verdicts for key in keys):
+            return None
+        completions, verdicts = tuple(self.completions[key] for key in keys), tuple(self.verdicts[key] for key in keys)
+        return Group(self.prompts[prompt_index], completions, verdicts)
 
 
 class RolloutManager:
@@ -81,6 +92,9 @@ class RolloutManager:
         self._verifiers: VerifierPool | None = None
         self._current: _RollOut | None = None
         self._failure: RolloutError | None = None
+        self._unwanted: dict[int, int] = {}  # engine by seed, of what was given up and is still under way
+        self._idle = asyncio.Event()  # nothing is
+        self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -91,20 +105,22 @@ class RolloutManager:
             self._spawn(self._drain(index))
 
     async def roll_out(self, batch: bytes) -> None:
-        """``batch``: pickled (prompts, group_size, sampling, seed). Returns when the requests are on their way."""
+        """``batch``: pickled (prompts, group_size, sampling, seed, until). Returns when requests are on their way."""
         if self._failure is not None:
             raise self._failure
         if self._current is not None:
             raise RolloutError("roll_out: the previous roll-out has not been collected")
         assert self._verifiers is not None, "start() comes first"
         prompts: list[Prompt]
-        prompts, group_size, sampling, seed = pickle.loads(batch)
+        until: Until | None
+        prompts, group_size, sampling, seed, until = pickle.loads(batch)
         requests = plan_requests(prompts, group_size, sampling, seed)
         keys = {request.seed: key for key, request in requests.items()}
         if len(keys) != len(requests):
             raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
         self._busy_s = [[] for _ in self._engines]
-        self._current = _RollOut(prompts, group_size, requests, keys, deque(requests.values()), self._verifiers.retries)
+        ration, waiting = Ration(len(prompts), until), deque(requests.values())
+        self._current = _RollOut(prompts, group_size, requests, keys, waiting, ration, self._verifiers.retries)
         self._feed(self._current)
 
     async def wait_decoded(self) -> None:
@@ -115,13 +131,27 @@ class RolloutManager:
         """Pickled (groups, RolloutReport), in the order of the prompts."""
         current = self._under_way("collect")
         await self._wait_for(current.judged, current, "judged")
+        await self._wait_for(self._idle, current, "given up")
         self._current = None
-        groups = assemble_groups(current.prompts, current.group_size, current.completions, current.verdicts)
+        prompts = current.prompts[: current.ration.needed]
+        groups = assemble_groups(prompts, current.group_size, current.completions, current.verdicts)
         return pickle.dumps((groups, self._report(current, groups)), protocol=5)
 
     async def progress(self) -> tuple[int, int]:
         current = self._current
-        return (0, 0) if current is None else (len(current.completions), len(current.requests))
+        if current is None:
+            return (0, 0)
+        return len(current.completions), min(current.ration.allowed * current.group_size, len(current.requests))
+
+    async def abandon(self) -> None:
+        """Give up the current roll-out, if there is one; returns when no engine has anything of it."""
+        current = self._current
+        if current is None or self._failure is not None:
+            return
+        current.waiting.clear()
+        self._give_up(current, 0)
+        await asyncio.wait_for(self._idle.wait(), self._step_timeout_s)
+        self._current = None
 
     async def close(self) -> None:
         """End the verifiers. The engines belong to their pool."""
@@ -133,13 +163,15 @@ class RolloutManager:
     def _feed(self, current: _RollOut) -> None:
         """Give waiting requests to whichever engine has least to do, as long as one has room."""
         batches: dict[int, list[Request]] = {}
-        while current.waiting:
+        allowed = current.ration.allowed
+        while current.waiting and current.keys[current.waiting[0].seed][0] < allowed:
             index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
             if self._outstanding[index] >= self._engine_limit:
                 break
             request = current.waiting.popleft()
             batches.setdefault(index, []).append(request)
             current.engine_of[request.seed] = index
+            current.given += 1
             self._outstanding[index] += 1
         for index, requests in batches.items():
             self._spawn(self._submit(index, requests))
@@ -164,6 +196,9 @@ class RolloutManager:
                 self._feed(self._current)
 
     def _took(self, index: int, completion: Completion) -> None:
+        if self._unwanted.get(completion.seed) == index:  # it ended before it could be given up
+            self._forget(completion.seed)
+            return
         current = self._current
         key = None if current is None else current.keys.get(completion.seed)
         if current is None or key is None:
@@ -176,6 +211,31 @@ class RolloutManager:
         if len(current.completions) == len(current.requests):
             current.decoded.set()
 
+    def _give_up(self, current: _RollOut, first_prompt: int) -> None:
+        """What the engines have of the prompts from ``first_prompt`` on is not wanted any more."""
+        of_engine: dict[int, list[int]] = {}
+        for seed, index in list(current.engine_of.items()):
+            if current.keys[seed][0] >= first_prompt:
+                of_engine.setdefault(index, []).append(seed)
+                self._unwanted[seed] = index
+                del current.engine_of[seed]
+        if of_engine:
+            self._idle.clear()
+        for index, seeds in of_engine.items():
+            self._spawn(self._abort(index, seeds))
+
+    async def _abort(self, index: int, seeds: list[int]) -> None:
+        try:
+            for seed in await self._engines[index].call.remote("abort", seeds):
+                self._forget(seed)
+        except (RayTaskError, RayActorError) as error:
+            self._fail(_engine_error(index, error))
+
+    def _forget(self, seed: int) -> None:
+        self._outstanding[self._unwanted.pop(seed)] -= 1
+        if not self._unwanted:
+            self._idle.set()
+
     async def _judge(self, current: _RollOut, key: RequestKey, completion: Completion) -> None:
         assert self._verifiers is not None
         problem = current.requests[key].prompt.problem
@@ -184,16 +244,24 @@ class RolloutManager:
         except Exception as error:  # bad samples get a verdict; this is the verifier pool itself
             self._fail(RolloutError(f"verifying {_name(completion)} failed: {type(error).__name__}: {error}"))
             return
-        if len(current.verdicts) == len(current.requests):
+        if current.ration.over or (group := current.group(key[0])) is None:
+            return
+        current.ration.judged(key[0], group)
+        if current.ration.over:
             current.judged_s = time.time()
+            current.waiting.clear()
+            self._give_up(current, current.ration.needed)
+            current.decoded.set()
             current.judged.set()
+        else:
+            self._feed(current)
 
     async def _wait_for(self, event: asyncio.Event, current: _RollOut, what: str) -> None:
         left_s = self._step_timeout_s - (time.time() - current.started_s)
         try:
             await asyncio.wait_for(event.wait(), max(left_s, 0.0))
         except TimeoutError:
-            done = current.completions if what == "sampled" else current.verdicts
+            done = current.verdicts if what == "judged" else current.completions
             raise RolloutError(
                 f"after rollout.step_timeout_s = {self._step_timeout_s:g} s, {len(current.requests) - len(done)} of "
                 f"{len(current.requests)} responses were not {what}: {self._describe_missing(current, done)}"
@@ -219,6 +287,7 @@ class RolloutManager:
         if self._current is not None:
             self._current.decoded.set()
             self._current.judged.set()
+        self._idle.set()
 
     def _under_way(self, what: str) -> _RollOut:
         if self._failure is not None:
@@ -229,14 +298,18 @@ class RolloutManager:
 
     def _report(self, current: _RollOut, groups: Sequence[Group]) -> RolloutReport:
         assert self._verifiers is not None
+        # An engine may still owe the last stretch of the roll-out before, which was given up half-way.
+        busy_s = [[part for part in parts if part[1] > current.started_s] for parts in self._busy_s]
+        wanted = [completion for group in groups for completion in group.completions]
         return RolloutReport(
-            decode_s=union_s([interval for intervals in self._busy_s for interval in intervals]),
-            engine_busy_s=tuple(union_s(intervals) for intervals in self._busy_s),
+            decode_s=union_s([interval for intervals in busy_s for interval in intervals]),
+            engine_busy_s=tuple(union_s(intervals) for intervals in busy_s),
             wall_s=current.judged_s - current.started_s,
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
-            response_tokens=sum(len(c.token_ids) for group in groups for c in group.completions),
-            verify_tail_s=max(0.0, current.judged_s - max(c.finished_s for c in current.completions.values())),
+            response_tokens=sum(len(completion.token_ids) for completion in wanted),
+            verify_tail_s=max(0.0, current.judged_s - max(completion.finished_s for completion in wanted)),
             verifier_retries=self._verifiers.retries - current.retries_before,
+            surplus_responses=current.given - len(wanted),
         )
 
     def _spawn(self, work: Any) -> None:

@@ -7,9 +7,10 @@ place alone, so the same roll-out can be drawn again, on any number of engines a
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
-from or1_megatron.types import Completion, Group, Prompt, Request, Sampling, Verdict
+from or1_megatron.types import Completion, Group, Prompt, Request, Sampling, Until, Verdict
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the roll-out, index of the sample in its group)."""
@@ -70,6 +71,65 @@ def assemble_groups(
             )
         )
     return groups
+
+
+class Ration:
+    """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
+
+    Without ``until`` all of them. With it the result is the shortest run of prompts with enough groups kept, whatever
+    the order in which groups are judged; engines are sent on to the prompts that are certain to be needed, since every
+    group that was rejected wants one more, and to those that probably will be.
+
+    Worked example, 3 groups wanted of 8 prompts, 0 rejections expected: prompts 0..2 are given out. 1 is rejected:
+    0..3. 3 is kept, then 0: two kept among 0..3, and 2 is still out. 2 is rejected: 0..4. 4 is kept: 0, 3, 4, and the
+    result is prompts 0..4.
+    """
+
+    def __init__(self, prompts: int, until: Until | None) -> None:
+        self._prompts, self._until = prompts, until
+        self._kept: dict[int, bool] = {}
+        self.needed = prompts
+        """Prompts of the result; all, as long as it is not ``over``."""
+        self.over = False
+
+    @property
+    def allowed(self) -> int:
+        """Prompts that may be given out."""
+        if self._until is None:
+            return self._prompts
+        wanted = self._until.kept
+        rejected = sum(not kept for kept in self._kept.values())
+        share = (self._until.expected_rejected * wanted + rejected) / (wanted + len(self._kept))
+        expected = math.ceil(wanted / (1 - share)) if share < 1 else self._prompts
+        return min(max(wanted + self._rejected_for_certain(), expected), self._prompts)
+
+    def judged(self, prompt_index: int, group: Group) -> None:
+        """All responses to this prompt have their verdicts."""
+        self._kept[prompt_index] = self._until is None or bool(self._until.keeps(group))
+        if self._until is None:
+            self.over = len(self._kept) == self._prompts
+            return
+        found = 0
+        for index in range(self._prompts):
+            if index not in self._kept:
+                return
+            found += self._kept[index]
+            if found == self._until.kept:
+                self.needed = index + 1
+                break
+        self.over = True
+
+    def _rejected_for_certain(self) -> int:
+        """Rejected ones that will be part of the result: among the first D_R, those that follow for them, and so on."""
+        assert self._until is not None
+        certain, reached = 0, self._until.kept
+        index = 0
+        while index < min(reached, self._prompts):
+            if self._kept.get(index) is False:
+                certain += 1
+                reached += 1
+            index += 1
+        return certain
 
 
 def union_s(intervals: Sequence[tuple[float, float]]) -> float:

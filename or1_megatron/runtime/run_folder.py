@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 DAMAGED_SUFFIX: Final = ".damaged"
 """Ends the name of a checkpoint that was set aside because its files are not those that were saved."""
 
+LOOP_STATE: Final = "loop.json"
+"""In a checkpoint: the loop's state, that which is no tensor."""
+
 _REPLACED_SUFFIX: Final = ".replaced"
 _STEP = re.compile(r"step_(\d+)")
 

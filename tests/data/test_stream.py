@@ -124,3 +124,42 @@ def test_the_state_of_a_large_stream_is_small() -> None:
     chosen = np.random.default_rng(0).random(50_000) < 0.5
     stream.exclude(frozenset(f"p{n}" for n in np.flatnonzero(chosen)))
     assert len(json.dumps(stream.state())) < 10_000
+
+
+def test_a_mixture_begins_a_new_epoch_of_its_own_sources() -> None:
+    """From 4 + 3 problems to the second source alone, twice each: 6 entries an epoch; and back, and restored."""
+    stream = MixtureStream([Source(prompts("a", 4)), Source(prompts("b", 3))], seed=2)
+    before = stream.state()
+    stream.mix([1, 1])
+    assert stream.state() == before and stream.left == 7
+    stream.take(2)
+    stream.mix([0, 2])
+    assert stream.left == 3 and stream.epoch == 1
+    again = MixtureStream([Source(prompts("a", 4)), Source(prompts("b", 3))], seed=2)
+    again.restore(json.loads(json.dumps(stream.state())))
+    drawn: Counter[str] = Counter()
+    while stream.epoch < 2:
+        batch = ids(stream.take(1))
+        assert batch == ids(again.take(1))
+        drawn.update(batch)
+    assert drawn == {f"b{n}": 2 for n in range(3)}
+    with pytest.raises(DataError, match=r"only 3 are left of 7 .*4 of sources that this stage's mixture leaves out"):
+        stream.take(4)
+    stream.mix([1, 0])
+    assert {id_[0] for _ in range(8) for id_ in ids(stream.take(2))} == {"a"}
+    for wrong in ([1], [0, 0], [1, -1]):
+        with pytest.raises(ValueError, match="expected 2 whole numbers from 0, not all of them 0"):
+            stream.mix(wrong)
+
+
+def test_what_is_taken_first_does_not_depend_on_how_much_is() -> None:
+    """What refill relies on: with repeats and across epochs, the first n of a larger take are those of take(n)."""
+    for n in range(1, 7):
+        sources = [Source(prompts("a", 4), 3), Source(prompts("b", 3))]
+        large, small = MixtureStream(sources, seed=2), MixtureStream(sources, seed=2)
+        for _ in range(20):
+            before = large.state()
+            first = ids(large.take(7))[:n]
+            large.restore(before)
+            assert first == ids(large.take(n)) == ids(small.take(n))
+        assert large.state() == small.state()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from or1_megatron.config import EvaluationConfig
 from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.rl.metrics import evaluation_metrics
 from or1_megatron.types import (
     Completion,
     Group,
@@ -16,6 +19,7 @@ from or1_megatron.types import (
     Prompt,
     RolloutReport,
     Sampling,
+    Until,
     Verdict,
     VersionSpan,
 )
@@ -32,13 +36,20 @@ def response(of: Prompt, sample: int, tokens: int, truncated: bool) -> Completio
     return Completion(of.problem.id, sample, ids, log_probs, "", reason, (VersionSpan(0, 0),), 0, 0, 0.0, 0.0)
 
 
+def settings(*sets: dict[str, Any], **values: Any) -> EvaluationConfig:
+    return EvaluationConfig(data=[{"path": "x.jsonl", **each} for each in sets], seed=7, **values)
+
+
 class Recorded:
     """Rollouts that play back: sample i of problem j has 2 + i tokens, is right for i < j, truncated for i == 2."""
 
     def __init__(self) -> None:
+        self.right: dict[str, int] = {}
         self.asked: list[tuple[Sequence[Prompt], int, Sampling, int]] = []
 
-    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+    def roll_out(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+    ) -> None:
         self.asked.append((prompts, group_size, sampling, seed))
 
     def wait_decoded(self) -> None:
@@ -49,11 +60,16 @@ class Recorded:
         groups = []
         for j, each in enumerate(prompts):
             completions = tuple(response(each, i, 2 + i, truncated=i == 2) for i in range(size))
+            right = self.right.get(each.problem.id, j)
             verdicts = tuple(
-                Verdict(float(i < j and i != 2), "right" if i < j else "wrong", "", "", 0.0) for i in range(size)
+                Verdict(float(i < right and i != 2), "right" if i < right else "wrong", "", "", 0.0)
+                for i in range(size)
             )
             groups.append(Group(each, completions, verdicts))
         return groups, RolloutReport(1.5, (1.5,), 2.0, 0, 0, 0.0, 0)
+
+    def abandon(self) -> None:
+        pass
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)
@@ -62,15 +78,36 @@ class Recorded:
 def test_average_at_k() -> None:
     """3 problems x 3 samples: right are (1, 0), (2, 0), (2, 1): 3 of 9; 3 of the 6 that are not truncated; 3 tokens."""
     rollouts, times = Recorded(), iter([10.0, 14.0])
-    sampling = Sampling(1.0, 1.0, 32)
     prompts = [prompt(j) for j in range(3)]
-    result = HeldOut(prompts, rollouts, sampling, seed=7, max_error_fraction=0.4, clock=lambda: next(times)).evaluate(3)
+    held_out = HeldOut({"aime": prompts}, rollouts, 32, max_error_fraction=0.4, clock=lambda: next(times))
+    result = held_out.evaluate(settings({"name": "aime"}, samples=3), whole=True)
     assert (result.accuracy, result.non_truncated_accuracy) == (pytest.approx(1 / 3), 0.5)
     assert (result.truncation_ratio, result.mean_length_tokens) == (pytest.approx(1 / 3), 3.0)
     assert (result.problems, result.samples, result.decode_s, result.wall_s) == (3, 3, 1.5, 4.0)
-    assert rollouts.asked == [(tuple(prompts), 3, sampling, 7)]
+    assert result.sets == {}
+    assert rollouts.asked == [(tuple(prompts), 3, Sampling(1.0, 1.0, 32), 7)]
+
+
+def test_several_sets() -> None:
+    """Set "one" is problem 1 (right: sample 0), "two" problems 1 and 2 (right: (1, 0), (2, 0), (2, 1)): avg@2 1/2 and
+    3/4, together 5/8 however many problems each has. What a set has of its own beats the settings."""
+    rollouts = Recorded()
+    sets = {"one": [prompt(1)], "two": [prompt(1), prompt(2)]}
+    rollouts.right = {"p1": 1, "p2": 2}
+    held_out = HeldOut(sets, rollouts, 32, max_error_fraction=0.4)
+    two = {"name": "two", "samples_during": 2, "temperature": 0.0, "max_response_tokens": 64}
+    given = settings({"path": "data/one.jsonl"}, two, samples=9, samples_during=2, temperature=0.6, top_p=0.9)
+    result = held_out.evaluate(given, whole=False)
+    assert {name: each.accuracy for name, each in result.sets.items()} == {"one": 0.5, "two": 0.75}
+    assert (result.accuracy, result.problems, result.samples, result.decode_s) == (0.625, 3, 2, 3.0)
+    assert rollouts.asked == [
+        (tuple(sets["one"]), 2, Sampling(0.6, 0.9, 32), 7),
+        (tuple(sets["two"]), 2, Sampling(0.0, 0.9, 64), 7),
+    ]
+    assert evaluation_metrics(result)["evaluation/two/accuracy"] == 0.75
 
 
 def test_without_problems_is_refused() -> None:
-    with pytest.raises(ValueError, match="no held-out problem"):
-        HeldOut([], Recorded(), Sampling(1.0, 1.0, 32), seed=7, max_error_fraction=0.0)
+    for sets in ({}, {"aime": []}):
+        with pytest.raises(ValueError, match="no held-out problem"):
+            HeldOut(sets, Recorded(), 32, max_error_fraction=0.0)

@@ -43,7 +43,7 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
+from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling, Until
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -62,7 +62,9 @@ class RecordedRollouts(TableRollouts):
         self._records = not file.exists()
         self._known: dict[int, list[Group]] = {} if self._records else pickle.loads(file.read_bytes())
 
-    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+    def roll_out(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+    ) -> None:
         if self._records:
             super().roll_out(prompts, group_size, sampling, seed)
             self._known[seed] = self._groups
@@ -92,7 +94,17 @@ class LocalPolicy(PolicyDriver):
 class Run:
     """One start of the run in ``folder``, on this rank."""
 
-    def __init__(self, model: Path, layout: Mapping[str, Any], folder: Path, rollouts: Path, seed: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        layout: Mapping[str, Any],
+        folder: Path,
+        rollouts: Path,
+        seed: int,
+        stages: Sequence[StageConfig] = STAGES,
+        **changes: Any,
+    ) -> None:
+        """``changes``: to the LoopConfig."""
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
@@ -106,13 +118,14 @@ class Run:
         self.loop = Loop(
             LoopConfig(
                 seed=5,
-                stages=STAGES,
+                stages=tuple(stages),
                 algorithm=AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01)),
                 evaluation=EvaluationConfig(),
                 checkpoint=CheckpointConfig(every_steps=1, keep_last=10),
                 layout=BatchLayout(self.mesh.data, budget_tokens=64, alignment=4),
                 max_error_fraction=0.05,
                 export_folder=folder / "hf",
+                **changes,
             ),
             Ports(
                 policy=LocalPolicy(self._lockstep, self.saver, self.rollouts),

@@ -32,6 +32,7 @@ from or1_megatron.types import (
     RolloutReport,
     Sampling,
     TokenScores,
+    Until,
     UpdateReport,
     Verdict,
     VerdictStatus,
@@ -102,17 +103,25 @@ class TableRollouts:
         self.stop_at: int | None = None
         self.on_stop: Callable[[], None] = lambda: None
         self.overrule: Callable[[int, Verdict], Verdict] = lambda _call, verdict: verdict
+        self.under_way = False
         self._groups: list[Group] = []
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version
 
-    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> None:
+    def roll_out(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+    ) -> None:
+        assert not self.under_way, "the roll-out before has neither been collected nor abandoned"
+        self.under_way = True
         self.calls += 1
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
         self._groups = [self._group(prompt, group_size, log_probs, sampling, rng) for prompt in prompts]
+        if until is not None:
+            kept = np.cumsum([until.keeps(group) for group in self._groups])
+            self._groups = self._groups[: int(np.searchsorted(kept, until.kept)) + 1]
 
     def _group(
         self, prompt: Prompt, size: int, log_probs: np.ndarray, sampling: Sampling, rng: np.random.Generator
@@ -148,9 +157,13 @@ class TableRollouts:
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
         self.clock.now_s += 0.25
+        self.under_way = False
         tokens = sum(completion.token_ids.size for group in self._groups for completion in group.completions)
         report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(self._groups), tokens, 0.25, 0)
         return self._groups, report
+
+    def abandon(self) -> None:
+        self.under_way = False
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)
@@ -238,6 +251,9 @@ class TablePolicy:
         self.optimizer.step()
         return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1)
 
+    def restart_optimizer(self) -> None:
+        self.optimizer.state.clear()
+
     def hand_off(self, version: int) -> HandoffReport:
         self.calls.append("hand_off")
         self.clock.now_s += 0.25
@@ -276,6 +292,14 @@ class RiddleStream:
         self.problems = problems
         self.position = 0
         self.excluded: frozenset[str] = frozenset()
+        self.mixtures: list[Sequence[int]] = []
+
+    @property
+    def left(self) -> int:
+        return self.problems - len(self.excluded)
+
+    def mix(self, repeats: Sequence[int]) -> None:
+        self.mixtures.append(repeats)
 
     def take(self, count: int) -> list[Prompt]:
         taken: list[Prompt] = []

@@ -5,7 +5,7 @@ What these do not prove: anything of Megatron, vLLM or Ray, or that the real por
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from or1_megatron.config import (
     CorrectionConfig,
     EntropyConfig,
     EvaluationConfig,
+    EvaluationSetConfig,
     KLConfig,
     SafetyConfig,
     StageConfig,
@@ -31,12 +32,12 @@ from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
-from or1_megatron.rl.metrics import METRICS, VERBS, Hardware
+from or1_megatron.rl.metrics import ANY_SET, METRICS, VERBS, Hardware
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Sampling, Verdict, VersionSpan
+from or1_megatron.types import Verdict, VersionSpan
 
 PROBLEMS = 16
 STAGE = StageConfig(
@@ -59,6 +60,9 @@ class World:
     max_error_fraction: float = 0.05
     hardware: Hardware | None = None
     export_every: int = 0
+    sets: tuple[str, ...] = ("riddles",)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """To the LoopConfig."""
     safety: SafetyConfig = SafetyConfig()
     diary: Diary = field(default_factory=Diary)
     clock: Clock = field(default_factory=Clock)
@@ -68,13 +72,21 @@ class World:
         self.policy = TablePolicy(PROBLEMS, self.rollouts, self.clock)
         self.stream = RiddleStream(PROBLEMS)
         prompts = [problem(j) for j in range(PROBLEMS)]
-        held_out = HeldOut(prompts, self.rollouts, self._sampling(), 99, max_error_fraction=0.05, clock=self.clock)
-        self.loop = Loop(
+        longest = self.stages[-1].max_response_tokens
+        sets = dict.fromkeys(self.sets, prompts)
+        held_out = HeldOut(sets, self.rollouts, longest, max_error_fraction=0.05, clock=self.clock)
+        config = replace(
             LoopConfig(
                 seed=5,
                 stages=tuple(self.stages),
                 algorithm=self.algorithm,
-                evaluation=EvaluationConfig(samples=8, samples_during=2, every_steps=self.evaluate_every),
+                evaluation=EvaluationConfig(
+                    data=tuple(EvaluationSetConfig(path=Path(f"{name}.jsonl")) for name in self.sets),
+                    samples=8,
+                    samples_during=2,
+                    every_steps=self.evaluate_every,
+                    seed=99,
+                ),
                 checkpoint=CheckpointConfig(every_steps=self.every_steps, export_hf_every_steps=self.export_every),
                 layout=BatchLayout(data_ranks=2, budget_tokens=64, alignment=4),
                 max_error_fraction=self.max_error_fraction,
@@ -82,6 +94,10 @@ class World:
                 hardware=self.hardware,
                 safety=self.safety,
             ),
+            **self.changes,
+        )
+        self.loop = Loop(
+            config,
             Ports(
                 policy=self.policy,
                 rollouts=self.rollouts,
@@ -95,9 +111,6 @@ class World:
                 dumps=DumpStore(self.folder / "dumps", self.safety.keep_dumps, {"versions": {}}),
             ),
         )
-
-    def _sampling(self) -> Sampling:
-        return Sampling(1.0, 1.0, self.stages[-1].max_response_tokens)
 
     def stop(self) -> None:
         self.stopped = True
@@ -117,12 +130,16 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
         stage.model_copy(update={"steps": n})
         for stage, n in zip((*TWO_STAGES, TWO_STAGES[1]), (18, 2, 10), strict=True)
     ]
+    few = {"prompts_per_step": 4, "prompts_per_update": 4, "refill_prompts": 2}  # so many are left, and two more
+    stages[2] = stages[2].model_copy(update=few)
     algorithm = AlgorithmConfig(
         entropy=EntropyConfig(target=0.5, delta=0.005),
         kl=KLConfig(reference=Path("start")),
         correction=CorrectionConfig(mode="truncated"),
     )
-    world = World(tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100))
+    world = World(
+        tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100), sets=("one", "two")
+    )
     result = world.loop.run()
     assert result.finished and result.steps == 30
     assert result.before is not None and result.after is not None
@@ -130,7 +147,7 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     rows = world.diary.rows
     assert sorted(rows) == list(range(31))
     known = {metric.name for metric in METRICS}
-    seen = {name for row in rows.values() for name in row}
+    seen = {name.replace("/two/", f"/{ANY_SET}/").replace("/one/", f"/{ANY_SET}/") for r in rows.values() for name in r}
     assert seen == known
     solved = {p for p, (right, n) in world.loop.state()["ledger"]["1"].items() if right == n}
     assert solved and rows[21]["filter/solved"] == len(solved)
@@ -145,11 +162,10 @@ def test_order_of_verbs(tmp_path: Path) -> None:
     world = World(tmp_path, [STAGE.model_copy(update={"steps": 1})])
     world.loop.run()
     before = [(0, "hand_off"), (0, "evaluate")]
-    first = ["filter_solved", "take_problems", "roll_out", "verify", "observe", "assign_advantages", "reject", "score"]
-    done = ["hand_off", "evaluate", "report", "save", "export"]
-    step = [(0, verb) for verb in [*first, "read_entropy", "batch", "update", "control_entropy"]] + [
-        (1, verb) for verb in done
-    ]
+    first = ["begin_stage", "take_problems", "roll_out", "verify", "sample_ahead", "observe", "assign_advantages"]
+    then = ["reject", "score", "read_entropy", "batch", "update", "control_entropy", "finish_ahead"]
+    done = ["hand_off", "evaluate", "measure", "report", "save", "export"]
+    step = [(0, verb) for verb in [*first, *then]] + [(1, verb) for verb in done]
     assert world.diary.verbs == before + step
     assert {verb for _, verb in step} == set(VERBS)
 

@@ -7,7 +7,9 @@ import json
 import pytest
 from fakes import group_of
 
-from or1_megatron.config import StageConfig
+from or1_megatron.config import PlateauConfig, StageConfig
+from or1_megatron.rl.checks import PastTheEnd, StageOver
+from or1_megatron.rl.plateau import Plateau
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 
 
@@ -19,13 +21,95 @@ def stage(name: str, steps: int) -> StageConfig:
 
 def test_schedule() -> None:
     schedule = StageSchedule([stage("a", 3), stage("b", 2)])
-    assert schedule.total_steps == 5
-    assert [schedule.index(k) for k in range(5)] == [0, 0, 0, 1, 1]
-    assert [k for k in range(6) if schedule.begins(k)] == [0, 3]
+    assert schedule.most_steps == 5
+    assert [schedule.index(k) for k in range(4)] == [0, 0, 0, 1]
+    assert [k for k in range(4) if schedule.begins(k)] == [0, 3]
     assert schedule.at(3).name == "b"
-    for outside in (-1, 5):
-        with pytest.raises(ValueError, match="outside the schedule of 5 steps"):
-            schedule.index(outside)
+    with pytest.raises(ValueError, match="outside the schedule of 5 steps"):
+        schedule.index(-1)
+    assert schedule.enter(2)[0] == 0 and schedule.enter(3)[0] == 1
+    assert schedule.index(4) == 1 and not schedule.begins(4) and schedule.stage_step(4) == 1
+    assert schedule.over(5) and not schedule.over(4)
+    with pytest.raises(ValueError, match="outside the schedule of 5 steps"):
+        schedule.index(5)
+
+
+def test_one_stage_of_several() -> None:
+    first = StageSchedule([stage("a", 3), stage("b", 2), stage("c", 4)], count=1)
+    assert first.most_steps == 3 and first.over(3) and not first.over(2)
+    second = StageSchedule([stage("a", 3), stage("b", 2), stage("c", 4)], count=2)
+    second.restore(first.state(), 3)
+    assert not second.over(3) and second.begins(3) and second.enter(3)[1].name == "b"
+    assert second.most_steps == 5 and second.over(5)
+
+
+def test_steps_that_change_on_a_resume() -> None:
+    """Two steps into b, which began at 3. b may end later or now, not before; a is over."""
+    schedule = StageSchedule([stage("a", 3), stage("b", 4), stage("c", 1)])
+    schedule.enter(3)
+    state = json.loads(json.dumps(schedule.state()))
+
+    def again(a: int, b: int) -> StageSchedule:
+        resumed = StageSchedule([stage("a", a), stage("b", b), stage("c", 1)])
+        resumed.restore(state, 5)
+        return resumed
+
+    assert again(3, 9).index(5) == 1 and again(3, 9).most_steps == 13
+    assert again(3, 2).index(5) == 2
+    with pytest.raises(PastTheEnd, match="is of step 2 of stage 'b', whose steps are now 1; give it at least 2"):
+        again(3, 1)
+    with pytest.raises(StageOver, match="stage 'a' ended after 3 steps, and its steps are now 4; put 3 back"):
+        again(4, 4)
+
+
+VALUES = [0.1, 0.3, 0.5, 0.5, 0.5, 0.7, 0.7, 0.6]
+"""Of the worked example: blocks of two have the means 0.2, 0.5, 0.6, 0.65."""
+
+
+@pytest.mark.parametrize(
+    ("gain", "patience", "min_steps", "ends_after"),
+    [
+        (0.1, 1, 0, 6),  # 0.6 is not more than 0.1 above 0.5
+        (0.1, 2, 0, 8),  # and 0.65 not above 0.6, the best by then
+        (0.05, 1, 0, 8),
+        (0.04, 1, 0, None),
+        (0.31, 1, 0, 4),
+        (0.1, 1, 7, 7),  # flat since 6, and never before min_steps
+        (0.1, 3, 0, None),
+    ],
+)
+def test_plateau_by_hand(gain: float, patience: int, min_steps: int, ends_after: int | None) -> None:
+    """At every step the rule is saved and restored: it decides the same."""
+    plateau = PlateauConfig(metric="m", window=2, gain=gain, patience=patience, min_steps=min_steps)
+    stages = [stage("a", 99).model_copy(update={"plateau": plateau}), stage("b", 1)]
+    schedule = StageSchedule(stages)
+    ended = None
+    for step, value in enumerate(VALUES, start=1):
+        might_end = not schedule.surely_goes_on(step - 1)
+        schedule.read({"other": 9.0})
+        schedule.read({"m": value})
+        state = json.loads(json.dumps(schedule.state()))
+        schedule = StageSchedule(stages)
+        schedule.restore(state, step)
+        if schedule.index(step) == 1:
+            assert might_end
+            ended = step
+            break
+    assert ended == ends_after
+    if ended is not None:
+        schedule.enter(ended)
+        assert schedule.state()["ends"] == ["plateau"]
+        schedule.restore(schedule.state(), ended)  # fewer steps than its 99, and no complaint
+
+
+def test_a_falling_metric_is_compared_with_the_best() -> None:
+    """0.5 | 0.2 | 0.45 with window 1: the recovery is progress against the block before, but not against the best."""
+    plateau = Plateau(PlateauConfig(metric="m", window=1, gain=0.0, patience=2))
+    found = []
+    for value in (0.5, 0.2, 0.45):
+        plateau.read({"m": value})
+        found.append(plateau.reached(1))
+    assert found == [False, False, True]
 
 
 def test_ledger_counts_every_sample_of_the_stage() -> None:
@@ -49,3 +133,15 @@ def test_ledger_state_is_a_copy() -> None:
     before = ledger.state()
     ledger.record(0, [group_of([0, 1])])
     assert before == {"0": {"p0": [2, 2]}}
+
+
+def test_pass_rates_outside_bounds() -> None:
+    """Of p0 2 of 4, p1 1 of 4, p2 4 of 4, p3 0 of 4."""
+    ledger = PassRateLedger()
+    ledger.record(
+        0, [group_of([1, 1, 0, 0]), group_of([1, 0, 0, 0], j=1), group_of([1] * 4, j=2), group_of([0] * 4, j=3)]
+    )
+    assert ledger.outside(0, 0.0, 1.0) == frozenset()
+    assert ledger.outside(0, 0.25, 1.0) == {"p3"}
+    assert ledger.outside(0, 0.3, 0.9) == {"p1", "p2", "p3"}
+    assert ledger.outside(1, 0.3, 0.9) == frozenset()

@@ -57,6 +57,17 @@ def test_harvest_of_a_running_engine_does_not_wait_for_its_end() -> None:
     assert thread.call(lambda engine: engine.threads) == {"engine 0"}
 
 
+def test_what_a_call_aborts_ends_the_stretch() -> None:
+    thread = EngineThread(lambda: CountingEngine(step_s=0.01), "engine 0")
+    thread.call(lambda engine: engine.submit(list(range(100, 1100))))
+    thread.harvest(5.0)
+    thread.call(lambda engine: engine.queue.clear())
+    busy: list[tuple[float, float]] = []
+    while not busy:
+        busy += thread.harvest(5.0).busy_s
+    assert len(busy) == 1 and busy[0][1] <= time.time()
+
+
 def test_empty_harvest_returns_after_its_wait() -> None:
     thread = EngineThread(CountingEngine, "engine 0")
     start = time.monotonic()

@@ -6,7 +6,8 @@ The engines' model is random, so the problems' gold answers are made to be right
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from or1_megatron.config import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Sampling
+from or1_megatron.types import Group, Sampling, Until
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -64,6 +65,53 @@ def test_same_seed_gives_the_same_groups_and_another_seed_does_not(rollouts: Rol
         tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
     assert tokens[0] == tokens[1]
     assert tokens[0] != tokens[2]
+
+
+@dataclass
+class ByValue:
+    """A function that goes to an actor as code: this module cannot be imported there."""
+
+    function: Callable[[Group], bool]
+
+    def __call__(self, group: Group) -> bool:
+        return self.function(group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ray.cloudpickle.loads, (ray.cloudpickle.dumps(self.function),)
+
+
+def idle(pool: EnginePool) -> bool:
+    return not any(ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30) for handle in pool.handles)
+
+
+def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    """20 prompts of 6 samples, 3 groups wanted. Whatever the engines were sent on to beyond the result is thrown away
+    and off the engines. That a group of real verdicts is judged by its advantages: rl/test_stage_runs."""
+    first_is_even = ByValue(lambda group: len(group.completions[0].token_ids) % 2 == 0)  # as about half of them are
+    more = [prompt([2, 5 + index, 27], name=f"problem{index}") for index in range(20)]
+    for expected_rejected in (0.0, 0.9):
+        rollouts.roll_out(more, 6, SAMPLING, 5, Until(3, first_is_even, expected_rejected))
+        rollouts.wait_decoded()
+        groups, report = rollouts.collect()
+        assert [group.prompt.problem.id for group in groups] == [f"problem{i}" for i in range(len(groups))]
+        assert len(groups) < 20 and sum(map(first_is_even, groups)) == 3 and first_is_even(groups[-1])
+        assert idle(engine_pool) and (report.surplus_responses > 0 or expected_rejected == 0)
+        assert report.response_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
+        assert 0 < report.decode_s <= report.wall_s + 0.05
+    rollouts.roll_out(more[:3], 6, SAMPLING, 5, Until(4, first_is_even))
+    assert len(rollouts.collect()[0]) == 3  # all that there are
+
+
+def test_abandoned_roll_outs_leave_nothing(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    rollouts.abandon()
+    for _ in range(2):
+        rollouts.roll_out(PROMPTS, 24, Sampling(1.0, 1.0, 100), seed=3)
+        rollouts.abandon()
+        assert rollouts.progress() == (0, 0) and idle(engine_pool)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
+    groups, report = rollouts.collect()
+    assert len(groups) == 5 and report.surplus_responses == 0
+    assert report.decode_s <= report.wall_s + 0.05
 
 
 def test_one_roll_out_at_a_time(rollouts: RolloutsClient) -> None:

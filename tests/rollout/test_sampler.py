@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from engine_fixtures import prompt
 
-from or1_megatron.rollout.sampler import assemble_groups, plan_requests, request_seed, union_s
-from or1_megatron.types import Completion, Sampling, Verdict, VersionSpan
+from or1_megatron.rollout.sampler import Ration, assemble_groups, plan_requests, request_seed, union_s
+from or1_megatron.types import Completion, Group, Sampling, Until, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
 
@@ -62,3 +62,52 @@ def test_groups_come_in_order_of_prompts_and_samples_whatever_the_order_of_arriv
 def test_union_of_intervals_counts_overlap_once() -> None:
     assert union_s([]) == 0.0
     assert union_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (3.0, 3.5)]) == pytest.approx(4.5)
+
+
+def group(kept: bool) -> Group:
+    """Kept by ``right``: its one response is."""
+    return Group(prompt([2]), (completion("p", 0),), (Verdict(float(kept), "right" if kept else "wrong", "", "", 0.0),))
+
+
+def right(judged: Group) -> bool:
+    return bool(judged.rewards[0])
+
+
+def test_ration_worked_example() -> None:
+    """The docstring's: 3 wanted of 8, in this order of verdicts."""
+    ration = Ration(8, Until(3, right))
+    seen = [ration.allowed]
+    for index, kept in ((1, False), (3, True), (0, True), (2, False), (4, True)):
+        assert not ration.over and ration.needed == 8
+        ration.judged(index, group(kept))
+        seen.append(ration.allowed)
+    assert ration.over and ration.needed == 5
+    assert seen == [3, 4, 4, 4, 5, 5]
+
+
+def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
+    """500 drawn cases: judged in any order that the ration lets out, the result is the shortest run of prompts with
+    enough groups kept, or all; what is let out never falls short of it, and never goes back."""
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        prompts, wanted = int(rng.integers(1, 20)), int(rng.integers(1, 8))
+        kept = rng.random(prompts) < rng.random()
+        found = np.flatnonzero(kept.cumsum() >= wanted)
+        expected = int(found[0]) + 1 if found.size else prompts
+        ration, judged = Ration(prompts, Until(wanted, right, expected_rejected=rng.random())), set[int]()
+        while not ration.over:
+            allowed = ration.allowed
+            open_ones = [index for index in range(allowed) if index not in judged]
+            index = int(rng.choice(open_ones))  # there is always one
+            ration.judged(index, group(bool(kept[index])))
+            judged.add(index)
+        assert ration.needed == expected and set(range(expected)) <= judged
+
+
+def test_ration_without_a_condition_is_everything() -> None:
+    ration = Ration(3, None)
+    assert ration.allowed == 3
+    for index in (2, 0, 1):
+        assert not ration.over
+        ration.judged(index, group(False))
+    assert ration.over and ration.needed == 3

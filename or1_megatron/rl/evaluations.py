@@ -1,0 +1,94 @@
+"""Which evaluation is due when, and what those before came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+from or1_megatron.config import EvaluationConfig, StageConfig
+from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.types import EvaluationResult
+
+Due = Literal["no", "during", "whole"]
+"""``whole``: before and after training, with ``samples`` responses per problem; ``during``: with ``samples_during``."""
+
+
+class Evaluations:
+    """The held-out results of a run: before, after, the best in between."""
+
+    def __init__(self, config: EvaluationConfig, schedule: StageSchedule) -> None:
+        self._config, self._schedule = config, schedule
+        self.first_step = 0
+        """Steps done when the run began: more than 0 where it began at a later stage."""
+        self.before: EvaluationResult | None = None
+        self.after: EvaluationResult | None = None
+        self.best: tuple[int, float] | None = None
+        """(step, accuracy)."""
+        self._done_at: int | None = None
+
+    def due(self, steps_done: int) -> Due:
+        """What the weights after ``steps_done`` still lack."""
+        if self._schedule.over(steps_done):
+            return "whole" if self.after is None else "no"
+        if self._done_at == steps_done:
+            return "no"
+        if steps_done == self.first_step:
+            return "whole"
+        every = self.settings(steps_done).every_steps
+        return "during" if every and steps_done % every == 0 else "no"
+
+    def settings(self, steps_done: int) -> EvaluationConfig:
+        """Those of the stage that ended in these weights; before training, of the first stage."""
+        return self._config.in_stage(self._stage(steps_done))
+
+    def record(self, steps_done: int, result: EvaluationResult) -> None:
+        self._done_at = steps_done
+        if steps_done == self.first_step:
+            self.before = result
+        elif self.best is None or result.accuracy > self.best[1]:
+            self.best = (steps_done, result.accuracy)
+        if self._schedule.over(steps_done):
+            self.after = result
+
+    def stage_begins(self, index: int) -> None:
+        """Results of a stage that is evaluated otherwise than the one before cannot be compared with that one's."""
+        stages = self._schedule.stages
+        if index and stages[index].evaluate != stages[index - 1].evaluate:
+            self.best = None
+
+    def begin_at(self, step: int) -> None:
+        """A run of its own begins after ``step``: what another came to is not its result."""
+        self.first_step = step
+        self.before = self.after = self.best = self._done_at = None
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        before, after = self.before, self.after
+        return {
+            "first_step": self.first_step,
+            "before": None if before is None else asdict(before),
+            "after": None if after is None else asdict(after),
+            "best": None if self.best is None else list(self.best),
+            "done_at": self._done_at,
+        }
+
+    def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
+        """The inverse of ``state``; a run that was at its end and is not any more has no result after training."""
+        self.first_step, self._done_at = state["first_step"], state["done_at"]
+        self.before, self.after = _result(state["before"]), _result(state["after"])
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        if not self._schedule.over(steps_done):
+            self.after = None
+
+    def _stage(self, steps_done: int) -> StageConfig:
+        if steps_done == self.first_step and not self._schedule.over(steps_done):
+            return self._schedule.at(steps_done)
+        return self._schedule.stages[self._schedule.current]
+
+
+def _result(state: Mapping[str, Any] | None) -> EvaluationResult | None:
+    if state is None:
+        return None
+    sets = {name: EvaluationResult(**result) for name, result in state["sets"].items()}
+    return EvaluationResult(**{**state, "sets": sets})

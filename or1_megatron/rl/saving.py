@@ -1,0 +1,44 @@
+"""The loop's end of checkpoints: what to go back to on a stop, and saves that are written while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from or1_megatron.interfaces import CheckpointKeeper, Policy
+
+
+class Saving:
+    """Has checkpoints of ``snapshot`` written, one at a time, and the keeper told of each that is complete."""
+
+    def __init__(self, policy: Policy, keeper: CheckpointKeeper) -> None:
+        self._policy, self._keeper = policy, keeper
+        self.snapshot: Mapping[str, Any] = {}
+        """The loop's state after its last complete step."""
+        self.saved_at: int | None = None
+        """The step of the newest checkpoint, be it still being written."""
+        self._writing: tuple[int, bool] | None = None  # (step, best)
+        self._write_s: float | None = None  # of the last one written, until it has been told
+
+    def write(self, step: int, best: bool) -> None:
+        """Save the snapshot, which is of ``step``; weights that are saved already are not saved again."""
+        if self.saved_at != step:
+            self.finish(wait=True)
+            self._policy.save(self._keeper.folder_for(step), self.snapshot)
+            self.saved_at = step
+            self._writing = (step, best)
+        elif best:
+            self.finish(wait=True)
+            self._keeper.saved(step, best)
+
+    def finish(self, wait: bool) -> None:
+        """When the checkpoint that is being written is complete, tell the keeper: it may now drop older ones."""
+        if self._writing is not None and (write_s := self._policy.finish_save(wait)) is not None:
+            self._write_s = write_s
+            self._keeper.saved(*self._writing)
+            self._writing = None
+
+    def told_write_s(self) -> dict[str, float]:
+        """``checkpoint/write_s`` of the last one written, once."""
+        write_s, self._write_s = self._write_s, None
+        return {} if write_s is None else {"checkpoint/write_s": write_s}

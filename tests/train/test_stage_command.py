@@ -1,0 +1,119 @@
+"""``or1 train --stage N``: what it refuses before anything starts, and (slow) both stages as a user trains them.
+
+That what is carried over is equal to the bit: parallel/test_next_stage.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import Training, newest_checkpoint, read_rows
+from typer.testing import CliRunner
+
+from or1_megatron.cli import app
+from or1_megatron.config_file import load_config, resolved_yaml
+from or1_megatron.door import begin_of, check_inputs
+from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.runtime.manifest import CheckpointDamaged, write_manifest
+from or1_megatron.runtime.run_folder import RunFolder
+
+SmallConfig = Callable[[Path], Path]
+
+
+def refused(config: Path, stage: int, *overrides: str) -> str:
+    options = [part for override in overrides for part in ("--set", override)]
+    result = CliRunner().invoke(app, ["train", str(config), "--stage", str(stage), *options])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("or1: error: ") and "Traceback" not in result.output
+    return result.stderr
+
+
+def trained(config: Path, folder: Path, steps: int, *overrides: str) -> Path:
+    """A run folder of stage 1 with a checkpoint after so many steps, as far as its loop's state goes."""
+    loaded = load_config(config, overrides)
+    run = RunFolder(folder)
+    run.create()
+    run.write_config(resolved_yaml(loaded))
+    checkpoint = run.checkpoints / f"step_{steps:06d}"
+    checkpoint.mkdir()
+    state: Mapping[str, Any] = {"steps_done": steps, "schedule": StageSchedule(loaded.stages).state()}
+    (checkpoint / "loop.json").write_text(json.dumps(state))
+    write_manifest(checkpoint)
+    return checkpoint
+
+
+def test_stage_2_without_stage_1(small_config: SmallConfig, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    said = refused(config, 2)
+    assert f"stage 2 ('long') begins from a checkpoint of stage 1 ('short'), and there is none in {tmp_path}" in said
+    assert "run/stage_1, which does not exist; train that stage first (--stage 1), or say" in said
+    assert not (tmp_path / "run").exists()
+    assert "there is none in elsewhere" in refused(config, 2, "run.previous=elsewhere")
+    assert "run.stage = 3, but there are 2 stages" in refused(config, 3)
+    dry = CliRunner().invoke(app, ["train", str(config), "--stage", "2", "--dry-run", "--device", "cpu"])
+    assert dry.exit_code == 0, dry.output
+
+
+def test_stage_2_before_stage_1_has_ended(small_config: SmallConfig, tmp_path: Path) -> None:
+    """2 of 3 steps: refused with three ways out, all of which lead on."""
+    config = small_config(tmp_path / "run")
+    checkpoint = trained(config, tmp_path / "run" / "stage_1", 2)
+    said = refused(config, 2)
+    assert "stage 2 ('long') begins where stage 1 ('short', 3 steps) has ended" in said
+    assert f"{checkpoint} is of step 2 of stage 'short'" in said
+    for way, chosen in (("stages.0.steps=2", False), (f"run.previous={checkpoint}", True)):
+        assert way.rpartition("/")[0] in said or "run.previous=" in said
+        loaded = load_config(config, ["run.stage=2", way])
+        begin = begin_of(loaded, RunFolder(loaded.run.folder), whole=True)
+        assert begin is not None and (begin.checkpoint, begin.index, begin.chosen) == (checkpoint, 1, chosen)
+    done = trained(config, tmp_path / "run" / "stage_1", 3)
+    loaded = load_config(config, ["run.stage=2", "parallel.pipeline=1", "parallel.ranks=1"])
+    begin = begin_of(loaded, RunFolder(loaded.run.folder))
+    assert begin is not None and (begin.checkpoint, begin.chosen) == (done, False)
+    check_inputs(loaded)
+    assert (tmp_path / "run" / "stage_2" / "checkpoints").is_dir()
+
+
+def test_stage_2_of_another_run(small_config: SmallConfig, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    checkpoint = trained(config, tmp_path / "run" / "stage_1", 3, "stages.0.group_size=8", "run.seed=7")
+    said = refused(config, 2, "optimizer.lr=1e-6")
+    assert "stages.0.group_size: was 8, now 4" in said and "run.seed: was 7, now 1" in said
+    assert "optimizer" not in said
+    (checkpoint / "loop.json").write_text((checkpoint / "loop.json").read_text() + " ")
+    loaded = load_config(config, ["run.stage=2", "stages.0.group_size=8", "run.seed=7"])
+    with pytest.raises(CheckpointDamaged, match=r"loop\.json"):
+        begin_of(loaded, RunFolder(loaded.run.folder), whole=True)
+
+
+@pytest.mark.slow
+def test_both_stages_by_command(small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path) -> None:
+    """Stage 1 on one rank; killed within stage 2, which runs on two pipeline stages with the next step sampled ahead
+    and refill, and gone on with; what stage 1 left is not touched, and may go once stage 2 has a checkpoint."""
+    run = tmp_path / "run"
+    config = small_config(run)
+    refill = ["stages.1.refill_prompts=8", "rollout.max_staleness=1"]
+    status, output = train(config, "run.stage=1", "parallel.ranks=1", "parallel.pipeline=1").finish()
+    assert status == 0, output[-3000:]
+    assert newest_checkpoint(run / "stage_1") == 3 and (run / "stage_1" / "hf").is_dir()
+    training = train(config, "run.stage=2", *refill)
+    training.wait_for_checkpoint(run / "stage_2", 4)
+    training.rank(1).kill()
+    training.finish()
+    shutil.rmtree(run / "stage_1")
+    status, output = train(config, "run.stage=2", *refill).finish()
+    assert status == 0, output[-3000:]
+    rows = {row["step"]: row for row in read_rows(run / "stage_2" / "metrics.jsonl")}
+    assert sorted(rows) == [3, 4, 5, 6]
+    assert "evaluation/accuracy" in rows[3] and "reward/mean" not in rows[3]
+    for step in (4, 5, 6):
+        assert rows[step]["stage/index"] == 1 and rows[step]["handoff/probe_max_abs_diff"] < 1e-3
+        assert rows[step]["refill/prompts"] >= 0
+    assert rows[4]["rollout/staleness"] == 0 and 1 in (rows[5]["rollout/staleness"], rows[6]["rollout/staleness"])
+    summary = json.loads((run / "stage_2" / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == 6 and summary["accuracy_before"] is not None
