@@ -9,15 +9,19 @@ not: a submission may recognise a test's *input* and answer from memory, as any 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import time
+from pathlib import Path
 
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning
 from or1_megatron.verify.code_tests import CodeTest, CodeTests, parse_code_tests
 from or1_megatron.verify.compare import output_matches
-from or1_megatron.verify.sandbox import Sandbox, SandboxLimits, describe_exit
+from or1_megatron.verify.program import Program, SandboxLimits, describe_exit
+from or1_megatron.verify.sandbox import Sandbox
 
+_HARNESS = Path(__file__).with_name("code_harness.py")
 _MAX_SOURCE_CHARS = 200_000
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
@@ -31,7 +35,7 @@ class CodeVerifier:
     """
 
     def __init__(self, timeout_s: float = 5.0, limits: SandboxLimits | None = None) -> None:
-        self._sandbox = Sandbox(limits or SandboxLimits(wall_s=timeout_s))
+        self._sandbox = Sandbox(limits or SandboxLimits(cpu_s=timeout_s, wall_s=2 * timeout_s))
         self._tests: tuple[str, CodeTests] | None = None
 
     def check_ground_truth(self, problem: Problem) -> None:
@@ -82,13 +86,19 @@ class CodeVerifier:
 
     def _failure(self, test: CodeTest, source: str) -> str:
         """Why the submission fails this test; "" when it passes."""
-        result = self._sandbox.run(source, test.request, test.stdin)
-        if result.ending == "wall_time":
-            return f"not done within {self._sandbox.limits.wall_s} s"
+        files = {
+            "harness.py": _HARNESS.read_bytes(),
+            "submission.py": source.encode("utf-8", "surrogatepass"),
+            "request.json": json.dumps(test.request).encode(),
+        }
+        program = Program(files, ("{python}", "{box}/harness.py", "{box}/submission.py", "{box}/request.json"))
+        result = self._sandbox.run(program, test.stdin)
+        if result.ending in ("wall_time", "cpu_time"):
+            return f"not done within {self._sandbox.limits.cpu_s} s"
+        if result.ending == "memory":
+            return f"more than {self._sandbox.limits.memory_bytes} bytes of memory"
         if result.ending == "output":
             return f"more than {self._sandbox.limits.output_bytes} bytes of output"
-        if not result.started:
-            raise OSError(result.errors.strip())
         if result.exit_status != 0:
             last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
             return f"{describe_exit(result.exit_status)}: {last_line}"

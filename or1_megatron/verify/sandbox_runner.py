@@ -1,12 +1,9 @@
-"""The program that starts inside the sandbox and runs one test of one submission. Standard library only.
+"""The first program inside every sandbox: confines itself and becomes the program that is to be run.
 
-It is given to the sandbox as a file and never imported by us. It sets the resource limits (hard ones: an
-unprivileged process cannot raise them again), then becomes the submission. What it holds is what the submission may
-know: its own source, the limits and one test's input; never an expected output.
-
-argv: the JSON of the limits. Kinds: ``stdin`` runs the source as ``__main__``; ``evaluate`` runs it as a module, then
-evaluates one expression over its names and writes the encoded value, one line of JSON, to the original standard
-output, while the submission's own prints go nowhere.
+It is given to the sandbox as a file and never imported by us. Standard library only, and little of it: it is started
+once per run. argv: the JSON of {rlimits: {name: value}, gate: descriptor, python: path}, then the program's command.
+The limits are hard ones: an unprivileged process cannot raise them again. At the gate, a socket, it says that it is
+ready, waits for the word, and closes it. A command that is this same Python with a file is run in this process.
 """
 
 from __future__ import annotations
@@ -15,15 +12,7 @@ import json
 import os
 import resource
 import sys
-from types import CodeType, ModuleType
-
-TYPE_CHECKING = False  # typing's own is not worth its import, once per test
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-SOURCE = "/box/submission.py"
-REQUEST = "/box/request.json"
+from types import ModuleType
 
 
 def limit(limits: dict[str, int]) -> None:
@@ -32,92 +21,30 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
 
 
-def encode(value: Any) -> Any:
-    """JSON that keeps the types apart which == keeps apart: tuple, set, frozenset and dict are tagged."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, list):
-        return [encode(item) for item in value]
-    if isinstance(value, tuple):
-        return {"tuple": [encode(item) for item in value]}
-    if isinstance(value, (set, frozenset)):
-        return {"set": [encode(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": value.hex()}
-    if hasattr(value, "tolist"):  # NumPy scalars and arrays
-        return encode(value.tolist())
-    if hasattr(value, "next") and hasattr(value, "val"):
-        return {"list_node": [encode(item) for item in walk_list(value)]}
-    if hasattr(value, "left") and hasattr(value, "right") and hasattr(value, "val"):
-        return {"tree_node": [encode(item) for item in walk_tree(value)]}
-    raise TypeError("a result of type " + type(value).__name__ + " cannot be judged")
-
-
-def walk_list(node: Any) -> Iterator[Any]:
-    """Values of a linked list; a cyclic one ends at the memory or time limit."""
-    while node is not None:
-        yield node.val
-        node = node.next
-
-
-def walk_tree(root: Any) -> list[Any]:
-    """LeetCode's level order: None for a missing child, trailing ones left out."""
-    values: list[Any] = []
-    level = [root]
-    for node in level:
-        values.append(None if node is None else node.val)
-        if node is not None:
-            level += [node.left, node.right]
-    while values and values[-1] is None:
-        values.pop()
-    return values
-
-
-def find(namespace: dict[str, Any], entry_point: str) -> Any:
-    """``f``: the function f, or method f of class Solution; ``Solution().f``: that method of a new instance."""
-    owner, _, name = entry_point.rpartition("().")
-    if not owner and name in namespace:
-        return namespace[name]
-    return getattr(namespace[owner or "Solution"](), name)
-
-
-def evaluate(code: CodeType, request: dict[str, Any]) -> None:
-    channel = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    namespace: dict[str, Any] = {"__name__": "submission", "__builtins__": __builtins__}
-    exec(code, namespace)
-    if request["entry_point"]:
-        namespace["candidate"] = find(namespace, request["entry_point"])
-    if request["arguments"] is None:
-        value = eval(compile(request["expression"], "test", "eval"), namespace)
-    else:
-        value = namespace["candidate"](*request["arguments"])
-    channel.write(json.dumps(encode(value)) + "\n")
-    channel.flush()
+def run_here(path: str, arguments: list[str]) -> None:
+    """What ``python path *arguments`` would do, without starting Python again."""
+    with open(path, "rb") as file:
+        source = file.read()
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(path))
+    main_module = ModuleType("__main__")
+    main_module.__dict__["__file__"] = path
+    sys.modules["__main__"] = main_module  # what the program pickles or looks up is its own
+    exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
 
 
 def main() -> None:
-    sys.setrecursionlimit(100_000)
-    sys.set_int_max_str_digits(0)
-    with open(REQUEST) as file:
-        request = json.load(file)
-    with open(SOURCE) as file:
-        source = file.read()
-    limit(json.loads(sys.argv[1]))
-    code = compile(source, "submission.py", "exec")
-    if request["kind"] == "stdin":
-        main_module = ModuleType("__main__")
-        sys.modules["__main__"] = main_module  # what the submission pickles or looks up is its own
-        exec(code, main_module.__dict__)
+    specification = json.loads(sys.argv[1])
+    command = sys.argv[2:]
+    limit(specification["rlimits"])
+    os.write(specification["gate"], b"r")
+    if os.read(specification["gate"], 1) != b"g":
+        os._exit(1)
+    os.close(specification["gate"])
+    if command[0] == specification["python"]:
+        run_here(command[1], command[2:])
     else:
-        evaluate(code, request)
+        os.execv(command[0], command)
 
 
 main()

@@ -19,7 +19,7 @@ from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code import CodeVerifier, last_python_block
 from or1_megatron.verify.code_tests import parse_code_tests
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox import Sandbox, SandboxLimits, SandboxUnavailable
+from or1_megatron.verify.sandbox import Program, Sandbox, SandboxLimits, SandboxUnavailable
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -228,7 +228,7 @@ def test_the_submission_has_three_descriptors_and_an_unprivileged_uid() -> None:
         "import os\nprint(os.getuid())\nfound = []\nfor fd in range(100):\n    try: os.fstat(fd)\n"
         "    except OSError: continue\n    found.append(fd)\nprint(found)"
     )
-    result = sandbox.run(source, {"kind": "stdin"}, b"")
+    result = sandbox.run(Program({"main.py": source.encode()}, ("{python}", "{box}/main.py")))
     assert result.output.decode().splitlines() == ["65534", "[0, 1, 2]"]
 
 

@@ -1,0 +1,107 @@
+"""What the sandbox is asked, what it answers, and how it fails: the words between the verifiers and the sandbox.
+
+    with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
+        program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))
+        result = sandbox.run(program, stdin=b"21\\n")  # or with limits=..., for this run only
+        accepted = result.succeeded and result.output == b"42\\n"
+
+Whatever the program does is a SandboxResult. When the sandbox itself fails, ``run`` raises SandboxFailure (an OSError),
+for then nothing is known of the program. ``run`` may be called from several threads. Every run gets fresh processes,
+files and scratch space, and nothing of it is left when ``run`` returns.
+
+A compiled program is a file that is ``executable``: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
+executable={"check"})``. A compiler is a program of ours with ``tool=True``, and its product comes back as its output:
+``Program({"a.cpp": source}, ("/bin/sh", "-c", "g++ -o a.out {box}/a.cpp && cat a.out"), tool=True)``.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Literal
+
+Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
+"""exited: by itself, or by a signal; the others: killed for exceeding that limit."""
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine cannot run untrusted code safely; the message says what to install and what does not work."""
+
+
+class SandboxFailure(OSError):
+    """The sandbox of one run failed: it did not start, or the machine, not the program, ran out of something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command and the files that it may read; nothing in here may be secret from it.
+
+    ``files``: name (no folders) to content, read-only in a folder of their own. In ``command``, ``{box}`` stands for
+    that folder and ``{python}`` for the sandbox's interpreter. The working directory is the scratch space.
+    ``tool``: a program of ours, such as a compiler, that may start processes and write scratch files in either tier;
+    where there are no namespaces, submissions may not.
+    """
+
+    files: Mapping[str, bytes]
+    command: tuple[str, ...]
+    executable: AbstractSet[str] = field(default_factory=frozenset)
+    tool: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Of one run. ``cpu_s`` is the time limit; ``wall_s`` bounds what sleeps, and should leave room on a busy machine.
+
+    ``memory_bytes``: each process's address space (the recipe allows 50 GB) and, with cgroups, the sandbox in all.
+    """
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    memory_bytes: int = 4 << 30
+    file_bytes: int = 16 << 20
+    scratch_bytes: int = 64 << 20
+    processes: int = 64
+    open_files: int = 128
+    output_bytes: int = 16 << 20
+
+    def rlimits(self) -> dict[str, int]:
+        """By the names of the ``resource`` module."""
+        return {
+            "RLIMIT_CPU": math.ceil(self.cpu_s),
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """How one run ended. ``output`` is what it wrote to standard output, capped; ``errors`` the end of the other.
+
+    ``exit_status``: 128 + n for a death by signal n. ``cpu_s`` is of all its processes that were waited for.
+    """
+
+    ending: Ending
+    exit_status: int
+    output: bytes
+    errors: str
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def succeeded(self) -> bool:
+        return self.ending == "exited" and self.exit_status == 0
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    number = -status if status < 0 else status - 128
+    try:
+        return f"killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"exit status {status}"
