@@ -9,6 +9,9 @@ Whatever the program does is a SandboxResult. When the sandbox itself fails, ``r
 for then nothing is known of the program. ``run`` may be called from several threads. Every run gets fresh processes,
 files and scratch space, and nothing of it is left when ``run`` returns.
 
+``with sandbox.open(program) as session: session.ask(b"line", timeout_s=1.0)`` keeps one program running and talks to
+it, line by line; see ``verify.sandbox_session``.
+
 A compiled program is a file that is ``executable``: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
 executable={"check"})``. A compiler is a program of ours with ``tool=True``, and its product comes back as its output:
 ``Program({"a.cpp": source}, ("/bin/sh", "-c", "g++ -o a.out {box}/a.cpp && cat a.out"), tool=True)``.
@@ -42,7 +45,7 @@ class Program:
     ``files``: name (no folders) to content, read-only in a folder of their own. In ``command``, ``{box}`` stands for
     that folder and ``{python}`` for the sandbox's interpreter. The working directory is the scratch space.
     ``tool``: a program of ours, such as a compiler, that may start processes and write scratch files in either tier;
-    where there are no namespaces, submissions may not.
+    where there are no namespaces, submissions may do neither: there ``os.fork`` raises PermissionError.
     """
 
     files: Mapping[str, bytes]
@@ -70,7 +73,7 @@ class SandboxLimits:
     def rlimits(self) -> dict[str, int]:
         """By the names of the ``resource`` module."""
         return {
-            "RLIMIT_CPU": math.ceil(self.cpu_s),
+            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,  # behind the reader's, which is exact: for what it does not see
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NPROC": self.processes,

@@ -19,6 +19,7 @@ from or1_megatron.verify.program import (
     describe_exit,
 )
 from or1_megatron.verify.sandbox_bubblewrap import Bubblewrap
+from or1_megatron.verify.sandbox_session import Session, SessionEnded
 
 __all__ = [
     "Program",
@@ -27,6 +28,8 @@ __all__ = [
     "SandboxLimits",
     "SandboxResult",
     "SandboxUnavailable",
+    "Session",
+    "SessionEnded",
     "describe_exit",
 ]
 
@@ -63,6 +66,16 @@ class Sandbox:
             return launched.run()
         finally:
             launched.close()
+
+    def open(self, program: Program, limits: SandboxLimits | None = None) -> Session:
+        """Start a program that is talked to; its ``wall_s`` is for the asker to keep. Raises SandboxFailure."""
+        launched = self._tier.launch(program, None, limits or self.limits)
+        try:
+            launched.wait_at_gate()
+            return Session(launched)
+        except BaseException:
+            launched.close()
+            raise
 
     def close(self) -> None:
         """Give back what outlives a run."""

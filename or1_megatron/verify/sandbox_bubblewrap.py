@@ -6,7 +6,6 @@ an unprivileged uid, a session of its own. Everything in the sandbox dies with i
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -44,9 +43,12 @@ class Bubblewrap:
         self._interpreter = interpreter
         self._runner = _RUNNER.read_bytes()
 
-    def launch(self, program: Program, stdin: bytes, limits: SandboxLimits) -> Launched:
-        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had."""
-        opened = [_memory_file("stdin", stdin)]
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had.
+
+        ``stdin`` None: a pipe that stays open.
+        """
+        opened = [] if stdin is None else [_memory_file("stdin", stdin)]
         status_read, status_write = os.pipe()
         gate, inner_gate = socket.socketpair()
         identity: dict[str, Any] = {}
@@ -61,10 +63,11 @@ class Bubblewrap:
                 binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
             process = subprocess.Popen(
                 [*self._confinement(limits, status_write), *binds, *self._inner(program, limits, inner_gate.fileno())],
-                stdin=opened[0],
+                stdin=subprocess.PIPE if stdin is None else opened[0],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(*opened[1:], status_write, inner_gate.fileno()),
+                pass_fds=(*opened, status_write, inner_gate.fileno()),
+                bufsize=0,
                 cwd="/",
                 env={},
                 **identity,
@@ -102,10 +105,10 @@ class Bubblewrap:
 
     def _inner(self, program: Program, limits: SandboxLimits, gate: int) -> Sequence[str]:
         python = str(self._interpreter)
-        specification = {"rlimits": limits.rlimits(), "gate": gate, "python": python}
+        rlimits = ",".join(f"{name}={value}" for name, value in limits.rlimits().items())
         command = [part.replace("{box}", _BOX).replace("{python}", python) for part in program.command]
         # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
-        runner = [python, "-I", "-B", f"{_BOX}/runner.py", json.dumps(specification)]
+        runner = [python, "-I", "-B", f"{_BOX}/runner.py", str(gate), rlimits]
         return ["--remount-ro", "/", "--chdir", "/tmp", *runner, *command]
 
 

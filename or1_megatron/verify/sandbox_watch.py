@@ -16,9 +16,11 @@ from io import FileIO
 from or1_megatron.verify.program import Ending, SandboxFailure, SandboxLimits, SandboxResult
 
 _SET_UP_S = 60.0
+CPU_POLL_S = 0.01
+_CPUCLOCK_SCHED = 2  # clock_getcpuclockid's encoding: a process's clock is ~pid in the upper bits
 _REAP_S = 5.0
-_STDERR_KEPT_BYTES = 2000
-_CHUNK_BYTES = 1 << 16
+STDERR_KEPT_BYTES = 2000
+CHUNK_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -46,24 +48,31 @@ class Launched:
         if not arrived:
             assert self.process.stderr is not None
             readable, _, _ = select.select([self.process.stderr], [], [], _REAP_S)
-            errors = os.read(self.process.stderr.fileno(), _CHUNK_BYTES) if readable else b""
-            raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-_STDERR_KEPT_BYTES:] or "it ended at once")
+            errors = os.read(self.process.stderr.fileno(), CHUNK_BYTES) if readable else b""
+            raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-STDERR_KEPT_BYTES:] or "it ended at once")
         self.pid = self.process.pid
         if self.status is not None:
-            self.pid = json.loads(self.status.read(_CHUNK_BYTES).splitlines()[0])["child-pid"]
+            self.pid = json.loads(self.status.read(CHUNK_BYTES).splitlines()[0])["child-pid"]
 
     def run(self) -> SandboxResult:
         """Let the program go; its result, with every process ended."""
         started_s = time.monotonic()
-        self.gate.send(b"g")
-        ending, output, errors = self._read(started_s + self.limits.wall_s)
-        cpu_s = self.end()
+        self.release()
+        stopped, output, errors = self._read(started_s + self.limits.wall_s)
+        ending, status, cpu_s = self.ended()
         wall_s = time.monotonic() - started_s
-        if ending == "exited" and cpu_s >= self.limits.cpu_s:
-            ending = "cpu_time"
-        status = self.process.returncode
-        status = 128 - status if status < 0 else status
+        ending = ending if stopped == "exited" else stopped
         return SandboxResult(ending, status, output, errors.decode("utf-8", "replace"), wall_s, cpu_s)
+
+    def release(self) -> None:
+        """Let the program go: the runner becomes it."""
+        self.gate.send(b"g")
+
+    def ended(self) -> tuple[Ending, int, float]:
+        """End what still runs: how it ended as far as the kernel's limits say, exit status, CPU seconds."""
+        cpu_s = self.end()
+        status = self.process.returncode
+        return "cpu_time" if cpu_s >= self.limits.cpu_s else "exited", 128 - status if status < 0 else status, cpu_s
 
     def end(self) -> float:
         """End what still runs and reap it; CPU seconds of all processes. Also after a failed start, and twice."""
@@ -84,7 +93,7 @@ class Launched:
         self.gate.close()
         if self.status is not None:
             self.status.close()
-        for pipe in (self.process.stdout, self.process.stderr):
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
 
@@ -99,13 +108,16 @@ class Launched:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     return "wall_time", bytes(output), bytes(errors)
-                for key, _ in selector.select(remaining_s):
-                    chunk = os.read(key.fd, _CHUNK_BYTES)
+                cpu_left_s = self.limits.cpu_s - self.cpu_s()
+                if cpu_left_s <= 0:
+                    return "cpu_time", bytes(output), bytes(errors)
+                for key, _ in selector.select(min(remaining_s, max(cpu_left_s, CPU_POLL_S))):
+                    chunk = os.read(key.fd, CHUNK_BYTES)
                     if not chunk:
                         selector.unregister(key.fileobj)
                     elif key.data is errors:
                         errors += chunk
-                        del errors[:-_STDERR_KEPT_BYTES]  # the end of a traceback says most; the flood is drained
+                        del errors[:-STDERR_KEPT_BYTES]  # the end of a traceback says most; the flood is drained
                     else:
                         output += chunk
                         if len(output) > self.limits.output_bytes:
@@ -113,6 +125,13 @@ class Launched:
         # both pipes can be closed by a process that goes on
         done = _exited(process.pid, max(deadline_s - time.monotonic(), 0))
         return "exited" if done else "wall_time", bytes(output), bytes(errors)
+
+    def cpu_s(self) -> float:
+        """CPU time of the sandbox's first process, its threads and the children that it has waited for included."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
+        except OSError:  # it has ended
+            return 0.0
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
