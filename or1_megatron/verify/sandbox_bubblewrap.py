@@ -16,6 +16,7 @@ from typing import Any
 
 from or1_megatron.verify.program import Program, SandboxLimits, SandboxUnavailable
 from or1_megatron.verify.sandbox_watch import Launched
+from or1_megatron.verify.seccomp import UnknownMachine, namespaced_filter
 
 _RUNNER = Path(__file__).with_name("sandbox_runner.py")
 UNPRIVILEGED_ID = 65534  # nobody
@@ -42,6 +43,10 @@ class Bubblewrap:
         self._executable = executable
         self._interpreter = interpreter
         self._runner = _RUNNER.read_bytes()
+        try:
+            self._filter = namespaced_filter()
+        except UnknownMachine as error:
+            raise SandboxUnavailable(str(error)) from None
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
         """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had.
@@ -55,8 +60,9 @@ class Bubblewrap:
         if os.geteuid() == 0:  # root is exempt from RLIMIT_NPROC even inside a user namespace
             identity = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
         try:
+            opened.append(_memory_file("seccomp", self._filter))
+            binds = ["--seccomp", str(opened[-1])]
             files = {"runner.py": self._runner, **program.files}
-            binds: list[str] = []
             for name, content in files.items():
                 opened.append(_memory_file(name, content))
                 mode = "0555" if name in program.executable else "0444"
