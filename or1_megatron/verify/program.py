@@ -30,6 +30,9 @@ Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 """exited: by itself, or by a signal; the others: killed for exceeding that limit."""
 
 
+SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
+
+
 class SandboxUnavailable(RuntimeError):
     """This machine cannot run untrusted code safely; the message says what to install and what does not work."""
 

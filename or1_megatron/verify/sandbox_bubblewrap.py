@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.verify.program import Program, SandboxLimits, SandboxUnavailable
-from or1_megatron.verify.sandbox_watch import Launched
+from or1_megatron.verify.sandbox_watch import Launched, specification
 from or1_megatron.verify.seccomp import UnknownMachine, namespaced_filter
 
 _RUNNER = Path(__file__).with_name("sandbox_runner.py")
 UNPRIVILEGED_ID = 65534  # nobody
 _BOX = "/box"
-_ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 class Bubblewrap:
@@ -53,22 +53,22 @@ class Bubblewrap:
 
         ``stdin`` None: a pipe that stays open.
         """
-        opened = [] if stdin is None else [_memory_file("stdin", stdin)]
+        opened = [] if stdin is None else [memory_file("stdin", stdin)]
         status_read, status_write = os.pipe()
-        gate, inner_gate = socket.socketpair()
+        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         identity: dict[str, Any] = {}
         if os.geteuid() == 0:  # root is exempt from RLIMIT_NPROC even inside a user namespace
             identity = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
         try:
-            opened.append(_memory_file("seccomp", self._filter))
+            opened.append(memory_file("seccomp", self._filter))
             binds = ["--seccomp", str(opened[-1])]
             files = {"runner.py": self._runner, **program.files}
             for name, content in files.items():
-                opened.append(_memory_file(name, content))
+                opened.append(memory_file(name, content))
                 mode = "0555" if name in program.executable else "0444"
                 binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
             process = subprocess.Popen(
-                [*self._confinement(limits, status_write), *binds, *self._inner(program, limits, inner_gate.fileno())],
+                [*self._confinement(limits, status_write), *binds, *self._inner(inner_gate.fileno())],
                 stdin=subprocess.PIPE if stdin is None else opened[0],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -86,7 +86,11 @@ class Bubblewrap:
             inner_gate.close()
             for descriptor in (*opened, status_write):
                 os.close(descriptor)
-        return Launched(process, gate, os.fdopen(status_read, "rb", buffering=0), limits)
+        launched = Launched(process, gate, os.fdopen(status_read, "rb", buffering=0), limits)
+        python = str(self._interpreter)
+        command = [part.replace("{box}", _BOX).replace("{python}", python) for part in program.command]
+        launched.instruct(specification(limits.rlimits(), command, None))
+        return launched
 
     def _confinement(self, limits: SandboxLimits, status_descriptor: int) -> list[str]:
         prefix = self._interpreter.parent.parent
@@ -105,20 +109,17 @@ class Bubblewrap:
             arguments += ["--ro-bind", str(prefix), str(prefix)]
         size = ["--size", str(limits.scratch_bytes), "--tmpfs"]
         arguments += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev", *size, "/tmp"]
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         return arguments
 
-    def _inner(self, program: Program, limits: SandboxLimits, gate: int) -> Sequence[str]:
-        python = str(self._interpreter)
-        rlimits = ",".join(f"{name}={value}" for name, value in limits.rlimits().items())
-        command = [part.replace("{box}", _BOX).replace("{python}", python) for part in program.command]
+    def _inner(self, gate: int) -> Sequence[str]:
         # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
-        runner = [python, "-I", "-B", f"{_BOX}/runner.py", str(gate), rlimits]
-        return ["--remount-ro", "/", "--chdir", "/tmp", *runner, *command]
+        runner = [str(self._interpreter), "-I", "-B", f"{_BOX}/runner.py", str(gate)]
+        return ["--remount-ro", "/", "--chdir", "/tmp", *runner]
 
 
-def _memory_file(name: str, content: bytes) -> int:
+def memory_file(name: str, content: bytes) -> int:
     """A descriptor, at its start, of an anonymous file: no name that another process could open."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     view = memoryview(content)

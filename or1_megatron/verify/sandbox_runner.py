@@ -1,23 +1,61 @@
 """The first program inside every sandbox: confines itself and becomes the program that is to be run.
 
 It is given to the sandbox as a file and never imported by us. It imports as little as it can: it is started once per
-run. argv: the descriptor of the gate, resource limits as "NAME=value,...", then the program's command. The limits are
-hard ones: an unprivileged process cannot raise them again. At the gate, a socket, it says that it is ready, waits for
-the word, and closes it. A command that is this same Python with a file is run in this process.
+run. argv: the descriptor of the gate, a socket. From there it reads its instructions (a marshalled dict): ``rlimits``
+{name: value}, ``command``, and ``lock``, for a tier whose confinement is put on from inside. Then it says at the gate
+that it is ready, waits for the word, and closes it. Limits are hard ones: an unprivileged process cannot raise them
+again. A command that is this same Python with a file is run in this process.
 """
 
 from __future__ import annotations
 
+import marshal
 import os
 import resource
 import sys
 from types import ModuleType
 
+TYPE_CHECKING = False  # typing's own is not worth its import
+if TYPE_CHECKING:
+    from typing import Any
 
-def limit(limits: str) -> None:
-    for entry in limits.split(","):
-        name, _, value = entry.partition("=")
-        resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+
+def limit(limits: dict[str, int]) -> None:
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def lock(to: dict[str, Any]) -> None:
+    """Confine this process for good: die with ``parent``, gain nothing by exec, Landlock ``rules``, seccomp ``filter``.
+
+    ``attributes``: of the ruleset, 64 bits each; ``rules``: (path, rights). Numbers: linux/prctl.h, linux/landlock.h.
+    """
+    import ctypes
+    import struct
+
+    def call(function: Any, *arguments: Any) -> int:
+        result: int = function(*arguments)
+        if result < 0:
+            raise OSError(ctypes.get_errno(), f"{arguments[0]}: {os.strerror(ctypes.get_errno())}")
+        return result
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    call(libc.prctl, 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != to["parent"]:
+        os._exit(1)
+    call(libc.prctl, 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    if "rules" in to:
+        attributes = struct.pack(f"={len(to['attributes'])}Q", *to["attributes"])
+        ruleset = call(libc.syscall, 444, attributes, ctypes.c_size_t(len(attributes)), 0)
+        for path, rights in to["rules"]:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            call(libc.syscall, 445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+            os.close(descriptor)
+        call(libc.syscall, 446, ruleset, 0)
+        os.close(ruleset)
+    code = ctypes.create_string_buffer(to["filter"], len(to["filter"]))
+    header = struct.pack("HP", len(to["filter"]) // 8, ctypes.addressof(code))
+    call(libc.prctl, 22, 2, header, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def run_here(path: str, arguments: list[str]) -> None:
@@ -33,12 +71,16 @@ def run_here(path: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    gate, limits, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    limit(limits)
+    gate = int(sys.argv[1])
+    instructions = marshal.loads(os.read(gate, 1 << 20))
+    limit(instructions["rlimits"])
+    if instructions["lock"]:
+        lock(instructions["lock"])
     os.write(gate, b"r")
     if os.read(gate, 1) != b"g":
         os._exit(1)
     os.close(gate)
+    command = instructions["command"]
     if command[0] == sys.executable and not command[1].startswith("-"):
         run_here(command[1], command[2:])
     else:

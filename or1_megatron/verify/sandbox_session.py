@@ -35,7 +35,7 @@ class Session:
 
     def ask(self, line: bytes, timeout_s: float) -> bytes:
         """Send one line (without its end) and wait for the next line out, without its end. Raises SessionEnded."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s - self._launched.starved_s()
         process, unsent = self._process, memoryview(line + b"\n")
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with selectors.DefaultSelector() as selector:
@@ -45,7 +45,7 @@ class Session:
             while (end := self._pending.find(b"\n")) < 0:
                 if len(self._pending) > self._launched.limits.output_bytes:
                     raise SessionEnded("output", f"more than {self._launched.limits.output_bytes} bytes of output")
-                remaining_s = deadline_s - time.monotonic()
+                remaining_s = deadline_s + self._launched.starved_s() - time.monotonic()
                 if remaining_s <= 0:
                     raise SessionEnded("wall_time", f"no answer within {timeout_s:g} s")
                 cpu_left_s = self._launched.limits.cpu_s - self._launched.cpu_s()

@@ -1,0 +1,181 @@
+"""Memory and process limits of a whole sandbox, and of all sandboxes of a node together: cgroups, v2 or v1.
+
+    <our own group>/or1-verify              the node's budget, shared by all verifiers on it
+    <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, for a removed group lingers in the kernel
+
+Where no such group can be made there are none: resource limits then bound each process, and nothing bounds their sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+_NAME = "or1-verify"
+_CONTROLLERS = ("memory", "pids")
+_EMPTY_S = 5.0
+
+
+@dataclass(slots=True)
+class Cgroup:
+    """One group: its folder per controller (twice the same in v2). Not thread-safe: one run has it at a time."""
+
+    folders: dict[str, Path]
+    unified: bool
+    _written: dict[str, int] = field(default_factory=dict)
+    _before: tuple[int, int] = (0, 0)
+
+    def limit(self, memory_bytes: int, processes: int) -> None:
+        self._write("memory", "memory.max" if self.unified else "memory.limit_in_bytes", memory_bytes)
+        self._write("pids", "pids.max", processes)
+        self._before = self._counts()
+
+    def add(self, pid: int) -> None:
+        """This process, and all that it will start. Raises OSError when it is gone."""
+        for folder in set(self.folders.values()):
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def out_of_memory(self) -> tuple[bool, bool]:
+        """Since ``limit``: whether a process here was killed for want of memory, and whether this group's own limit,
+        rather than the node's or the machine's, was reached."""
+        kills, own = (now - before for now, before in zip(self._counts(), self._before, strict=True))
+        return kills > 0, own > 0
+
+    def members(self) -> list[int]:
+        return [int(pid) for pid in (self.folders["pids"] / "cgroup.procs").read_text().split()]
+
+    def remove(self) -> None:
+        """Of an empty group; one whose last process is just ending is waited for."""
+        deadline_s = time.monotonic() + _EMPTY_S
+        for folder in set(self.folders.values()):
+            while folder.is_dir():
+                try:
+                    folder.rmdir()
+                except OSError:
+                    if time.monotonic() > deadline_s:
+                        return
+                    time.sleep(0.01)
+
+    def _counts(self) -> tuple[int, int]:
+        """(processes killed for want of memory, times that the own limit was reached), since the group was made."""
+        folder = self.folders["memory"]
+        if self.unified:
+            events = _table(folder / "memory.events")
+            return events.get("oom_kill", 0), events.get("oom", 0)
+        kills = _table(folder / "memory.oom_control").get("oom_kill", 0)
+        return kills, int((folder / "memory.failcnt").read_text())
+
+    def _write(self, controller: str, name: str, value: int) -> None:
+        if self._written.get(name) != value:
+            (self.folders[controller] / name).write_text(str(value))
+            self._written[name] = value
+
+
+class CgroupPool:
+    """Groups for the sandboxes of this process. ``open`` gives None where cgroups cannot be used."""
+
+    def __init__(self, parents: dict[str, Path], unified: bool) -> None:
+        self._parents, self._unified = parents, unified
+        self._numbers = itertools.count()
+        self._idle: list[Cgroup] = []
+        self._all: list[Cgroup] = []
+
+    @classmethod
+    def open(cls, node_memory_bytes: int | None) -> CgroupPool | None:
+        """``node_memory_bytes``: of all sandboxes on this node together; None leaves what is set."""
+        for bases, unified in (_unified_base(), True), (_split_bases(), False):
+            if not bases:
+                continue
+            try:
+                parents = {controller: base / _NAME for controller, base in bases.items()}
+                for parent in set(parents.values()):
+                    parent.mkdir(exist_ok=True)
+                    if unified:
+                        (parent / "cgroup.subtree_control").write_text("+memory +pids")
+                if node_memory_bytes is not None:
+                    Cgroup(parents, unified)._write(
+                        "memory", "memory.max" if unified else "memory.limit_in_bytes", node_memory_bytes
+                    )
+                pool = cls(parents, unified)
+                pool._remove_those_of_the_dead()
+                pool.release(pool.take())
+            except OSError:  # not ours to change, or a controller that is not handed down
+                continue
+            return pool
+        return None
+
+    @property
+    def version(self) -> int:
+        return 2 if self._unified else 1
+
+    def take(self) -> Cgroup:
+        """A group that nobody uses; list operations are atomic, so any thread may ask."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            name = f"{os.getpid()}-{next(self._numbers)}"
+            folders = {controller: parent / name for controller, parent in self._parents.items()}
+            for folder in set(folders.values()):
+                folder.mkdir()
+            group = Cgroup(folders, self._unified)
+            self._all.append(group)
+            return group
+
+    def release(self, group: Cgroup) -> None:
+        self._idle.append(group)
+
+    def close(self) -> None:
+        """Remove this process's groups; the node's stays while another has groups in it."""
+        for group in self._all:
+            group.remove()
+        self._all, self._idle = [], []
+        for parent in set(self._parents.values()):
+            try:
+                parent.rmdir()
+            except OSError:
+                continue
+
+    def _remove_those_of_the_dead(self) -> None:
+        for parent in set(self._parents.values()):
+            for folder in parent.iterdir():
+                owner = folder.name.partition("-")[0]
+                if folder.is_dir() and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+                    try:
+                        folder.rmdir()
+                    except OSError:  # its sandbox is still ending
+                        continue
+
+
+def _unified_base() -> dict[str, Path]:
+    """Our own group in v2, if it hands memory and pids down to its children."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            base = _existing(_MOUNT, line.removeprefix("0::"))
+            handed_down = base / "cgroup.subtree_control"
+            if handed_down.is_file() and set(_CONTROLLERS) <= set(handed_down.read_text().split()):
+                return dict.fromkeys(_CONTROLLERS, base)
+    return {}
+
+
+def _split_bases() -> dict[str, Path]:
+    """Our own groups in v1, one per controller."""
+    bases = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        for controller in set(names.split(",")) & set(_CONTROLLERS):
+            bases[controller] = _existing(_MOUNT / controller, path)
+    return bases if len(bases) == len(_CONTROLLERS) and all(base.is_dir() for base in bases.values()) else {}
+
+
+def _existing(mount: Path, path: str) -> Path:
+    """The group's folder; the mount itself where a container shows only its own part of the tree."""
+    folder = mount / path.lstrip("/")
+    return folder if folder.is_dir() else mount
+
+
+def _table(file: Path) -> dict[str, int]:
+    return {name: int(value) for name, value in (line.split() for line in file.read_text().splitlines())}
