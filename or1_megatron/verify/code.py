@@ -1,27 +1,27 @@
 """The code verifier: the last fenced Python block of the answer, judged by all tests of the problem.
 
-What is hostile-proof: expected outputs never enter the process that runs the submission, so nothing in there (stack
-frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward except by being right;
-the same holds for asserts, which are split into a call inside and a literal outside (``verify.code_tests``). What is
-not: a submission may recognise a test's *input* and answer from memory, as any program may.
+What is hostile-proof: expected outputs, test programs and checkers never enter the process that runs the submission,
+so nothing in there (stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward
+except by being right (``verify.code_run``). What is not: a submission may recognise a test's *input* and answer from
+memory, as any program may.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import time
 from pathlib import Path
 
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning
-from or1_megatron.verify.code_tests import CodeTest, CodeTests, parse_code_tests
-from or1_megatron.verify.compare import output_matches
-from or1_megatron.verify.program import Program, SandboxLimits, describe_exit
+from or1_megatron.verify.checker_programs import CheckerFailed, CheckerPrograms
+from or1_megatron.verify.code_records import CodeTests
+from or1_megatron.verify.code_run import CodeRun, Outcome
+from or1_megatron.verify.code_tests import parse_code_tests
+from or1_megatron.verify.program import SandboxLimits
 from or1_megatron.verify.sandbox import Sandbox
 
-_HARNESS = Path(__file__).with_name("code_harness.py")
 _MAX_SOURCE_CHARS = 200_000
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
@@ -30,20 +30,33 @@ _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 class CodeVerifier:
     """``interfaces.Verifier`` for ability "code".
 
-    ``timeout_s`` limits each test; a submission that exceeds it is wrong (too slow), not a failure of the verifier.
+    ``timeout_s`` is each test's CPU time, ``budget_s`` the wall time of all tests of a problem; a submission that
+    exceeds one is wrong (too slow), not a failure of the verifier. ``early_stop``: the first failure ends it.
+    ``headers``: a folder that holds testlib.h. ``sandbox`` is taken over, with its own limits.
     Raises SandboxUnavailable at construction when no sandbox can be had.
     """
 
-    def __init__(self, timeout_s: float = 5.0, limits: SandboxLimits | None = None) -> None:
-        self._sandbox = Sandbox(limits or SandboxLimits(cpu_s=timeout_s, wall_s=2 * timeout_s))
+    def __init__(
+        self,
+        timeout_s: float = 5.0,
+        limits: SandboxLimits | None = None,
+        early_stop: bool = True,
+        budget_s: float = 120.0,
+        headers: Path | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self._sandbox = sandbox or Sandbox(limits or SandboxLimits(cpu_s=timeout_s, wall_s=2 * timeout_s))
+        self._checkers = CheckerPrograms(self._sandbox, headers)
+        self._run = CodeRun(self._sandbox, self._checkers, budget_s)
+        self._early_stop = early_stop
         self._tests: tuple[str, CodeTests] | None = None
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError when the ground truth holds no tests that can be run."""
-        parse_code_tests(problem.ground_truth)
+        """Raises ValueError when the ground truth holds no tests that can be run, or a checker that cannot."""
+        self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Reward 1 when every test passes; the first that fails ends it and is named in ``detail``."""
+        """Reward 1 when every test passes; ``detail`` has each test's result, and why the first that failed did."""
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
@@ -61,48 +74,36 @@ class CodeVerifier:
         broken = _syntax_error(source)
         if broken:
             return verdict("wrong", source, broken)
+        tests = self._tests_of(problem)
+        outcomes: list[Outcome] = []
         try:
-            failure = self._first_failure(self._tests_of(problem), source)
+            for outcome in self._run.outcomes(tests, source):
+                outcomes.append(outcome)
+                if self._early_stop and not outcome.passed:
+                    break
         except OSError as error:  # no process, memory or descriptor for a sandbox: says nothing of the submission
-            return verdict("error", source, f"the sandbox did not start: {error}")
-        if failure is None:
-            return verdict("right", source, "all tests passed")
-        return verdict("wrong", source, failure)
+            return verdict("error", source, f"the sandbox failed: {error}")
+        except CheckerFailed as error:
+            return verdict("error", source, str(error))
+        right = all(outcome.passed for outcome in outcomes) and len(outcomes) == len(tests.tests)
+        return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """Nothing stays between two verdicts."""
+        """End what the sandbox holds."""
+        self._sandbox.close()
 
     def _tests_of(self, problem: Problem) -> CodeTests:
         if self._tests is None or self._tests[0] != problem.ground_truth:
             self._tests = (problem.ground_truth, parse_code_tests(problem.ground_truth))
         return self._tests[1]
 
-    def _first_failure(self, tests: CodeTests, source: str) -> str | None:
-        for test in tests.tests:
-            failure = self._failure(test, tests.prefix + source)
-            if failure:
-                return f"{test.name}: {failure}"
-        return None
 
-    def _failure(self, test: CodeTest, source: str) -> str:
-        """Why the submission fails this test; "" when it passes."""
-        files = {
-            "harness.py": _HARNESS.read_bytes(),
-            "submission.py": source.encode("utf-8", "surrogatepass"),
-            "request.json": json.dumps(test.request).encode(),
-        }
-        program = Program(files, ("{python}", "{box}/harness.py", "{box}/submission.py", "{box}/request.json"))
-        result = self._sandbox.run(program, test.stdin)
-        if result.ending in ("wall_time", "cpu_time"):
-            return f"not done within {self._sandbox.limits.cpu_s} s"
-        if result.ending == "memory":
-            return f"more than {self._sandbox.limits.memory_bytes} bytes of memory"
-        if result.ending == "output":
-            return f"more than {self._sandbox.limits.output_bytes} bytes of output"
-        if result.exit_status != 0:
-            last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
-            return f"{describe_exit(result.exit_status)}: {last_line}"
-        return "" if output_matches(result.output, test.expected, test.comparison) else "wrong output"
+def describe(outcomes: list[Outcome], tests: int) -> str:
+    """Every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
+    marks = "".join("." if outcome.passed else "F" for outcome in outcomes).ljust(tests, "-")
+    passed = sum(outcome.passed for outcome in outcomes)
+    failed = next((f"; {outcome.name}: {outcome.failure}" for outcome in outcomes if not outcome.passed), "")
+    return f"{passed} of {tests} tests passed [{marks}]{failed}"
 
 
 def last_python_block(text: str) -> str | None:

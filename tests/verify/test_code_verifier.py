@@ -17,7 +17,6 @@ import pytest
 from or1_megatron.config import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code import CodeVerifier, last_python_block
-from or1_megatron.verify.code_tests import parse_code_tests
 from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.verify.sandbox import Program, Sandbox, SandboxLimits, SandboxUnavailable
 
@@ -58,7 +57,7 @@ def answer(source: str) -> str:
 
 @pytest.fixture(scope="module")
 def verifier() -> CodeVerifier:
-    return CodeVerifier(limits=SandboxLimits(wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+    return CodeVerifier(limits=SandboxLimits(cpu_s=1.5, wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
 
 
 RIGHT = {
@@ -175,50 +174,36 @@ def test_last_python_block() -> None:
     assert last_python_block("no code, but `x`") is None
 
 
-BAD_TRUTHS = {
-    "not json": ("{", "not JSON"),
-    "a list": ('["1"]', "JSON of a list"),
-    "unknown kind": ({"tests": []}, "unknown kind: an object with keys ['tests']"),
-    "no tests": ({"inputs": [], "outputs": []}, "no tests"),
-    "mismatch": ({"inputs": ["1"], "outputs": []}, "mismatched: 1 inputs, 0 outputs"),
-    "inputs is text": ({"inputs": "1", "outputs": "2"}, "expected two lists"),
-    "input is a number": ({"inputs": [1], "outputs": ["2"]}, "inputs[0]: found a int"),
-    "call input not json": ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, "inputs[0]: not JSON"),
-    "assert is not python": ({"assert_case": ["assert f("]}, "assert_case[0]: not Python"),
-    "two calls": ({"assert_case": ["assert f(1) == g(1)"]}, "expected `assert CALL == LITERAL`"),
-    "tolerance": ({"assert_case": ["assert abs(f(1) - 2) < 1e-6"]}, "show the expectation"),
-    "helper with expectation": ({"assert_case": ["assert same(f(1), [2])"]}, "show the expectation"),
-    "no check": ({"entry_point": "f", "import_prefix": "", "test_code": "x = 1"}, "check(candidate)"),
-    "no entry point": ({"import_prefix": "", "test_code": "x = 1"}, "entry_point: found None"),
-}
+@needs_bubblewrap
+def test_all_tests_are_run_when_asked_for() -> None:
+    source = "n = int(input())\nprint(42 if n == 21 else 9)"
+    truth = {"inputs": ["1\n", "21\n", "2\n"], "outputs": ["2", "42", "4"]}
+    stopping, thorough = CodeVerifier(), CodeVerifier(early_stop=False)
+    assert (
+        "0 of 3 tests passed [F--]; test 0: wrong output"
+        in stopping.verify(problem(truth), answer(source), False).detail
+    )
+    assert (
+        "1 of 3 tests passed [F.F]; test 0: wrong output"
+        in thorough.verify(problem(truth), answer(source), False).detail
+    )
 
 
-@pytest.mark.parametrize("case", BAD_TRUTHS)
-def test_unusable_ground_truths_are_refused(case: str) -> None:
-    truth, words = BAD_TRUTHS[case]
-    with pytest.raises(ValueError) as caught:
-        parse_code_tests(truth if isinstance(truth, str) else json.dumps(truth))
-    assert words in str(caught.value)
+@needs_bubblewrap
+def test_calls_leave_nothing_to_the_next() -> None:
+    """A counter in a module, a file in /tmp: each call finds the submission as it was loaded."""
+    source = "import os\nn = [0]\ndef f(x):\n    n[0] += 1\n    return [x, n[0], os.path.exists('/tmp/left')]\n"
+    truth = {"inputs": [[1], [2], [3]], "outputs": [[k, 1, False] for k in (1, 2, 3)], "fn_name": "f"}
+    assert CodeVerifier().verify(problem(truth), answer(source), False).status == "right"
 
 
-def test_no_expectation_is_in_what_the_sandbox_gets() -> None:
-    """The expected values are rare numbers: none occurs in the request, the input or the prefix of any test."""
-    truths = [
-        {"inputs": ["1\n"], "outputs": ["918273"]},
-        {"inputs": [[1]], "outputs": [918273], "fn_name": "f"},
-        {"assert_case": ["assert f(1) == 918273", "assert 918273 == f(1)"]},
-        {
-            "entry_point": "f",
-            "import_prefix": "",
-            "test_code": "def check(candidate):\n    assert candidate(1) == 918273",
-        },
-    ]
-    for truth in truths:
-        parsed = parse_code_tests(json.dumps(truth))
-        assert parsed.tests
-        for test in parsed.tests:
-            assert "918273" in str(test.expected)
-            assert "918273" not in json.dumps(test.request) + test.stdin.decode() + parsed.prefix
+@needs_bubblewrap
+def test_a_budget_bounds_all_tests_together() -> None:
+    truth = {"inputs": ["", "", ""], "outputs": ["1"] * 3}
+    verdict = CodeVerifier(budget_s=0.05).verify(
+        problem(truth), answer("import time\ntime.sleep(0.1)\nprint(1)"), False
+    )
+    assert verdict.status == "wrong" and "all tests together took more than" in verdict.detail
 
 
 @needs_bubblewrap

@@ -1,0 +1,40 @@
+"""The program inside the sandbox that runs a row's Python checker. Standard library only; we never import it.
+
+argv: files with the checker's source, the codec's and the JSON of the arguments, encoded. The submission is over by
+then, and only its output is here, as data. Standard output: {"accepted": bool}, or {"failed": words}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def verdict(source: str, codec_source: str, arguments: str) -> dict[str, Any]:
+    codec, checker = ModuleType("codec"), ModuleType("checker")
+    exec(codec_source, codec.__dict__)
+    try:
+        exec(compile(source, "checker.py", "exec"), checker.__dict__)
+        return {"accepted": bool(checker.check(*[codec.decode(item) for item in json.loads(arguments)]))}
+    except BaseException as error:
+        return {"failed": (type(error).__name__ + ": " + str(error))[:300]}
+
+
+def main() -> None:
+    channel = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what the checker prints is no answer
+    sys.setrecursionlimit(100_000)
+    texts = []
+    for name in sys.argv[1:]:
+        with open(name, encoding="utf-8") as file:
+            texts.append(file.read())
+    os.write(channel, json.dumps(verdict(*texts)).encode())
+
+
+main()

@@ -1,0 +1,254 @@
+"""Runs a problem's tests against a submission, each kind its own way, and says of each test how it ended.
+
+Where things are: the submission and one test's input in a sandbox; a test program or a checker in another; what is
+expected, and the comparison, here. A call's answer counts only when it repeats the nonce that went in with the call,
+so what a submission writes beforehand or out of turn is worth nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.verify.checker_programs import CODEC, CheckerPrograms
+from or1_megatron.verify.checkers import plain, text_matches, value_matches
+from or1_megatron.verify.code_records import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
+from or1_megatron.verify.codec import encode
+from or1_megatron.verify.imports import with_imports
+from or1_megatron.verify.program import Program, SandboxFailure, SandboxLimits, SandboxResult, describe_exit
+from or1_megatron.verify.sandbox import Sandbox
+from or1_megatron.verify.sandbox_session import Session, SessionEnded
+
+_FOLDER = Path(__file__).parent
+_CALL_BOX = _FOLDER.joinpath("call_box.py").read_bytes()
+_PROGRAM_BOX = _FOLDER.joinpath("program_box.py").read_bytes()
+_SHOWN_CHARS = 80
+_PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one test ended. ``failure``: why the submission failed it; "" when it passed."""
+
+    name: str
+    failure: str
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure
+
+
+class CodeRun:
+    """One problem's tests in a sandbox. Its limits are each test's; ``budget_s`` is the wall time of all together."""
+
+    def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
+        self._sandbox = sandbox
+        self._checkers = checkers
+        self._limits = sandbox.limits
+        self._budget_s = budget_s
+
+    def outcomes(self, tests: CodeTests, source: str) -> Iterator[Outcome]:
+        """Test by test, as they are run: stop asking to stop early.
+
+        Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
+        """
+        deadline_s = time.monotonic() + self._budget_s
+        source = with_imports(source, tests.prefix)
+        calls = _Calls(self._sandbox, tests, source)
+        try:
+            for test in tests.tests:
+                if time.monotonic() > deadline_s:
+                    yield Outcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
+                    return
+                yield Outcome(test.name, self._failure(test, tests, source, calls))
+        finally:
+            calls.close()
+
+    def _failure(self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls) -> str:
+        if isinstance(test, StdinTest):
+            return self._stdin(test, tests, source)
+        if isinstance(test, CallTest):
+            return self._call(test, tests, calls)
+        return self._program(test, tests, source)
+
+    def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str:
+        program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+        result = self._sandbox.run(program, test.stdin)
+        failure = _ending(result, self._limits)
+        if failure:
+            return failure
+        if tests.checker.is_program:
+            right = self._checkers.accepts(
+                tests.checker, test.stdin.decode("utf-8", "replace"), result.output, test.expected
+            )
+        else:
+            right = text_matches(result.output, test.expected, tests.checker)
+        found = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
+        return "" if right else f"wrong output: {_shown(found)}, expected {_shown(test.expected)}"
+
+    def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str:
+        try:
+            answer = calls.ask(test.request)
+        except SessionEnded as error:
+            return str(error)
+        if "raised" in answer:
+            return str(answer["raised"])[:200]
+        found = answer["value"]
+        if test.comparison != "json":
+            right = _compares(found, test)
+        elif tests.checker.is_program:
+            right = self._checkers.accepts(tests.checker, _given(test), found, test.expected)
+        else:
+            right = value_matches(found, test.expected, tests.checker)
+        return "" if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
+
+    def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str:
+        """Between the test program's box and the submission's we only carry lines."""
+        limits = SandboxLimits(
+            cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s,
+            wall_s=self._limits.wall_s,
+            memory_bytes=self._limits.memory_bytes,
+            output_bytes=self._limits.output_bytes,
+        )
+        judge = self._sandbox.open(_box(_PROGRAM_BOX), limits)
+        calls = _Calls(self._sandbox, tests, source, limits)
+        setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
+        line, asked = json.dumps(setup).encode(), 0
+        deadline_s = time.monotonic() + self._budget_s
+        try:
+            calls.load()
+            while time.monotonic() < deadline_s:
+                message = _object(_judged(judge, line, self._limits.wall_s))
+                if "ask" not in message:
+                    break
+                asked += 1
+                line = json.dumps(calls.ask(message["ask"])).encode()
+            else:
+                return f"the test program took more than {self._budget_s:.0f} s"
+        except SessionEnded as error:
+            return str(error)
+        finally:
+            judge.close()
+            calls.close()
+        if "passed" in message:
+            return "" if asked else "the test program never called the submission"
+        return f"{message['failed']}: {message['at']}"
+
+
+class _Calls:
+    """A submission, loaded when first called. One box for all calls, each in a fork of it.
+
+    With ``program_limits`` the calls are a test program's: one process holds all of them and the objects they make.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, tests: CodeTests, source: str, program_limits: SandboxLimits | None = None
+    ) -> None:
+        self._sandbox, self._tests, self._source = sandbox, tests, source
+        self._limits = program_limits
+        self._forks = program_limits is None
+        self._session: Session | None = None
+
+    def load(self) -> None:
+        """Raises SessionEnded when the submission does not load."""
+        self._session = self._sandbox.open(_box(_CALL_BOX), self._limits)
+        setup = {
+            "codec": CODEC,
+            "prefix": self._tests.prefix,
+            "source": self._source,
+            "starter": self._tests.starter,
+            "fork": self._forks,
+        }
+        answer = self._exchange(setup)
+        if "raised" in answer:
+            raise SessionEnded("exited", f"did not load: {answer['raised']}")
+        self._forks = bool(answer.get("forks"))
+
+    def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{value} or {raised}. Raises SessionEnded; the next call then finds a fresh box."""
+        if self._session is None:
+            self.load()
+        try:
+            answer = self._exchange(request)
+        except SessionEnded:
+            self.close()
+            raise
+        if self._limits is None and not self._forks:  # no forks here: the next call gets a box of its own
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _exchange(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._session is not None
+        nonce = secrets.token_hex(8)
+        line = f"{nonce} {json.dumps(message)}".encode()
+        answer = _object(self._session.ask(line, self._sandbox.limits.wall_s))
+        if answer.get("nonce") != nonce or not ("value" in answer or "raised" in answer):
+            raise SessionEnded("exited", "wrote to the channel out of turn")
+        return answer
+
+
+def _box(source: bytes) -> Program:
+    return Program({"main.py": source}, ("{python}", "{box}/main.py"))
+
+
+def _judged(judge: Session, line: bytes, timeout_s: float) -> bytes:
+    try:
+        return judge.ask(line, timeout_s)
+    except SessionEnded as error:
+        raise SandboxFailure(f"the test program gave no verdict: {error}") from None
+
+
+def _object(line: bytes) -> Mapping[str, Any]:
+    """Of a hostile line: never raises anything but SessionEnded."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SessionEnded("exited", f"an answer that cannot be read: {type(error).__name__}") from None
+    if not isinstance(answer, dict):
+        raise SessionEnded("exited", "wrote to the channel out of turn")
+    return answer
+
+
+def _ending(result: SandboxResult, limits: SandboxLimits) -> str:
+    """Why a run that did not end well failed; "" for one that did."""
+    if result.ending in ("wall_time", "cpu_time"):
+        return f"not done within {limits.cpu_s} s"
+    if result.ending == "memory":
+        return f"more than {limits.memory_bytes} bytes of memory"
+    if result.ending == "output":
+        return f"more than {limits.output_bytes} bytes of output"
+    if result.exit_status:
+        last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
+        return f"{describe_exit(result.exit_status)}: {last_line}"
+    return ""
+
+
+def _compares(found: Any, test: CallTest) -> bool:
+    try:
+        value = plain(found)
+        if test.comparison == "truth":
+            return bool(value) is test.expected
+        if test.comparison == "identity":
+            return value is test.expected
+        return bool(value == plain(encode(test.expected)))
+    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        return False
+
+
+def _given(test: CallTest) -> list[Any]:
+    return [plain(item) for item in test.request["arguments"]]
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=encode)
+    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

@@ -1,0 +1,139 @@
+"""Values as plain JSON and back: what may cross between a submission's process, a test program's and ours.
+
+Standard library only and importing nothing of ours: the text of this file is also given to the programs inside the
+sandboxes. Decoding builds exact built-in types (and the two LeetCode structures), never an object of the sender's.
+
+None, bool, str, list, float and small int stand for themselves; everything else is an object with one key, its tag:
+``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
+(values of a linked list), ``tree_node`` (LeetCode's level order, None for a missing child).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BIG = 1 << 4096  # beyond it decimal conversion, quadratic in the digits, is worth avoiding and Python may refuse it
+_MAX_NODES = 1_000_000
+
+
+class ListNode:
+    """LeetCode's linked list."""
+
+    def __init__(self, val: Any = 0, next: Any = None) -> None:
+        self.val = val
+        self.next = next
+
+
+class TreeNode:
+    """LeetCode's binary tree."""
+
+    def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
+        self.val = val
+        self.left = left
+        self.right = right
+
+
+def encode(value: Any) -> Any:
+    """Raises TypeError for what is not data, ValueError for a linked structure that does not end."""
+    if value is None or isinstance(value, (bool, str)):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        number = int(value)
+        return number if -_BIG < number < _BIG else {"int": hex(number)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    for tag, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if isinstance(value, kind):
+            return {tag: [encode(item) for item in value]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).hex()}
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays
+        return encode(value.tolist())
+    if hasattr(value, "next") and hasattr(value, "val"):
+        return {"list_node": [encode(item) for item in walk_list(value)]}
+    if hasattr(value, "left") and hasattr(value, "right") and hasattr(value, "val"):
+        return {"tree_node": [encode(item) for item in walk_tree(value)]}
+    raise TypeError("a value of type " + type(value).__name__ + " is not data")
+
+
+def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode, nodes: bool = True) -> Any:
+    """The inverse of encode. ``list_node`` and ``tree_node`` make the nodes; without ``nodes``, a structure is the
+    pair (tag, values). Raises ValueError or TypeError for anything else."""
+    if isinstance(encoded, list):
+        return [decode(item, list_node, tree_node, nodes) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if len(encoded) != 1:
+        raise ValueError("expected one tag")
+    ((tag, content),) = encoded.items()
+    if tag == "int":
+        return int(content, 16)
+    if tag == "bytes":
+        return bytes.fromhex(content)
+    items = decode(content, list_node, tree_node, nodes)
+    if tag in ("list_node", "tree_node") and not nodes:
+        return (tag, items)
+    if tag == "dict":
+        return dict(items)
+    if tag == "list_node":
+        return build_list(items, list_node)
+    if tag == "tree_node":
+        return build_tree(items, tree_node)
+    for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if tag == name:
+            return kind(items)
+    raise ValueError("unknown tag")
+
+
+def build_list(values: Any, list_node: Any = ListNode) -> Any:
+    head = None
+    for value in reversed(list(values)):
+        node = list_node(value)
+        node.next = head
+        head = node
+    return head
+
+
+def build_tree(values: Any, tree_node: Any = TreeNode) -> Any:
+    """From LeetCode's level order: the children of missing nodes are not listed."""
+    pending = iter(list(values))
+    first = next(pending, None)
+    root = None if first is None else tree_node(first)
+    parents = [] if root is None else [root]
+    for parent in parents:
+        for side in ("left", "right"):
+            value = next(pending, None)
+            if value is not None:
+                child = tree_node(value)
+                setattr(parent, side, child)
+                parents.append(child)
+    return root
+
+
+def walk_list(node: Any) -> list[Any]:
+    values: list[Any] = []
+    while node is not None:
+        if len(values) == _MAX_NODES:
+            raise ValueError("a linked list without an end")
+        values.append(node.val)
+        node = node.next
+    return values
+
+
+def walk_tree(root: Any) -> list[Any]:
+    """LeetCode's level order: None for a missing child, trailing ones left out."""
+    values: list[Any] = []
+    level = [root]
+    for node in level:
+        if len(values) >= _MAX_NODES:
+            raise ValueError("a tree without an end")
+        values.append(None if node is None else node.val)
+        if node is not None:
+            level += [node.left, node.right]
+    while values and values[-1] is None:
+        values.pop()
+    return values
