@@ -227,6 +227,24 @@ def picture(
         draw_run(run, out)
 
 
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="Rows of problems (.jsonl, .parquet), each with a 'response'.")],
+    out: Annotated[Path, typer.Option(help="The same rows with reward, status and detail; gone on with, if begun.")],
+    config: Annotated[Path | None, typer.Option(help="A run's YAML file, for its verify section.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Rows judged at once.")] = 1,
+    explain: Annotated[bool, typer.Option("--explain", help="Print why, row by row.")] = False,
+) -> None:
+    """Score recorded responses: ground truths as in training, 'truncated' optional. Prints a table by source."""
+    with explained(PermissionError, NotADirectoryError, IsADirectoryError):
+        from or1_megatron.config import VerifyConfig
+        from or1_megatron.config_file import load_config
+        from or1_megatron.verify_command import verify_file
+
+        settings = VerifyConfig() if config is None else load_config(config).verify
+        verify_file(file, out, settings, workers, explain, Console())
+
+
 convert = typer.Typer(no_args_is_help=True, help="Convert between HF folders and Megatron checkpoints, on the CPU.")
 app.add_typer(convert, name="convert")
 

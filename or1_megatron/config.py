@@ -241,6 +241,8 @@ class VerifyConfig(Section):
     """Hard limit for one verdict; the worker is killed and replaced."""
     max_error_fraction: Fraction = 0.05
     """A step in which more of the verdicts than this are ``error`` stops the run."""
+    custom: dict[str, str] = {}
+    """Ability: a verifier of your own, as package.module:name or an entry point of group or1_megatron.verifiers."""
 
 
 class HandoffConfig(Section):

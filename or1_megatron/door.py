@@ -9,7 +9,7 @@ from or1_megatron.data.rows import DataError
 from or1_megatron.layouts import choose_layers
 from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
 from or1_megatron.types import Problem
-from or1_megatron.verify.registry import ABILITIES, build_verifiers
+from or1_megatron.verify.registry import build_verifiers, known_abilities
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.files import check_weight_files
 
@@ -20,7 +20,8 @@ def check_inputs(config: Config) -> None:
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
-        ModelError, DataError, SandboxUnavailable: of the model, the problems, or the means to verify them.
+        ModelError, DataError, SandboxUnavailable, VerifierBroken: of the model, the problems, or the means to verify
+            them.
         OSError: the folder cannot be made.
     """
     folder = RunFolder(config.run.dir)
@@ -32,7 +33,9 @@ def check_inputs(config: Config) -> None:
         if model is not None:
             check_weight_files(model, read_hf_config(model))
     train, held_out = read_problems(config)
-    for verifier in build_verifiers(config.verify, abilities_of([*train, *held_out])).values():
+    for verifier in build_verifiers(
+        config.verify, abilities_of([*train, *held_out], known_abilities(config.verify))
+    ).values():
         verifier.close()
 
 
@@ -55,14 +58,13 @@ def read_problems(config: Config) -> tuple[list[list[Problem]], list[list[Proble
     )
 
 
-def abilities_of(sets: list[list[Problem]]) -> frozenset[str]:
-    """Raises DataError naming the first row whose ability nothing can verify."""
+def abilities_of(sets: list[list[Problem]], known: frozenset[str]) -> frozenset[str]:
+    """Raises DataError naming the first row whose ability nothing can verify: is not ``known``."""
     for problems in sets:
         for problem in problems:
-            if problem.ability not in ABILITIES:
-                known = ", ".join(sorted(ABILITIES))
+            if problem.ability not in known:
                 raise DataError(
                     f"{problem.origin}: field 'ability': found '{problem.ability}', which has no verifier; "
-                    f"expected one of: {known}"
+                    f"expected one of: {', '.join(sorted(known))}"
                 )
     return frozenset(problem.ability for problems in sets for problem in problems)

@@ -60,7 +60,7 @@ from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
 from or1_megatron.served import ServedPolicy, Turns
 from or1_megatron.types import Problem, Prompt, Sampling
-from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.registry import build_verifiers, known_abilities
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def load_prompts(config: Config) -> tuple[list[Source], list[Prompt], frozenset[
     """
     template = ChatTemplate(load_tokenizer(config.model.hf))
     train, held_out = read_problems(config)
-    abilities = abilities_of([*train, *held_out])
+    abilities = abilities_of([*train, *held_out], known_abilities(config.verify))
     verifiers = build_verifiers(config.verify, abilities)
     try:
         for problems in (*train, *held_out):

@@ -49,6 +49,11 @@ def load_problems(path: Path, verifiers: Mapping[str, Verifier] | None = None) -
     return problems
 
 
+def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
+    """The problem of one decoded row; ``origin`` is what messages name it by. Raises DataError."""
+    return _problem(raw, origin, default_source)
+
+
 def check_ground_truths(problems: Iterable[Problem], verifiers: Mapping[str, Verifier]) -> None:
     """Raise DataError for the first problem whose ability has no verifier or whose ground truth it cannot use."""
     for problem in problems:

@@ -1,0 +1,187 @@
+"""``or1 verify`` and users' own verifiers, end to end on small files: rows out, tables, resuming, refusals.
+
+Not proven here: verdicts themselves (test_math_verifier.py, test_code_corpus.py); large files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from or1_megatron.cli import app
+from or1_megatron.config import VerifyConfig
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.custom import CustomVerifier, VerifierBroken
+from or1_megatron.verify.registry import build_verifiers
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+MINE = """
+import os, time
+from or1_megatron.types import Verdict
+
+def parity(problem, response, truncated):
+    if "raise" in response: raise KeyError("mine")
+    if "sleep" in response: time.sleep(60)
+    if "die" in response: os._exit(3)
+    if "odd" in response: return 0.5
+    print("noise on standard output")
+    return response.strip() == problem.ground_truth
+
+class Polite:
+    def check_ground_truth(self, problem):
+        if "x" not in problem.ground_truth: raise ValueError("expected an x")
+    def verify(self, problem, response, truncated):
+        return Verdict(1.0, "right", response, "because", 0.0)
+
+class Boasting:
+    def verify(self, problem, response, truncated):
+        return Verdict(1.0, "wrong", "", "", 0.0)
+
+NUMBER = 3
+"""
+
+
+def row(
+    response: Any, source: str = "s", ability: str = "parity", truth: str = '["even"]', **more: Any
+) -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": "q"}],
+        "ability": ability,
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 7, "model_difficulty": None},
+        "response": response,
+        **more,
+    }
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_verifiers.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+CODE = json.dumps({"inputs": ["1\n"], "outputs": ["2"]})
+
+
+@needs_bubblewrap
+def test_rows_come_back_in_order_with_their_verdicts(place: Path) -> None:
+    good, bad = ("</think>\n```python\nprint(int(input()) + 1)\n```", "</think>\n```python\nprint(0)\n```")
+    rows = [
+        row("</think>\\boxed{12}", "maths", "math", '["12"]', kept={"any": ["key", 1.5]}),
+        row("</think>\\boxed{13}", "maths", "math", '["12"]'),
+        row(good, "codes", "code", CODE),
+        row(bad, "codes", "code", CODE, truncated=False),
+        row(good, "codes", "code", CODE, truncated=True),
+        row("no box", "maths", "math", '["12"]', truncated=None),
+    ]
+    file = write(place / "rows.jsonl", rows)
+    result = run(file, "--out", place / "one.jsonl", "--explain")
+    assert result.exit_code == 0, result.output
+    out = read(place / "one.jsonl")
+    assert [item["status"] for item in out] == ["right", "wrong", "right", "wrong", "truncated", "no_answer"]
+    assert [item["reward"] for item in out] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [{key: item[key] for key in given} for item, given in zip(out, rows, strict=True)] == rows
+    assert "0 of 1 tests passed [F]; test 0: wrong output: '0\\n', expected '2'" in out[3]["detail"]
+    table = [line.split() for line in result.stdout.splitlines()[-4:]]
+    assert table[0] == ["source", "rows", "reward", "right", "wrong", "truncated", "no_answer"]
+    assert table[1:] == [
+        ["codes", "3", "0.333", "1", "1", "1", "0"],
+        ["maths", "3", "0.333", "1", "1", "0", "1"],
+        ["all", "6", "0.333", "2", "2", "1", "1"],
+    ]
+    assert re.search(r"rows\.jsonl:4  wrong  codes  0 of 1 tests passed", result.stdout)
+
+    half = place / "half.jsonl"
+    lines = (place / "one.jsonl").read_text().splitlines(keepends=True)
+    half.write_text("".join(lines[:3]) + lines[3][:20])  # as a kill leaves it
+    assert run(file, "--out", half, "--workers", 3).exit_code == 0
+    assert half.read_text() == (place / "one.jsonl").read_text()
+
+
+def test_bad_rows_are_named(place: Path) -> None:
+    cases = {
+        "rows.jsonl:2: field 'response': found 3": [row("x"), row(3)],
+        "rows.jsonl:1: field 'response': found None": [{k: v for k, v in row("x").items() if k != "response"}],
+        "rows.jsonl:1: field 'truncated': found 'no'": [row("x", truncated="no")],
+        "rows.jsonl:1: field 'ability': found 'parity', expected one of: code, math": [row("x")],
+        "rows.jsonl:1: expected a JSON object": [[1]],
+        "holds no rows": [],
+    }
+    for words, rows in cases.items():
+        result = run(write(place / "rows.jsonl", rows), "--out", place / "out.jsonl")
+        assert result.exit_code == 2 and words in result.output.replace("\n", " "), (words, result.output)
+        assert not (place / "out.jsonl").exists()
+    (place / "rows.jsonl").write_text('{"prompt": \n')
+    assert "rows.jsonl:1: not a JSON object" in run(place / "rows.jsonl", "--out", place / "out.jsonl").output
+    assert "no such file" in run(place / "none.jsonl", "--out", place / "out.jsonl").output
+    file = write(place / "rows.jsonl", [row("x", ability="code", truth='{"inputs": [], "outputs": []}')])
+    if shutil.which("bwrap"):
+        assert "rows.jsonl:1: field 'ground_truth': no tests" in run(file, "--out", place / "o.jsonl").output
+    write(place / "other.jsonl", [{"status": "right"}])
+    file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
+    assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", place / "other.jsonl").output
+
+
+def test_a_verifier_of_ones_own(place: Path) -> None:
+    """Its verdicts, and that what it does wrong costs its own sample alone."""
+    config = VerifyConfig(custom={"parity": "my_verifiers:parity"}, timeout_s=2.0)
+    verifier = build_verifiers(config, {"parity"})["parity"]
+    problem = Problem("i", "s", "parity", (Message("user", "q"),), "even", {"m": 3}, "x.jsonl:1")
+    try:
+        verifier.check_ground_truth(problem)
+        expected = {
+            "even": ("right", ""),
+            "neither": ("wrong", ""),
+            "raise": ("error", "KeyError: 'mine'"),
+            "odd": ("error", "returned 0.5, expected a Verdict, or a reward of 0 or 1"),
+            "sleep": ("timeout", "no verdict within 2 s"),
+            "die": ("error", "its process died"),
+        }
+        for response, (status, words) in expected.items():
+            verdict = verifier.verify(problem, response, truncated=False)
+            assert (verdict.status, words in verdict.detail) == (status, True), verdict
+        assert verifier.verify(problem, "even", truncated=False).reward == 1.0
+        assert verifier.verify(problem, "even", truncated=True).status == "truncated"
+    finally:
+        verifier.close()
+    polite, boasting = (CustomVerifier("parity", f"my_verifiers:{name}", 5.0) for name in ("Polite", "Boasting"))
+    assert polite.verify(problem, "any", truncated=False).detail == "because"
+    with pytest.raises(ValueError, match="expected an x"):
+        polite.check_ground_truth(problem)
+    assert "only 'right' has reward 1" in boasting.verify(problem, "any", truncated=False).detail
+    polite.close()
+    boasting.close()
+
+
+def test_broken_verifiers_are_named(place: Path) -> None:
+    for path, words in {
+        "my_verifiers:nothing": "no attribute 'nothing'",
+        "nowhere.at_all:x": "No module named 'nowhere'",
+        "my_verifiers:NUMBER": "is a int; expected a class with a method verify, or a function",
+        "my_verifiers": "expected package.module:name, or an entry point of group or1_megatron.verifiers",
+    }.items():
+        with pytest.raises(VerifierBroken) as caught:
+            build_verifiers(VerifyConfig(custom={"parity": path}), {"parity"})
+        assert f"verify.custom.parity: '{path}'" in str(caught.value) and words in str(caught.value)
