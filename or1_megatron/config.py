@@ -243,6 +243,12 @@ class VerifyConfig(Section):
     """A step in which more of the verdicts than this are ``error`` stops the run."""
     custom: dict[str, str] = {}
     """Ability: a verifier of your own, as package.module:name or an entry point of group or1_megatron.verifiers."""
+    early_stop: bool = True
+    """A submission's first failed test is its last; otherwise all are run, and the verdict says how each ended."""
+    budget_s: PositiveFloat = 120.0
+    """Wall time of all tests of one submission together."""
+    checker_headers: Path | None = None
+    """A folder that holds testlib.h, for C++ checkers that include it."""
 
 
 class HandoffConfig(Section):

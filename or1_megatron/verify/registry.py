@@ -10,7 +10,12 @@ from or1_megatron.verify.code import CodeVerifier
 from or1_megatron.verify.custom import CustomVerifier
 from or1_megatron.verify.math import MathVerifier
 
-_MAKERS: Mapping[str, Callable[[float], Verifier]] = {"math": MathVerifier, "code": CodeVerifier}
+_MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
+    "math": lambda config: MathVerifier(config.timeout_s),
+    "code": lambda config: CodeVerifier(
+        config.timeout_s, early_stop=config.early_stop, budget_s=config.budget_s, headers=config.checker_headers
+    ),
+}
 
 ABILITIES = frozenset(_MAKERS)
 
@@ -34,6 +39,6 @@ def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str,
     return {
         ability: CustomVerifier(ability, config.custom[ability], config.timeout_s)
         if ability in config.custom
-        else _MAKERS[ability](config.timeout_s)
+        else _MAKERS[ability](config)
         for ability in wanted
     }

@@ -6,9 +6,7 @@ The hostile ones are the classic attacks on graders and resources, not a proof t
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +16,7 @@ from or1_megatron.config import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code import CodeVerifier, last_python_block
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox import Program, Sandbox, SandboxLimits, SandboxUnavailable
+from or1_megatron.verify.sandbox import SandboxLimits
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -204,35 +202,6 @@ def test_a_budget_bounds_all_tests_together() -> None:
         problem(truth), answer("import time\ntime.sleep(0.1)\nprint(1)"), False
     )
     assert verdict.status == "wrong" and "all tests together took more than" in verdict.detail
-
-
-@needs_bubblewrap
-def test_the_submission_has_three_descriptors_and_an_unprivileged_uid() -> None:
-    sandbox = Sandbox(SandboxLimits(wall_s=5.0))
-    source = (
-        "import os\nprint(os.getuid())\nfound = []\nfor fd in range(100):\n    try: os.fstat(fd)\n"
-        "    except OSError: continue\n    found.append(fd)\nprint(found)"
-    )
-    result = sandbox.run(Program({"main.py": source.encode()}, ("{python}", "{box}/main.py")))
-    assert result.output.decode().splitlines() == ["65534", "[0, 1, 2]"]
-
-
-def test_without_bubblewrap_code_is_refused_and_math_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        SandboxUnavailable, match=r"'code' cannot be verified without it, math can.*apt install bubblewrap"
-    ):
-        build_verifiers(VerifyConfig(), {"math", "code"})
-    assert set(build_verifiers(VerifyConfig(), {"math"})) == {"math"}
-
-
-def test_a_bubblewrap_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(SandboxUnavailable, match="user namespaces"):
-        CodeVerifier()
 
 
 def test_unknown_abilities_are_refused() -> None:
