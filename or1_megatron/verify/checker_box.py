@@ -1,7 +1,7 @@
 """The program inside the sandbox that runs a row's Python checker. Standard library only; we never import it.
 
 argv: files with the checker's source, the codec's and the JSON of the arguments, encoded. The submission is over by
-then, and only its output is here, as data. Standard output: {"accepted": bool}, or {"failed": words}.
+then, and only its output is here, as data. Standard output: {"accepted": bool}, or {"broken": words}.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ def verdict(source: str, codec_source: str, arguments: str) -> dict[str, Any]:
     exec(codec_source, codec.__dict__)
     try:
         exec(compile(source, "checker.py", "exec"), checker.__dict__)
-        return {"accepted": bool(checker.check(*[codec.decode(item) for item in json.loads(arguments)]))}
+        check = checker.check
     except BaseException as error:
-        return {"failed": (type(error).__name__ + ": " + str(error))[:300]}
+        return {"broken": complaint(error)}
+    try:
+        return {"accepted": bool(check(*[codec.decode(item) for item in json.loads(arguments)]))}
+    except (NameError, ImportError, AttributeError) as error:
+        return {"broken": complaint(error)}
+    except BaseException as error:
+        return {"accepted": False, "raised": complaint(error)}
+
+
+def complaint(error: BaseException) -> str:
+    return (type(error).__name__ + ": " + str(error))[:300]
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ Both come from the data, not from the submission, and run in a sandbox all the s
 them as data, after its process is gone.
 
 - ``python``: source that defines ``check(input, output, answer) -> bool``; texts for standard input and output, and
-  for calls the argument list, the result and the expected value.
+  for calls the argument list, the result and the expected value. An exception refuses too: the output could not be
+  read; but a name or attribute that is missing, or a source that does not run, means that the checker is broken.
 - ``testlib``: C++ that is compiled when the data is loaded (cached by hash), or a ready binary in base64, called as
   ``checker input output answer``. Exit status 0 accepts; 1, 2 and 7 (wrong, badly formed, partial) refuse; any other
   means that the checker failed.
@@ -89,8 +90,8 @@ class CheckerPrograms:
             answer = json.loads(result.output)
         except ValueError:
             raise CheckerFailed(f"the python checker gave no answer: {result.ending}: {result.errors[-200:]}") from None
-        if "failed" in answer:
-            raise CheckerFailed(f"the python checker raised {answer['failed']}")
+        if "broken" in answer:
+            raise CheckerFailed(f"the python checker is broken: {answer['broken']}")
         return bool(answer["accepted"])
 
     def _binary(self, checker: Checker) -> bytes:
@@ -129,7 +130,7 @@ class CheckerPrograms:
         texts = {**files, "checker.cpp": source}
         program = Program(
             {name: text.encode() for name, text in texts.items()},
-            ("/bin/sh", "-c", f"{_COMPILE} -I{{box}} -o /tmp/checker {{box}}/checker.cpp && cat /tmp/checker"),
+            ("/bin/sh", "-c", f"{_COMPILE} -I{{box}} -o checker {{box}}/checker.cpp && cat checker"),
             tool=True,
         )
         result = self._sandbox.run(program, limits=_COMPILE_LIMITS)

@@ -163,9 +163,12 @@ def test_python_checkers(sandbox: Sandbox) -> None:
     programs.prepare(checker)
     assert programs.accepts(checker, "", b"2 1\n", "1 2")
     assert not programs.accepts(checker, "", b"2 2\n\xff", "1 2")
-    raising = parse_checker({"kind": "python", "source": "def check(*a): raise ValueError('mine')"}, calls=False)
-    with pytest.raises(CheckerFailed, match="raised ValueError: mine"):
-        programs.accepts(raising, "", b"", "")
+    unreadable = parse_checker({"kind": "python", "source": "def check(i, o, a): return int(o) == 1"}, calls=False)
+    assert programs.accepts(unreadable, "", b"1", "")
+    assert not programs.accepts(unreadable, "", b"x", "")
+    broken = parse_checker({"kind": "python", "source": "def check(*a): return nothing"}, calls=False)
+    with pytest.raises(CheckerFailed, match="NameError: name 'nothing'"):
+        programs.accepts(broken, "", b"", "")
     for source, words in (("def check(", "does not parse"), ("x = 1", "define check")):
         with pytest.raises(ValueError, match=words):
             programs.prepare(parse_checker({"kind": "python", "source": source}, calls=False))

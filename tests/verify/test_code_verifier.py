@@ -55,7 +55,7 @@ def answer(source: str) -> str:
 
 @pytest.fixture(scope="module")
 def verifier() -> CodeVerifier:
-    return CodeVerifier(limits=SandboxLimits(cpu_s=1.5, wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+    return CodeVerifier(limits=SandboxLimits(cpu_s=1.0, wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
 
 
 RIGHT = {
@@ -123,6 +123,15 @@ HOSTILE = {
         "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
     ),
     "daemon": (DOUBLE, "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)"),
+    "one hash for all": (
+        {"assert_case": ["assert f(1) == {1, 2}"]},
+        "class H(int):\n    def __hash__(self): return id(self)\n"
+        "def f(x): return {H(k * (2**61 - 1)) for k in range(30000)}",
+    ),
+    "answers that the test program cannot take": (
+        {"assert_case": ["x = 1\nassert f(x) == 2"]},
+        "def f(n):\n    x = []\n    for _ in range(50000): x = [x]\n    return x",
+    ),
     "huge integer": (ADD, "def add(a, b): return 10 ** 100000"),
     "deep result": (ADD, "def add(a, b):\n    x = []\n    for _ in range(50000): x = [x]\n    return x"),
     "host files": (DOUBLE, "import os\nprint(42 if os.path.exists('/etc/passwd') or os.path.exists('/proc/1') else 0)"),
