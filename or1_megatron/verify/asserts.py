@@ -26,8 +26,10 @@ _SAME = {"is_same_list": "list_node", "is_same_tree": "tree_node"}
 
 def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
     """Of an ``assert_case``. Raises ValueError."""
+    if isinstance(cases, str):
+        cases = [cases]
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
-        raise ValueError(f"assert_case: found {cases!r:.100}, expected a list of assert statements as strings")
+        raise ValueError(f"assert_case: found {cases!r:.100}, expected assert statements as text, or a list of such")
     statements = [node for n, case in enumerate(cases) for node in _parse(f"assert_case[{n}]", case).body]
     if not statements:
         return ()

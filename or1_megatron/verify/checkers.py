@@ -157,13 +157,8 @@ def _line_tokens(text: str) -> list[list[str]]:
 
 
 def _json_equal(found: Any, expected: Any, _: Mapping[str, Any]) -> bool:
-    """As JSON values: tuples as lists, linked structures as their values, floats to 1e-9, True never 1.
-
-    Such data often wraps the one result in a list, so ``[3]`` also expects 3.
-    """
-    value = as_json(found)
-    unwrapped = isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0])
-    return unwrapped or _equal(value, expected)
+    """As JSON values: tuples as lists, linked structures as their values, floats to 1e-9, True never 1."""
+    return _equal(as_json(found), expected)
 
 
 def _unordered(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:

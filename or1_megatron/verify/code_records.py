@@ -11,9 +11,10 @@ from typing import Any, Literal
 from or1_megatron.verify.checkers import Checker
 from or1_megatron.verify.codec import encode
 
-Comparison = Literal["json", "python", "identity", "truth"]
-"""How a call's result is judged. json: by the row's checker; python: as ``==`` of decoded built-in values does;
-identity: as ``is`` does with True, False and None; truth: by its truth value."""
+Comparison = Literal["json", "wrapped", "python", "identity", "truth"]
+"""How a call's result is judged. json: by the row's checker. wrapped: so, or against the one item of the list that is
+expected (data whose outputs are lists, not texts, often wrap the one result). python: as ``==`` of decoded built-in
+values does. identity: as ``is`` does with True, False and None. truth: by its truth value."""
 
 _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 

@@ -21,7 +21,15 @@ from pydantic_core import from_json
 from or1_megatron.verify import livecodebench
 from or1_megatron.verify.asserts import assert_tests, check_tests
 from or1_megatron.verify.checkers import Checker, parse_checker
-from or1_megatron.verify.code_records import CallTest, CodeTest, CodeTests, StdinTest, call_request, is_call_name
+from or1_megatron.verify.code_records import (
+    CallTest,
+    CodeTest,
+    CodeTests,
+    Comparison,
+    StdinTest,
+    call_request,
+    is_call_name,
+)
 
 _KINDS = (
     "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
@@ -105,18 +113,21 @@ def _text(side: str, value: Any, number: int) -> str:
 
 
 def _call_test(number: int, given: Any, wanted: Any, fn_name: str, checker: Checker) -> CallTest:
+    comparison: Comparison = "json"
     if isinstance(given, str):  # one JSON value per line; the output is JSON text too
         arguments = [_json(f"inputs[{number}]", line) for line in given.split("\n") if line.strip()]
         expected = _json(f"outputs[{number}]", wanted)
     elif isinstance(given, list):
         arguments, expected = given, wanted
+        if checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1:
+            comparison = "wrapped"
     else:
         raise ValueError(
             f"inputs[{number}]: found a {type(given).__name__}, expected arguments as a list or as JSON lines"
         )
     if checker.kind == "any_of":
         _check_several(number, expected)
-    return CallTest(f"test {number}", call_request(fn_name, arguments, {}, typed=True), expected, "json")
+    return CallTest(f"test {number}", call_request(fn_name, arguments, {}, typed=True), expected, comparison)
 
 
 def _json(where: str, text: Any) -> Any:

@@ -62,7 +62,7 @@ VALUES: list[tuple[Any, Any, Any, bool]] = [
     (None, 3.0, 3, True),
     (None, 1e20 + 1, 10**20 + 1, False),
     (None, 0.1 + 0.2, 0.3, True),
-    (None, 3, [3], True),
+    (None, 3, [3], False),
     (None, {1: "a"}, {"1": "a"}, True),
     (None, {1, 2}, [1, 2], False),
     (None, build_list([1, 2]), [1, 2], True),

@@ -75,7 +75,8 @@ DISHONEST: dict[str, tuple[str, str]] = {
     "an object that is always true": ("x = 1\nassert f().ok", "class E:\n    ok = None\ndef f(): return E()"),
     "a length that lies about itself": (
         "x = 1\nassert len(f()) == 3",
-        "class L(int):\n    __eq__ = lambda s, o: True\nclass E:\n    def __len__(self): return L(4)\ndef f(): return E()",
+        "class L(int):\n    __eq__ = lambda s, o: True\n"
+        "class E:\n    def __len__(self): return L(4)\ndef f(): return E()",
     ),
     "an exception that ends the program": ("x = 1\nassert f() == 3", "def f(): raise SystemExit(0)"),
     "a death": ("x = 1\nassert f() == 3", "import os\ndef f(): os._exit(0)"),

@@ -82,6 +82,7 @@ WRONG = {
     "raises": (DOUBLE, "raise SystemError"),
     "right, then fails": (DOUBLE, "print(int(input()) * 2)\nraise SystemExit(1)"),
     "list is not tuple": ({"assert_case": ["assert f() == (1, 2)"]}, "def f(): return [1, 2]"),
+    "not wrapped": ({"inputs": ["1\n2"], "outputs": ["[3]"], "fn_name": "add"}, "def add(a, b): return a + b"),
     "no such function": (ADD, "def plus(a, b): return a + b"),
     "syntax": (DOUBLE, "print("),
     "null byte": (DOUBLE, "print(1)\0"),
