@@ -69,7 +69,7 @@ DISHONEST: dict[str, tuple[str, str]] = {
         "def f(xs):\n    xs.clear()\n    return []",
     ),
     "an object that says it is equal": (
-        "x = 1\nassert f() == 3\nassert not f() != 3",
+        "x = 1\nassert f() == 3",
         "class E:\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef f(): return E()",
     ),
     "an object that is always true": ("x = 1\nassert f().ok", "class E:\n    ok = None\ndef f(): return E()"),
