@@ -73,7 +73,7 @@ SECTIONS = (
         "verify_peers",
         "Code verifier beside others",
         "python benchmarks/verify.py --livecodebench CHECKOUT --verl CHECKOUT",
-        "76 honest and 28 dishonest hand-written submissions, the same to LiveCodeBench's own harness and verl's "
+        "76 honest and 32 dishonest hand-written submissions, the same to LiveCodeBench's own harness and verl's "
         "prime_code, as far as these have the kind; every disagreement is listed in the result file. Then 30 trivial "
         "tests of one submission, one submission at a time: ours starts a sandbox per stdin test, theirs run all tests "
         "in one unconfined process.",

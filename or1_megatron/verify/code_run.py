@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ _PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall lim
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one test ended. ``failure``: why the submission failed it; "" when it passed."""
+    """How one test ended. ``failure``: why the submission failed it; None when it passed, and only then."""
 
     name: str
-    failure: str
+    failure: str | None
 
     @property
     def passed(self) -> bool:
-        return not self.failure
+        return self.failure is None
 
 
 class CodeRun:
@@ -69,18 +69,18 @@ class CodeRun:
         finally:
             calls.close()
 
-    def _failure(self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls) -> str:
+    def _failure(self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls) -> str | None:
         if isinstance(test, StdinTest):
             return self._stdin(test, tests, source)
         if isinstance(test, CallTest):
             return self._call(test, tests, calls)
         return self._program(test, tests, source)
 
-    def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str:
+    def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str | None:
         program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
         result = self._sandbox.run(program, test.stdin)
         failure = _ending(result, self._limits)
-        if failure:
+        if failure is not None:
             return failure
         if tests.checker.is_program:
             right = self._checkers.accepts(
@@ -89,15 +89,15 @@ class CodeRun:
         else:
             right = text_matches(result.output, test.expected, tests.checker)
         found = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
-        return "" if right else f"wrong output: {_shown(found)}, expected {_shown(test.expected)}"
+        return None if right else f"wrong output: {_shown(found)}, expected {_shown(test.expected)}"
 
-    def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str:
+    def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str | None:
         try:
             answer = calls.ask(test.request)
         except SessionEnded as error:
             return str(error)
         if "raised" in answer:
-            return str(answer["raised"])[:200]
+            return f"raised {answer['raised']}"[:200]
         found = answer["value"]
         if test.comparison not in ("json", "wrapped"):
             right = _compares(found, test)
@@ -106,16 +106,11 @@ class CodeRun:
         else:
             wanted = [test.expected, *(test.expected if test.comparison == "wrapped" else ())]
             right = any(value_matches(found, one, tests.checker) for one in wanted)
-        return "" if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
+        return None if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
 
-    def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str:
+    def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
         """Between the test program's box and the submission's we only carry lines."""
-        limits = SandboxLimits(
-            cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s,
-            wall_s=self._limits.wall_s,
-            memory_bytes=self._limits.memory_bytes,
-            output_bytes=self._limits.output_bytes,
-        )
+        limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
         judge = self._sandbox.open(_box(_PROGRAM_BOX), limits)
         calls = _Calls(self._sandbox, tests, source, limits)
         setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
@@ -137,7 +132,7 @@ class CodeRun:
             judge.close()
             calls.close()
         if "passed" in message:
-            return "" if asked else "the test program never called the submission"
+            return None if asked else "the test program never called the submission"
         return f"{message['failed']}: {message['at']}"
 
 
@@ -152,7 +147,7 @@ class _Calls:
     ) -> None:
         self._sandbox, self._tests, self._source = sandbox, tests, source
         self._limits = program_limits
-        self._forks = program_limits is None
+        self._forks = False  # until a box says that it can
         self._session: Session | None = None
 
     def load(self) -> None:
@@ -163,7 +158,7 @@ class _Calls:
             "prefix": self._tests.prefix,
             "source": self._source,
             "starter": self._tests.starter,
-            "fork": self._forks,
+            "fork": self._limits is None,
         }
         answer = self._exchange(setup)
         if "raised" in answer:
@@ -193,7 +188,12 @@ class _Calls:
         nonce = secrets.token_hex(8)
         line = f"{nonce} {json.dumps(message)}".encode()
         answer = _object(self._session.ask(line, self._sandbox.limits.wall_s))
-        if answer.get("nonce") != nonce or not ("value" in answer or "raised" in answer):
+        words = [answer[name] for name in ("raised", "type") if name in answer]
+        if (
+            answer.get("nonce") != nonce
+            or not ("value" in answer or words)
+            or not all(isinstance(w, str) for w in words)
+        ):
             raise SessionEnded("exited", "wrote to the channel out of turn")
         return answer
 
@@ -223,8 +223,8 @@ def _object(line: bytes) -> Mapping[str, Any]:
     return answer
 
 
-def _ending(result: SandboxResult, limits: SandboxLimits) -> str:
-    """Why a run that did not end well failed; "" for one that did."""
+def _ending(result: SandboxResult, limits: SandboxLimits) -> str | None:
+    """Why a run that did not end well failed; None for one that did."""
     if result.ending in ("wall_time", "cpu_time"):
         return f"not done within {limits.cpu_s} s"
     if result.ending == "memory":
@@ -234,7 +234,7 @@ def _ending(result: SandboxResult, limits: SandboxLimits) -> str:
     if result.exit_status:
         last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
         return f"{describe_exit(result.exit_status)}: {last_line}"
-    return ""
+    return None
 
 
 def _compares(found: Any, test: CallTest) -> bool:
@@ -269,5 +269,8 @@ def _given(test: CallTest) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=encode)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=encode)
+    except (ValueError, TypeError, RecursionError):
+        text = "a value that cannot be shown"
     return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")
