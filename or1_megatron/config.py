@@ -249,6 +249,19 @@ class VerifyConfig(Section):
     """Wall time of all tests of one submission together."""
     checker_headers: Path | None = None
     """A folder that holds testlib.h, for C++ checkers that include it."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
+    """Of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak: neither, and
+    files of this machine can be read: only where it holds nothing of value."""
+    memory_bytes: Positive = 4 << 30
+    """Of one untrusted program (the report allows 50 GB)."""
+    node_memory_bytes: Positive | None = None
+    """Of all untrusted programs on one node together, kept where cgroups can be used. None: half of its memory."""
+    processes: Positive = 64
+    """Processes and threads of one untrusted program."""
+    max_pending: Positive = 16384
+    """Responses that wait for a verifier; more are not taken until some have their verdict."""
+    worker_memory_bytes: Positive = 2 << 30
+    """A verifier whose memory has grown beyond this is replaced by a fresh one."""
 
 
 class HandoffConfig(Section):

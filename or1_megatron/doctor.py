@@ -153,29 +153,38 @@ def check_gpus() -> list[Finding]:
 
 
 def check_sandbox() -> list[Finding]:
-    """bubblewrap, tried out: a program in empty namespaces."""
+    """Each tier of the sandbox, tried out with a program."""
+    from or1_megatron.verify.sandbox import Sandbox, SandboxLimits, SandboxTier, SandboxUnavailable
+
     follows = "no code verification (untrusted programs would run unconfined); math training works"
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        return [Finding("bubblewrap", "missing", "not installed", f"apt install bubblewrap; until then {follows}")]
-    folders = [part for name in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", name, name)]
-    failure = _run([bwrap, "--unshare-all", "--die-with-parent", *folders, "true"])
-    if failure:
-        return [Finding("bubblewrap", "missing", f"it cannot start a program: {failure}", follows)]
-    return [Finding("bubblewrap", "ok", "starts a program in empty namespaces")]
+    findings: list[Finding] = []
+    tiers: dict[SandboxTier, str] = {
+        "bubblewrap": "a program runs in namespaces of its own",
+        "landlock": "a program runs alone, under Landlock and seccomp",
+    }
+    for tier, found in tiers.items():
+        try:
+            Sandbox(SandboxLimits(), tier).close()
+        except SandboxUnavailable as error:
+            reason = str(error).partition("Tried: ")[2] or str(error)
+            findings.append(Finding(f"sandbox: {tier}", "warning", reason, "not this tier"))
+        else:
+            findings.append(Finding(f"sandbox: {tier}", "ok", found))
+    if all(finding.status == "warning" for finding in findings):
+        return [Finding(finding.what, "missing", finding.found, follows) for finding in findings]
+    return findings
 
 
 def check_cgroups() -> list[Finding]:
     """A writable controller for pids and memory, v2 or v1."""
-    root = Path("/sys/fs/cgroup")
-    unified = root / "cgroup.controllers"
-    if unified.is_file() and {"pids", "memory"} <= set(unified.read_text().split()) and os.access(root, os.W_OK):
-        return [Finding("cgroups", "ok", "v2, writable")]
-    writable = [name for name in ("pids", "memory") if os.access(root / name, os.W_OK)]
-    if len(writable) == 2:
-        return [Finding("cgroups", "ok", "v1 pids and memory, writable")]
+    from or1_megatron.verify.cgroups import CgroupPool
+
+    groups = CgroupPool.open(None)
+    if groups is not None:
+        groups.close()
+        return [Finding("cgroups", "ok", f"v{groups.version}: memory and pids of whole sandboxes can be limited")]
     follows = "verified programs are limited by prlimit alone: per process, not in sum"
-    return [Finding("cgroups", "warning", f"writable: {', '.join(writable) or 'none'}", follows)]
+    return [Finding("cgroups", "warning", "none that can be written", follows)]
 
 
 def check_cores_and_memory() -> list[Finding]:

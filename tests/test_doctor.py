@@ -38,10 +38,13 @@ def test_known_good_versions_are_those_of_the_lock() -> None:
 
 def test_no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = doctor.check_sandbox()
-    assert finding.status == "missing"
-    assert "apt install bubblewrap" in finding.follows
-    assert "no code verification" in finding.follows
+    finding, landlock = doctor.check_sandbox()
+    assert "apt install bubblewrap" in finding.found
+    if landlock.status == "ok":
+        assert (finding.status, finding.follows) == ("warning", "not this tier")
+    else:
+        assert finding.status == "missing"
+        assert "no code verification" in finding.follows
     assert not finding.stops_training
 
 
@@ -51,9 +54,10 @@ def test_a_bubblewrap_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (finding,) = doctor.check_sandbox()
-    assert finding.status == "missing"
-    assert "No permissions to create new namespace" in finding.found
+    finding, _ = doctor.check_sandbox()
+    assert finding.status != "ok"
+    # as root it is tried as nobody, who may not look into the test's folder
+    assert "No permissions to create new namespace" in finding.found or "Permission denied" in finding.found
 
 
 def test_a_driver_out_of_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ from or1_megatron.interfaces import Verifier
 from or1_megatron.verify.code import CodeVerifier
 from or1_megatron.verify.custom import CustomVerifier
 from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.sandbox import open_sandbox
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
     "math": lambda config: MathVerifier(config.timeout_s),
     "code": lambda config: CodeVerifier(
-        config.timeout_s, early_stop=config.early_stop, budget_s=config.budget_s, headers=config.checker_headers
+        early_stop=config.early_stop,
+        budget_s=config.budget_s,
+        headers=config.checker_headers,
+        sandbox=open_sandbox(config),
     ),
 }
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from or1_megatron.config import VerifyConfig
 from or1_megatron.verify.cgroups import CgroupPool
 from or1_megatron.verify.program import (
     Program,
@@ -41,6 +42,7 @@ __all__ = [
     "Session",
     "SessionEnded",
     "describe_exit",
+    "open_sandbox",
 ]
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
@@ -50,6 +52,7 @@ _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
     "landlock": Landlock,
     "weak": partial(Landlock, confine_files=False),
 }
+_WALLS_PER_CPU = 2
 _log = logging.getLogger(__name__)
 
 
@@ -129,6 +132,18 @@ class Sandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def open_sandbox(config: VerifyConfig) -> Sandbox:
+    """The sandbox that the configuration asks for. Raises SandboxUnavailable where it cannot be had."""
+    limits = SandboxLimits(
+        cpu_s=config.timeout_s,
+        wall_s=_WALLS_PER_CPU * config.timeout_s,
+        memory_bytes=config.memory_bytes,
+        processes=config.processes,
+    )
+    node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return Sandbox(limits, config.sandbox, node_bytes)
 
 
 def _interpreters() -> list[Path]:

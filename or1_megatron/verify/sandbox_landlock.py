@@ -153,7 +153,7 @@ def _own_identity() -> dict[str, Any]:
     if os.geteuid() != 0:
         return {}
     for number in (_FIRST_OWN_ID + os.getpid(), UNPRIVILEGED_ID):
-        identity = {"user": number, "group": number, "extra_groups": []}
+        identity: dict[str, Any] = {"user": number, "group": number, "extra_groups": []}
         try:
             subprocess.run(["/bin/true"], check=True, **identity)
         except (OSError, subprocess.CalledProcessError):  # a container that has no such uid

@@ -135,7 +135,7 @@ def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: p
     code = {"prompt": "Print 1.", "ability": "code", "answer": json.dumps({"inputs": [""], "outputs": ["1"]})}
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(8)) + json.dumps(code))
-    said = refused(config, f"data.train=[{{path: {data}}}]")
+    said = refused(config, f"data.train=[{{path: {data}}}]", "verify.sandbox=bubblewrap")
     assert "bubblewrap is not installed" in said and "apt install bubblewrap" in said
 
 

@@ -1,0 +1,135 @@
+"""The sandbox under attack, in every tier that this machine has: nothing is accepted, nothing stays, the next works.
+
+The attacks are those that we know of (``attacks``), not a proof that there are no others; kernels' own faults are out
+of reach here, and so are judgements by checkers and test programs, which the code verifier's tests attack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from attacks import ATTACKS, PROBES, READING, SECRET, SLOW
+
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.code import CodeVerifier
+from or1_megatron.verify.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_megatron.verify.sandbox import Sandbox
+
+LIMITS = SandboxLimits(
+    cpu_s=2.0, wall_s=4.0, memory_bytes=512 << 20, scratch_bytes=16 << 20, processes=32, output_bytes=1 << 20
+)
+SHORT = SandboxLimits(cpu_s=0.5, wall_s=0.8, memory_bytes=256 << 20, processes=16)
+HONEST = "print(int(input()) * 2)"
+TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    os.environ["OR1_ATTACK_SECRET"] = SECRET
+    try:
+        made = Sandbox(LIMITS, request.param)
+    except SandboxUnavailable as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    with made:
+        yield made
+    del os.environ["OR1_ATTACK_SECRET"]
+
+
+def python(source: str) -> Program:
+    return Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+
+
+def problem(output: str) -> Problem:
+    truth = json.dumps({"inputs": ["21\n"], "outputs": [output]})
+    return Problem("id", "s", "code", (Message("user", "q"),), truth, {}, "x.jsonl:1")
+
+
+def answer(source: str) -> str:
+    return f"</think>\n```python\n{source}\n```"
+
+
+def left_behind() -> list[str]:
+    """Living children of this process, and what lies in the folder for temporary files, of sandboxes."""
+    processes = [child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return processes + [path.name for path in Path(tempfile.gettempdir()).glob(f"or1-sandbox-{os.getpid()}-*")]
+
+
+@pytest.fixture(scope="module")
+def before() -> list[str]:
+    return left_behind()
+
+
+def verdicts(sandbox: Sandbox, sources: dict[str, str], output: str) -> dict[str, str]:
+    """Of each source where ``output`` is asked for, two at a time, each followed by an honest one that must pass."""
+    verifier = CodeVerifier(sandbox=sandbox)
+
+    def judge(source: str) -> str:
+        status = verifier.verify(problem(output), answer(source), truncated=False).status
+        after = sandbox.run(python(HONEST), b"21\n")
+        return status if after.output == b"42\n" else f"{status}, and the honest one after it: {after}"
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(sources, pool.map(judge, sources.values()), strict=True))
+
+
+def test_no_attack_is_accepted_and_each_leaves_the_sandbox_working(sandbox: Sandbox, before: list[str]) -> None:
+    found = verdicts(sandbox, READING, SECRET) | verdicts(sandbox, ATTACKS, "42")
+    assert verdicts(sandbox, {"honest": HONEST, "told": f"print({SECRET})"}, SECRET) == {
+        "honest": "wrong",
+        "told": "right",
+    }
+    assert {name: status for name, status in found.items() if status != "wrong"} == {}
+    assert left_behind() == before
+
+
+def test_what_does_not_end_is_ended(sandbox: Sandbox, before: list[str]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        results = pool.map(lambda source: sandbox.run(python(source), b"21\n", SHORT), SLOW.values())
+    endings = {name: (result.ending, result.output) for name, result in zip(SLOW, results, strict=True)}
+    # what a tier refuses (forks, so the bomb; a whole second of work) may also end by an error; none ends well
+    assert {
+        name: ending for name, ending in endings.items() if ending[0] == "exited" and name not in ("spin in C",)
+    } == {}
+    assert sandbox.run(python(HONEST), b"21\n").output == b"42\n"
+    assert left_behind() == before
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_nothing_is_within_reach(sandbox: Sandbox, probe: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    tmp_path.chmod(0o777)
+    paths = [str(tmp_path / "secret"), "/etc/passwd", "/etc/hostname", "/proc/self/status", "/proc/1/cmdline", __file__]
+    paths += [f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/mem", "/sys/kernel/uevent_seqnum", "/root/.bashrc"]
+    result = sandbox.run(python(PROBES[probe].replace("{paths!r}", repr(paths))))
+    assert (result.exit_status, result.output) == (0, b"[]\n"), result
+
+
+def test_a_killed_verifier_leaves_no_sandbox(sandbox: Sandbox) -> None:
+    """SIGKILL to the process that runs it; the sleeping program goes with it."""
+    source = (
+        "import sys\nfrom or1_megatron.verify.sandbox import *\n"
+        f"s = Sandbox(SandboxLimits(wall_s=600.0), {sandbox.tier!r})\n"
+        "files = {'main.py': b'import time\\nprint(1, flush=True)\\ntime.sleep(987)'}\n"
+        "p = Program(files, ('{python}', '{box}/main.py'))\n"
+        "x = s._launch(p, None, s.limits)\nx.release()\nprint(x.pid, flush=True)\nx.process.stdout.read(1)\n"
+        "print('running', flush=True)\nimport time\ntime.sleep(600)\n"
+    )
+    child = psutil.Popen([sys.executable, "-c", source], stdout=-1, text=True)
+    pid = int(child.stdout.readline())
+    assert child.stdout.readline() == "running\n"
+    program = psutil.Process(pid)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    _, alive = psutil.wait_procs([program], timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert Sandbox(LIMITS, sandbox.tier).run(python(HONEST), b"4\n").output == b"8\n"
+    assert list(Path(tempfile.gettempdir()).glob(f"or1-sandbox-{child.pid}-*")) == []

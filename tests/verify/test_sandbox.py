@@ -1,0 +1,171 @@
+"""The sandbox's promises to honest programs and to its callers, in every tier that this machine has.
+
+What hostile programs make of it is in test_attacks. Not shown: cgroups v2 where this machine has v1, and aarch64.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.config import VerifyConfig
+from or1_megatron.verify.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.sandbox import Sandbox, SessionEnded
+
+LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
+TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    try:
+        made = Sandbox(LIMITS, request.param)
+    except SandboxUnavailable as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    with made:
+        yield made
+
+
+def python(source: str, **files: bytes) -> Program:
+    command = ("{python}", "{box}/main.py", *(f"{{box}}/{name}" for name in files))
+    return Program({"main.py": source.encode(), **files}, command)
+
+
+def test_files_arguments_input_output_and_exit_status(sandbox: Sandbox) -> None:
+    source = (
+        "import sys\nprint(sys.argv[1:] == [sys.argv[1]], open(sys.argv[1]).read(), input())\n"
+        "print('e', file=sys.stderr)\nsys.exit(3)"
+    )
+    result = sandbox.run(python(source, case=b"content"), b"line\n")
+    assert (result.ending, result.exit_status, result.output) == ("exited", 3, b"True content line\n")
+    assert result.errors == "e\n"
+    assert not result.succeeded
+
+
+def test_threads_event_loops_and_pairs_of_sockets_work(sandbox: Sandbox) -> None:
+    source = (
+        "import asyncio, threading, socket, random, datetime, decimal\nout = []\n"
+        "thread = threading.Thread(target=out.append, args=(1,))\nthread.start()\nthread.join()\n"
+        "async def main():\n    await asyncio.sleep(0)\n    return 2\nout.append(asyncio.run(main()))\n"
+        "a, b = socket.socketpair()\na.send(b'3')\nout.append(int(b.recv(1)))\nprint(out)"
+    )
+    result = sandbox.run(python(source))
+    assert result.output == b"[1, 2, 3]\n", result
+
+
+def test_three_descriptors_and_an_unprivileged_uid(sandbox: Sandbox) -> None:
+    source = (
+        "import os\nfound = []\nfor fd in range(300):\n    try: os.fstat(fd)\n    except OSError: continue\n"
+        "    found.append(fd)\nprint(os.getuid() >= 1000, os.getgroups(), found)"
+    )
+    with open(os.devnull):
+        result = sandbox.run(python(source))
+    if os.geteuid() == 0 or sandbox.tier == "bubblewrap":
+        assert result.output.endswith(b"[0, 1, 2]\n") and result.output.startswith(b"True"), result
+
+
+def test_limits_are_told_apart(sandbox: Sandbox) -> None:
+    endings = {
+        "while True: pass": "cpu_time",
+        "import time\ntime.sleep(60)": "wall_time",
+        "while True: print('x' * 10000)": "output",
+    }
+    limits = replace(LIMITS, cpu_s=0.3, wall_s=1.0, output_bytes=1 << 16)
+    assert {source: sandbox.run(python(source), b"", limits).ending for source in endings} == endings
+
+
+def test_a_compiled_program(sandbox: Sandbox) -> None:
+    """A compiler as a tool: it writes and starts processes, in either tier; what it made runs as a submission does."""
+    if not Path("/usr/bin/gcc").exists():
+        pytest.skip("no C compiler")
+    source = b'#include <stdio.h>\nint main(void) { int n; scanf("%d", &n); printf("%d\\n", 2 * n); return 7; }'
+    command = ("/bin/sh", "-c", "gcc -o a.out {box}/a.c && cat a.out")
+    made = sandbox.run(Program({"a.c": source}, command, tool=True), limits=SandboxLimits(cpu_s=20, wall_s=60))
+    assert made.succeeded, made
+    result = sandbox.run(Program({"double": made.output}, ("{box}/double",), executable={"double"}), b"21")
+    assert (result.output, result.exit_status) == (b"42\n", 7)
+
+
+def test_a_session_answers_and_says_how_it_ended(sandbox: Sandbox) -> None:
+    echo = python("import sys\nfor line in sys.stdin:\n    print(1 // len(line[1:]), line[::-1].strip(), flush=True)")
+    with sandbox.open(echo) as session:
+        assert session.ask(b"abc", 10.0) == b"0 cba"
+        assert session.ask(b"x" * 300_000, 10.0) == b"0 " + b"x" * 300_000
+        with pytest.raises(SessionEnded, match="ZeroDivisionError") as caught:
+            session.ask(b"", 10.0)
+    assert caught.value.ending == "exited"
+    limits = replace(LIMITS, cpu_s=0.2)
+    with sandbox.open(python("while True: pass"), limits) as session, pytest.raises(SessionEnded) as caught:
+        session.ask(b"", 10.0)
+    assert caught.value.ending == "cpu_time"
+
+
+def test_one_run_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
+    leave = (
+        "for folder in ('/tmp', '/dev/shm', '.'):\n    try: open(folder + '/left', 'w').write('42')\n"
+        "    except OSError: pass"
+    )
+    look = "import os\nprint([f for f in ('/tmp/left', '/dev/shm/left', 'left') if os.path.exists(f)])"
+    assert sandbox.run(python(leave)).succeeded
+    assert sandbox.run(python(look)).output == b"[]\n"
+
+
+def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
+    """Each within its own limit, together beyond the sandbox's: only cgroups see that."""
+    if not sandbox.cgroups or sandbox.tier != "bubblewrap":
+        pytest.skip("no cgroups, or no processes to share it")
+    source = (
+        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(100 << 20)\n"
+        "        time.sleep(2)\n        os._exit(0)\nfor _ in range(6): os.wait()"
+    )
+    assert sandbox.run(python(source)).ending == "memory"
+    assert sandbox.run(python("print(1)")).output == b"1\n"
+
+
+def test_a_sandbox_that_cannot_be_set_up_is_a_failure_not_a_result(sandbox: Sandbox) -> None:
+    """The runner ends before it is at the gate; the program would have printed the right answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox._tier, "_runner", b"print(1)\nraise SystemExit('no such thing here')")
+        with pytest.raises(SandboxFailure, match="no such thing here"):
+            sandbox.run(python("print(1)"))
+    assert sandbox.run(python("print(1)")).output == b"1\n"
+
+
+def test_without_bubblewrap_code_is_refused_and_math_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SandboxUnavailable, match=r"'code' cannot be verified \(math can\)[\s\S]*apt install bubblewrap"
+    ):
+        build_verifiers(VerifyConfig(sandbox="bubblewrap"), {"math", "code"})
+    assert set(build_verifiers(VerifyConfig(sandbox="bubblewrap"), {"math"})) == {"math"}
+
+
+def test_where_namespaces_are_refused_landlock_takes_over_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(SandboxUnavailable, match="user namespaces"):
+        Sandbox(LIMITS, "bubblewrap")
+    try:
+        with caplog.at_level(logging.WARNING), Sandbox(LIMITS) as sandbox:
+            assert sandbox.tier == "landlock"
+            assert "no namespaces here" in caplog.text
+    except SandboxUnavailable:
+        pytest.skip("no Landlock here")
+
+
+def test_the_weak_tier_is_never_taken_by_itself_and_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Sandbox(LIMITS, "weak") as sandbox:
+        assert "can read every file" in caplog.text
+        assert sandbox.run(python("print(1)")).output == b"1\n"
+        assert b"PermissionError" in sandbox.run(python("import socket\nsocket.socket()")).errors.encode()
