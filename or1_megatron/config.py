@@ -241,7 +241,7 @@ class VerifyConfig(Section):
     """Hard limit for one verdict; the worker is killed and replaced."""
     max_error_fraction: Fraction = 0.05
     """A step in which more of the verdicts than this are ``error`` stops the run."""
-    custom: dict[str, str] = {}
+    custom: dict[str, str] = Field(default_factory=dict)
     """Ability: a verifier of your own, as package.module:name or an entry point of group or1_megatron.verifiers."""
     early_stop: bool = True
     """A submission's first failed test is its last; otherwise all are run, and the verdict says how each ended."""
