@@ -9,6 +9,7 @@ Each submission is judged in a fork that is killed after a minute.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -84,6 +85,8 @@ def main() -> None:
                 os.waitpid(child, 0)
                 break
             time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):  # what a submission left of the grader's helpers
+            os.killpg(child, signal.SIGKILL)
         if not Path(request["answer"]).exists():
             Path(request["answer"]).write_text(json.dumps({"accepted": False, "wall_s": LIMIT_S}))
         print("done", flush=True)
