@@ -1,10 +1,12 @@
 """What a handoff costs on CPU: slices from every trainer rank, against gathering on rank 0 and broadcasting.
 
-    python benchmarks/handoff.py [ROUNDS]       (two rounds by default: about ten minutes)
+    python benchmarks/handoff.py [ROUNDS]       (two rounds by default: about twelve minutes)
 
 A policy of 100M parameters in bf16 at TP2 x PP2 (four torchrun ranks) hands off to two engines of one rank, then to two
-of two ranks; the backends ``gloo`` and ``shard`` by turns, each to engines of its own, in one run. Every rank has one
-thread. Reported are medians over all handoffs but the first of each turn.
+of two ranks: by turns the backend ``gloo``, and ``shard`` over gloo and over shared memory, each to engines of its own,
+in one run. After each turn of ``shard`` the same messages go once more, unpacked and unread, to bare processes: the
+plain copy. Every rank has one thread. Reported are medians over all handoffs but the first of each turn; bytes are
+those that the transports of each rank have counted.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUCKET_BYTES = 16 << 20
 HANDOFFS = 6
 TRAINER_RANKS = 4
+WAYS = {"gloo": ("gloo", "gloo"), "slices": ("shard", "gloo"), "slices, memory": ("shard", "shared_memory")}
+"""(backend, transport) by the names in the figures; the first is the baseline."""
 SHAPE = {
     "vocab_size": 16384,
     "hidden_size": 768,
@@ -81,23 +85,25 @@ def worker(model: Path, out: Path, rounds: int) -> None:
     turns = []
     for number in range(rounds):
         for tensor in (1, 2):
-            for backend in ("gloo", "shard"):
-                config = HandoffConfig(backend=backend, bucket_bytes=BUCKET_BYTES, timeout_s=300)
+            for way, (backend, transport) in WAYS.items():
+                config = HandoffConfig(backend=backend, transport=transport, bucket_bytes=BUCKET_BYTES, timeout_s=300)
                 pool, control = None, None
                 if mesh.rank == 0:
                     rollout = RolloutConfig(engines=2, tensor_parallel=tensor, kv_cache_bytes=16 << 20)
-                    name = f"benchmark-{number}-{tensor}-{backend}"
+                    name = f"benchmark-{number}-{tensor}-{way.replace(', ', '-')}"
                     pool = EnginePool(rollout, model, "bfloat16", 128, name, True, weight_transfer=backend)
                     pool.wait_ready()
                     control = pool.control(300)
                 sender = EngineWeightSender(policy.weights, mesh.rank, config, control)
                 turn = measure(sender, mesh)
+                sharded = sender._sharded
+                plain = [] if sharded is None else plain_copy(sharded.plan, transport, 2 * tensor, mesh)
                 if mesh.rank == 0:
                     assert pool is not None and control is not None and control.versions() == [HANDOFFS] * 2
-                    sharded = sender._sharded
-                    received = list(sharded.received.values()) if sharded else [turn["bytes"]] * 2 * tensor
-                    turns.append({**turn, "tensor": tensor, "backend": backend, "received": received})
-                    print(f"TP{tensor} {backend}: {[round(s, 2) for s in turn['seconds']]} s", flush=True)
+                    tallies = sharded.tallies[TRAINER_RANKS:] if sharded else []
+                    received = [tally.bytes_received for tally in tallies] or [turn["bytes"]] * 2 * tensor
+                    turns.append({**turn, "tensor": tensor, "way": way, "received": received, "plain": plain})
+                    print(f"TP{tensor} {way}: {[round(s, 2) for s in turn['seconds']]} s, plain {plain}", flush=True)
                 sender.close()
                 if pool is not None:
                     pool.close()
@@ -108,28 +114,138 @@ def worker(model: Path, out: Path, rounds: int) -> None:
     stop_process_group()
 
 
+def count_allocations(sender: Any) -> list[int]:
+    """[bytes] that a rank's transports have been asked for from now on: what they get may be memory used before."""
+    asked = [0]
+    for link in sender._sharded._links.all if sender._sharded else []:
+
+        def allocate(size_bytes: int, real: Any = link.allocate) -> Any:
+            asked[0] += size_bytes
+            return real(size_bytes)
+
+        link.allocate = allocate
+    return asked
+
+
 def measure(sender: Any, mesh: Any) -> dict[str, Any]:
-    """Seconds of each handoff but the first, and the most that any trainer rank's memory grew in one."""
+    """Seconds of each handoff but the first; of every trainer rank the most that its memory grew in one, and the most
+    that its transports were asked for."""
     import torch.distributed as dist
 
-    seconds, grown, size = [], 0, 0
+    seconds, grown, size, asked = [], 0, 0, [0]
+    most_asked = 0
     for version in range(1, HANDOFFS + 1):
         dist.barrier(mesh.control)
         before = forget_peak()
+        asked[0] = 0
         started = time.perf_counter()
         size = sender.send(version)
         dist.barrier(mesh.control)
         if version > 1:
             seconds.append(time.perf_counter() - started)
-            grown = max(grown, peak_bytes() - before)
+            grown, most_asked = max(grown, peak_bytes() - before), max(most_asked, asked[0])
+        else:
+            asked = count_allocations(sender)
     everyone: list[int] = [0] * mesh.world
-    dist.all_gather_object(everyone, grown, group=mesh.control)
+    dist.all_gather_object(everyone, max(grown, most_asked), group=mesh.control)
     return {"seconds": seconds, "extra_bytes": everyone, "bytes": size}
+
+
+def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[float]:
+    """Seconds for the plan's messages over the same transport to bare processes, neither packed nor read."""
+    import torch.distributed as dist
+
+    from or1_megatron.handoff.board import Board
+    from or1_megatron.handoff.gloo import join_store, open_store
+
+    parts: list[Any] = [None] * mesh.world
+    dist.all_gather_object(parts, plan.shipments, group=mesh.control)
+    whole = type(plan)(plan.trainers, tuple(sorted({s for part in parts for s in part}, key=lambda s: s.number)))
+    store = open_store("127.0.0.1", 300.0) if mesh.rank == 0 else None
+    port = [None if store is None else store.port]
+    dist.broadcast_object_list(port, src=0, group=mesh.control)
+    store = store or join_store("127.0.0.1", port[0], 300.0)
+    board = Board(store, f"rank {mesh.rank}", 300.0)
+    receivers = []
+    if mesh.rank == 0:
+        board.publish("plan", (whole, transport, engine_ranks))
+        receivers = [
+            subprocess.Popen([sys.executable, __file__, "copier", str(port[0]), str(index)])
+            for index in range(engine_ranks)
+        ]
+    links = links_of(transport, store, mesh.rank, plan.trainers, engine_ranks)
+    seconds = []
+    for _ in range(HANDOFFS):
+        dist.barrier(mesh.control)
+        started = time.perf_counter()
+        send_bare(whole, mesh.rank, links, board)
+        dist.barrier(mesh.control)
+        seconds.append(time.perf_counter() - started)
+    for receiver in receivers:
+        receiver.wait(60)
+    links.close()
+    return seconds[1:]
+
+
+def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
+    """``carrying.ship`` without its reading, packing and checksums."""
+    from or1_megatron.handoff.shipping import message_bytes
+
+    mine = plan.sent_by(rank)
+    size, idle, travelling = max((message_bytes(s) for s in mine), default=0), list[Any](), list[Any]()
+    for shipment in mine:
+        if len(travelling) == 2:
+            futures, buffer = travelling.pop(0)
+            for future in futures:
+                board.wait(future, "a plain copy")
+            idle.append(buffer)
+        to = shipment.children(rank)
+        buffer = idle.pop() if idle else links.over(rank, to[0]).allocate(size)
+        message = buffer[: message_bytes(shipment)]
+        travelling.append(([links.over(rank, t).send(message, t, shipment.number) for t in to], buffer))
+    for futures, _ in travelling:
+        for future in futures:
+            board.wait(future, "a plain copy")
+    links.rest()
+
+
+def links_of(transport: str, store: Any, rank: int, trainers: int, engine_ranks: int) -> Any:
+    from or1_megatron.handoff.gloo import open_group
+    from or1_megatron.handoff.links import Links
+
+    world = trainers + engine_ranks
+    group = open_group(store, "127.0.0.1", rank, world, 300.0)
+    return Links.open(transport, group, store, rank, world, trainers, 300.0)
+
+
+def copier(port: int, index: int) -> None:
+    """A bare receiver; of shared memory it reads every byte once, as gloo's receiver does by copying."""
+    import torch
+
+    from or1_megatron.handoff.board import Board
+    from or1_megatron.handoff.carrying import incoming
+    from or1_megatron.handoff.gloo import join_store
+
+    torch.set_num_threads(1)
+    store = join_store("127.0.0.1", port, 300.0)
+    board = Board(store, f"copier {index}", 300.0)
+    plan, transport, engine_ranks = board.read("plan", "rank 0")
+    links = links_of(transport, store, plan.trainers + index, plan.trainers, engine_ranks)
+    own = torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8)
+    for _ in range(HANDOFFS):
+        for _, message, _ in incoming(plan.of(plan.trainers + index), plan.trainers + index, links, board):
+            if transport == "shared_memory":
+                own[: message.numel()].copy_(message)
+        links.rest()
+    links.close()
 
 
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         worker(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        return
+    if sys.argv[1:2] == ["copier"]:
+        copier(int(sys.argv[2]), int(sys.argv[3]))
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     from or1_megatron.plan_handoff import expected_wants
@@ -146,20 +262,26 @@ def main() -> None:
         turns = json.loads(out.read_text())
     figures: dict[str, Any] = {}
     for tensor, goal in ((1, 1.3), (2, 2.0)):
-        of = {b: [t for t in turns if t["tensor"] == tensor and t["backend"] == b] for b in ("gloo", "shard")}
-        medians = {b: statistics.median(s for turn in of[b] for s in turn["seconds"]) for b in of}
+        of = {way: [t for t in turns if t["tensor"] == tensor and t["way"] == way] for way in WAYS}
+        medians = {way: statistics.median(s for turn in of[way] for s in turn["seconds"]) for way in WAYS}
         wants = [expected_wants(family_of(hf), hf, rank, tensor) for rank in range(tensor)] * 2
         shards = [2 * sum(box_size(want.box) for want in each) for each in wants]
-        shares = [got / shard for turn in of["shard"] for got, shard in zip(turn["received"], shards, strict=True)]
         to = f"to two engines of TP{tensor}"
-        for backend, median in medians.items():
-            figures[f"{backend} {to}"] = figure(median, "s")
-        figures[f"gloo over shard {to}"] = figure(medians["gloo"] / medians["shard"], at_least=goal)
-        figures[f"received over shard {to}, largest"] = figure(max(shares), at_most=1.05)
-        extra = max(size for turn in of["shard"] for size in turn["extra_bytes"]) / BUCKET_BYTES
-        figures[f"trainer rank's extra memory {to}, in buckets"] = figure(extra, at_most=2.0)
-        gathered = max(size for turn in of["gloo"] for size in turn["extra_bytes"]) / BUCKET_BYTES
-        figures[f"the same with gloo {to}, in buckets"] = figure(gathered)
+        baseline, *slices = WAYS
+        figures[f"{baseline} {to}"] = figure(medians[baseline], "s")
+        grown = max(size for turn in of[baseline] for size in turn["extra_bytes"]) / BUCKET_BYTES
+        figures[f"{baseline} {to}: trainer rank's extra memory, in buckets"] = figure(grown)
+        for way in slices:
+            figures[f"{way} {to}"] = figure(medians[way], "s")
+            figures[f"{way} {to}: times as fast as {baseline}"] = figure(
+                medians[baseline] / medians[way], at_least=goal
+            )
+            shares = [got / shard for turn in of[way] for got, shard in zip(turn["received"], shards, strict=True)]
+            figures[f"{way} {to}: received over shard, largest"] = figure(max(shares), at_most=1.05)
+            grown = max(size for turn in of[way] for size in turn["extra_bytes"]) / BUCKET_BYTES
+            figures[f"{way} {to}: trainer rank's extra memory, in buckets"] = figure(grown, at_most=2.0)
+            plain = statistics.median(s for turn in of[way] for s in turn["plain"])
+            figures[f"{way} {to}: plain copy's share of the time"] = figure(plain / medians[way])
     settings = {"shape": SHAPE, "dtype": "bfloat16", "trainer": "TP2 PP2", "engines": 2, "bucket bytes": BUCKET_BYTES}
     path = write_result("handoff", figures, {**settings, "handoffs per turn": HANDOFFS - 1, "rounds": rounds})
     print(json.dumps(figures, indent=2))

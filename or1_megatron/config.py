@@ -280,12 +280,18 @@ class VerifyConfig(Section):
     """A verifier whose memory has grown beyond this is replaced by a fresh one."""
 
 
+Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]
+
+
 class HandoffConfig(Section):
-    backend: Literal["gloo", "shard"] = "gloo"
+    backend: Literal["gloo", "shard", "nccl", "ipc", "sharded_rdt", "nccl_m2n"] = "gloo"
     """gloo: rank 0 gathers whole tensors and broadcasts them to all engines; shard: all trainer ranks send, and each
-    engine rank receives just the slices that its loaders ask for."""
+    engine rank receives just the slices that its loaders ask for. The others are vLLM's own, on GPUs."""
+    transport: Transport = "gloo"
+    """Of ``shard``. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. With
+    two names, of two hops: among trainer ranks, and from each to the engine on its device (placement colocated)."""
     bucket_bytes: Positive = 512 << 20
-    """Of what travels in one piece; a trainer rank holds at most two of them."""
+    """What an engine rank takes in at a time, from all its senders; a trainer rank holds two of them at most."""
     probe_every_steps: NonNegative = 1
     """0: never."""
     probe_tokens: Positive = 64

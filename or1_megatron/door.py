@@ -8,6 +8,7 @@ from or1_megatron.config import Config
 from or1_megatron.config_file import check_next_stage, check_resume, load_config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
+from or1_megatron.handoff.choice import check_choice, cuda_here
 from or1_megatron.layouts import choose_layers
 from or1_megatron.rl.checks import check_state
 from or1_megatron.rl.ports import Begin
@@ -37,6 +38,7 @@ def check_inputs(config: Config) -> None:
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
+    check_choice(config, cuda_here())
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))

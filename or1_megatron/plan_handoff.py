@@ -6,7 +6,7 @@ families. A run records it (``handoff.recording``), and a test compares the two.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from or1_megatron.config import Config, ParallelConfig
+from or1_megatron.handoff.links import Place, routes_for
 from or1_megatron.handoff.plan import HandoffPlan, Want, make_plan
+from or1_megatron.handoff.routes import Hop
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.holdings import Box, RankGrid, box_size, holdings, whole
 from or1_megatron.weights.slicing import Cut
@@ -69,23 +71,51 @@ def stage_of(parallel: ParallelConfig, hf: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class HandoffForecast:
-    """A plan with what its bytes come to."""
+    """A plan with what its bytes come to. Ranks are numbered as in the plan: the trainer's, then the engines'."""
 
     plan: HandoffPlan
     dtype: str
-    sent: dict[int, int]
-    """Bytes by trainer rank."""
-    received: dict[int, int]
-    """Bytes by engine rank, from 0."""
-    links: dict[tuple[int, int], int]
-    """Bytes by (trainer rank, engine rank)."""
+    links: dict[Hop, int]
+    """Bytes by (from, to)."""
     wanted: list[int]
     """Bytes of each engine rank's shard."""
+    two_hops: bool
+    """What goes from a trainer rank to an engine rank stays on a device."""
+
+    def crosses(self, hop: Hop) -> bool:
+        """Whether a hop takes the network."""
+        return not (self.two_hops and hop[0] < self.plan.trainers <= hop[1])
+
+    @property
+    def sent(self) -> dict[int, int]:
+        """Bytes that ranks put on the network, by rank; those who pass on included."""
+        return self._by_rank(0)
+
+    @property
+    def arriving(self) -> dict[int, int]:
+        """Bytes that ranks take from the network, by rank."""
+        return self._by_rank(1)
+
+    def _by_rank(self, end: int) -> dict[int, int]:
+        total = defaultdict[int, int](int)
+        for hop, size in self.links.items():
+            if self.crosses(hop):
+                total[hop[end]] += size
+        return dict(total)
+
+    @property
+    def received(self) -> dict[int, int]:
+        """Bytes by engine rank, from 0, whatever the way."""
+        total = defaultdict[int, int](int)
+        for (_, stop), size in self.links.items():
+            if stop >= self.plan.trainers:
+                total[stop - self.plan.trainers] += size
+        return dict(total)
 
     @property
     def busiest(self) -> int:
         """Bytes through the busiest rank's link, in or out."""
-        return max([*self.sent.values(), *self.received.values()], default=0)
+        return max([*self.sent.values(), *self.arriving.values()], default=0)
 
     def seconds(self, gigabits_per_s: float) -> float:
         """What the busiest link needs, at a speed per rank and direction; packing and loading come on top."""
@@ -93,9 +123,18 @@ class HandoffForecast:
 
 
 def forecast(
-    hf: Mapping[str, Any], dtype: str, parallel: ParallelConfig, engines: int, tensor: int, bucket_bytes: int
+    hf: Mapping[str, Any],
+    dtype: str,
+    parallel: ParallelConfig,
+    engines: int,
+    tensor: int,
+    bucket_bytes: int,
+    transport: str = "gloo",
 ) -> HandoffForecast:
-    """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each."""
+    """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each.
+
+    ``transport``: as ``handoff.transport``. In two hops the engines' ranks are beside the trainer's, one after another.
+    """
     family = family_of(hf)
     shapes = family.shapes(hf)
     grid = RankGrid(parallel.tensor, parallel.context * parallel.data, parallel.pipeline, parallel.expert)
@@ -108,47 +147,55 @@ def forecast(
     held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid, expert_rank=expert_rank)
     wants = [expected_wants(family, hf, rank, tensor) for rank in range(tensor)] * engines
     element = getattr(torch, dtype)
-    plan = make_plan(held, dict.fromkeys(shapes, element), wants, parallel.ranks, bucket_bytes)
-    sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
-    links = {}
-    for (source, destination), size in plan.link_bytes().items():
-        sent[source] += size
-        received[destination - parallel.ranks] += size
-        links[source, destination - parallel.ranks] = size
-    wanted = [sum(box_size(want.box) for want in each) * element.itemsize for each in wants]
-    return HandoffForecast(plan, dtype, dict(sent), dict(received), links, wanted)
+    somewhere = Place("", "")
+    routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
+    plan = make_plan(held, dict.fromkeys(shapes, element), wants, parallel.ranks, bucket_bytes, routes)
+    wanted = [sum(box_size(want.box) for want in each) * element.itemsize for each in wants[:tensor]] * engines
+    return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, "+" in transport)
 
 
 def forecast_of(config: Config) -> HandoffForecast:
     """Of a run's configuration."""
     hf = read_hf_config(config.model.hf)
-    rollout = config.rollout
+    rollout, handoff = config.rollout, config.handoff
     return forecast(
-        hf, config.model.dtype, config.parallel, rollout.engines, rollout.tensor_parallel, config.handoff.bucket_bytes
+        hf,
+        config.model.dtype,
+        config.parallel,
+        rollout.engines,
+        rollout.tensor_parallel,
+        handoff.bucket_bytes,
+        handoff.transport,
     )
 
 
 def print_forecast(made: HandoffForecast, gigabits_per_s: float, console: Console) -> None:
     """Who sends what to whom; of many links those with the most bytes."""
+    plan = made.plan
     table = Table(title="links, busiest first")
-    for column in ("trainer rank", "engine rank", "MiB", "buckets"):
+    for column in ("from", "to"):
+        table.add_column(column)
+    for column in ("MiB", "messages"):
         table.add_column(column, justify="right")
-    buckets = defaultdict[tuple[int, int], int](int)
-    for shipment in made.plan.shipments:
-        buckets[shipment.source, shipment.destination - made.plan.trainers] += 1
-    for link in sorted(made.links, key=lambda link: (-made.links[link], link))[:_SHOWN]:
-        table.add_row(str(link[0]), str(link[1]), _mib(made.links[link]), str(buckets[link]))
+    messages = Counter(hop for shipment in plan.shipments for hop in shipment.hops)
+    for hop in sorted(made.links, key=lambda hop: (-made.links[hop], hop))[:_SHOWN]:
+        where = "" if made.crosses(hop) else ", on its device"
+        table.add_row(plan.who(hop[0]), plan.who(hop[1]) + where, _mib(made.links[hop]), str(messages[hop]))
     if len(made.links) > _SHOWN:
         table.add_row("...", f"{len(made.links) - _SHOWN} more", "", "")
     console.print(table)
-    total = sum(made.sent.values())
-    slices = sum(len(shipment.bucket.slots) for shipment in made.plan.shipments)
-    console.print(f"{_mib(total)} MiB ({made.dtype}) in {slices:,} slices, {len(made.plan.shipments):,} buckets")
-    idle = made.plan.trainers - len(made.sent)
+    slices = sum(len(shipment.bucket.slots) for shipment in plan.shipments)
+    total = sum(made.received.values())
+    console.print(f"{_mib(total)} MiB ({made.dtype}) in {slices:,} slices, {len(plan.shipments):,} messages")
+    trainers = [made.sent.get(rank, 0) for rank in range(plan.trainers)]
+    idle = trainers.count(0)
     console.print(
-        f"each trainer rank sends {_mib(min(made.sent.values()))} to {_mib(max(made.sent.values()))} MiB"
-        + (f"; {idle} send nothing" if idle else "")
+        f"each trainer rank sends {_mib(min(filter(None, trainers), default=0))} to {_mib(max(trainers))} MiB"
+        + (f"; {idle} send nothing over the network" if idle else "")
     )
+    relays = {hop[0] - plan.trainers for hop in made.links if hop[0] >= plan.trainers}
+    if relays:
+        console.print(f"{len(relays)} of {len(made.wanted)} engine ranks pass on what they receive")
     shares = [made.received[rank] / wanted for rank, wanted in enumerate(made.wanted) if wanted]
     console.print(
         f"each engine rank receives {_mib(min(made.received.values()))} to {_mib(max(made.received.values()))} MiB, "

@@ -105,4 +105,5 @@ def test_gpu_script_runs_tiny_without_a_gpu(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu_head.json", "gpu_offload.json", "gpu_policy.json"}
+    parts = ("handoff", "head", "offload", "policy")
+    assert {path.name for path in tmp_path.iterdir()} == {f"gpu_{part}.json" for part in parts}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that one GPU can show, in one call of under ten minutes and without a network: the fused head, a policy with our own
-# layers, offload, and the tests that are marked gpu. Results go to benchmarks/results/ (or --out FOLDER), from
+# layers, offload, the handoff's transports, and the tests that are marked gpu. Results go to benchmarks/results/ (or --out FOLDER), from
 # which `python benchmarks/performance.py` draws docs/performance.md.
 #
 #   benchmarks/gpu/run.sh [--wheels FOLDER] [--out FOLDER] [--tiny]
@@ -72,6 +72,7 @@ part() { # name, limit in seconds, command...
 
 part head 210 "$python" benchmarks/gpu/head.py "${tiny[@]}"
 part offload 100 "$python" benchmarks/gpu/offload.py "${tiny[@]}"
+part handoff 60 "$python" benchmarks/gpu/handoff.py "${tiny[@]}"
 part policy 240 "$python" benchmarks/gpu/policy.py "${tiny[@]}"
 part tests 180 "$python" -m pytest -q -m gpu tests/gpu
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
@@ -30,28 +29,11 @@ from or1_megatron.handoff.gloo import (
     open_group,
     open_store,
 )
-from or1_megatron.interfaces import WeightShards
 
 T = TypeVar("T")
 
 _POLL_S = 0.0005
 _BLAME_S = 5.0  # after a broken transfer: how long to wait for the engines' own account of it
-
-
-class ShardsSource(WeightSource):
-    """A policy's ``WeightShards`` as vLLM's protocol wants them."""
-
-    def __init__(self, shards: WeightShards) -> None:
-        self._shards = shards
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._shards.metadata()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._shards:
-            if tensor is None:
-                raise ValueError(f"weights: the sending rank was given no tensor for '{name}'")
-            yield name, tensor
 
 
 @dataclass

@@ -1,9 +1,13 @@
 """Who sends what to whom: what the engines' loaders ask for, composed with how the trainer has cut it. Pure.
 
 Made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer ranks hold;
-where several ranks hold one, the least burdened sends. What goes from one rank to another travels in buckets, and all
-buckets of a handoff have one order, in which every sender sends and every receiver receives: so nobody can wait for
-somebody who waits for him.
+where several ranks hold one, the least burdened sends. Engine ranks that want the same (the n-th of each engine) form a
+group: what goes to them is packed once, in messages of bounded size. By which links a message reaches all of its group
+is for ``routes`` to say.
+
+All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
+that has something for a group. Nobody can wait for somebody who waits for him: of the messages that have not arrived,
+the first in the order is held up by nothing but messages before it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from or1_megatron.handoff.buckets import Bucket, plan_buckets
+from or1_megatron.handoff.routes import Direct, Hop, Load, Routes
 from or1_megatron.weights.holdings import Box, Holding, box_shape, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
+
+Group = tuple[int, ...]
+"""Engine ranks, numbered after the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +59,24 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """The ``number``-th bucket from a trainer rank to an engine rank."""
+    """One message: what a trainer rank packs for a group of engine ranks, and its way to them."""
 
-    source: int
-    destination: int
     number: int
+    """Its place in the order of all."""
+    round: int
+    source: int
+    destinations: Group
+    hops: tuple[Hop, ...]
+    """(from, to), each behind the one by which the message has come."""
     bucket: Bucket[Slice]
+
+    def parent(self, rank: int) -> int | None:
+        """From whom ``rank`` receives it."""
+        return next((sender for sender, receiver in self.hops if receiver == rank), None)
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        """To whom ``rank`` sends it."""
+        return tuple(receiver for sender, receiver in self.hops if sender == rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +87,29 @@ class HandoffPlan:
     shipments: tuple[Shipment, ...]
 
     def sent_by(self, rank: int) -> list[Shipment]:
+        """Packed by it."""
         return [shipment for shipment in self.shipments if shipment.source == rank]
 
-    def received_by(self, rank: int) -> list[Shipment]:
-        return [shipment for shipment in self.shipments if shipment.destination == rank]
+    def through(self, rank: int) -> list[Shipment]:
+        """Received by it, be it to keep or to pass on."""
+        return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
 
-    def link_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes of weights by (source, destination)."""
-        total: dict[tuple[int, int], int] = defaultdict(int)
+    def of(self, rank: int) -> HandoffPlan:
+        """The part that ``rank`` has to do with."""
+        mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
+        return HandoffPlan(self.trainers, tuple(mine))
+
+    def who(self, rank: int) -> str:
+        """A rank as errors name it."""
+        return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
+
+    def link_bytes(self) -> dict[Hop, int]:
+        """Bytes of weights by (from, to), passed on ones included."""
+        total: dict[Hop, int] = defaultdict(int)
         for shipment in self.shipments:
-            for slot in shipment.bucket.slots:
-                total[shipment.source, shipment.destination] += slot.spec.size_bytes
+            size = sum(slot.spec.size_bytes for slot in shipment.bucket.slots)
+            for hop in shipment.hops:
+                total[hop] += size
         return dict(total)
 
 
@@ -91,6 +123,7 @@ def make_plan(
     wants: Sequence[Sequence[Want]],
     trainers: int,
     bucket_bytes: int,
+    routes: Routes | None = None,
 ) -> HandoffPlan:
     """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
@@ -98,36 +131,82 @@ def make_plan(
         holdings: of all trainer ranks, in the order of the model.
         dtypes: of each tensor, as held and sent.
         wants: of each engine rank.
+        bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it: no message is
+            larger than this divided by the number of trainer ranks (and of a tensor's row, which is not cut).
+        routes: by default straight from who packs to who loads.
 
     Raises:
         PlanImpossible: a part of a wanted tensor is held by nobody.
     """
+    routes = Direct() if routes is None else routes
     held: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings:
         held[holding.name].append(holding)
-    order = {name: index for index, name in enumerate(held)}
-    burden = [0] * trainers
-    channels: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-    asked = [(order.get(want.name, -1), want.box, rank) for rank, wanted in enumerate(wants) for want in set(wanted)]
-    names = list(held)
-    missing = {want.name for wanted in wants for want in wanted} - held.keys()
-    if missing:
-        raise PlanImpossible(f"handoff: engines want {sorted(missing)[0]}, of which no trainer rank holds anything")
-    for index, box, rank in sorted(asked):
-        name = names[index]
-        for part, holders in _cover(Want(name, box), held[name]):
-            for piece in _divide(part, len(holders), dtypes[name].itemsize, bucket_bytes):
-                cut = Slice(name, piece, dtypes[name])
-                source = min(holders, key=lambda holder: (burden[holder], holder))
-                burden[source] += cut.size_bytes
-                channels[source, trainers + rank].append(cut)
-    shipments = [
-        Shipment(source, destination, number, bucket)
-        for (source, destination), slices in channels.items()
-        for number, bucket in enumerate(plan_buckets(slices, bucket_bytes))
+    wanted = _groups(wants, trainers, routes)
+    message_bytes = max(1, bucket_bytes // routes.senders_per_round(trainers))
+    channels = _channels(held, dtypes, wanted, trainers, message_bytes, routes)
+    load = _load(channels)
+    messages = [
+        (index, group, source, bucket)
+        for (group, source), slices in channels.items()
+        for index, bucket in enumerate(plan_buckets(slices, message_bytes))
     ]
-    shipments.sort(key=lambda shipment: (shipment.number, shipment.source, shipment.destination))
+    messages.sort(key=lambda message: message[:3])
+    shipments = [
+        Shipment(number, index, source, group, routes.tree(source, group, load), bucket)
+        for number, (index, group, source, bucket) in enumerate(messages)
+    ]
     return HandoffPlan(trainers, tuple(shipments))
+
+
+def _groups(wants: Sequence[Sequence[Want]], trainers: int, routes: Routes) -> dict[Group, frozenset[Want]]:
+    """Each engine rank's group, with what its ranks want."""
+    alike: dict[frozenset[Want], list[int]] = defaultdict(list)
+    for index, wanted in enumerate(wants):
+        alike[frozenset(wanted)].append(trainers + index)
+    return {group: wanted for wanted, ranks in alike.items() for group in routes.groups(tuple(ranks))}
+
+
+def _channels(
+    held: Mapping[str, Sequence[Holding]],
+    dtypes: Mapping[str, torch.dtype],
+    wanted: Mapping[Group, frozenset[Want]],
+    trainers: int,
+    message_bytes: int,
+    routes: Routes,
+) -> dict[tuple[Group, int], list[Slice]]:
+    """What each trainer rank sends to each group, in the order of the model."""
+    order = {name: index for index, name in enumerate(held)}
+    for want in (want for each in wanted.values() for want in each):
+        if want.name not in order:
+            raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
+    burden = [0] * trainers
+    channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
+    covered: dict[Want, list[tuple[Box, tuple[int, ...]]]] = {}
+    asked = [(order[want.name], want.box, group) for group, each in wanted.items() for want in each]
+    names = list(held)
+    for index, box, group in sorted(asked):
+        want = Want(names[index], box)
+        if want not in covered:
+            covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
+        dtype = dtypes[want.name]
+        for part, holders in covered[want]:
+            near = routes.candidates(holders, group)
+            for piece in _divide(part, len(near), dtype.itemsize, message_bytes):
+                cut = Slice(want.name, piece, dtype)
+                source = min(near, key=lambda holder: (burden[holder], holder))
+                burden[source] += cut.size_bytes
+                channels[group, source].append(cut)
+    return channels
+
+
+def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
+    packed, shards = defaultdict[int, int](int), defaultdict[Group, int](int)
+    for (group, source), slices in channels.items():
+        size = sum(cut.size_bytes for cut in slices)
+        packed[source] += size
+        shards[group] += size
+    return Load(max(packed.values(), default=0), max(shards.values(), default=0))
 
 
 def _cover(want: Want, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
@@ -149,12 +228,13 @@ def _cover(want: Want, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ..
     return covered
 
 
-def _divide(box: Box, holders: int, itemsize: int, bucket_bytes: int) -> list[Box]:
-    """A rectangle in parts along axis 0: none above ``bucket_bytes`` if rows allow, large ones one for each holder."""
+def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
+    """A rectangle in parts along axis 0: none above ``message_bytes`` if rows allow, large ones one for each holder."""
     size_bytes = box_size(box) * itemsize
-    parts = max(math.ceil(size_bytes / bucket_bytes), holders if size_bytes > _SHARED_BYTES else 1)
+    parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:
         return [box]
     (start, stop), rest = box[0], box[1:]
-    rows = math.ceil((stop - start) / parts)
+    row_bytes = size_bytes // (stop - start)
+    rows = max(1, min(math.ceil((stop - start) / parts), message_bytes // row_bytes))
     return [((low, min(low + rows, stop)), *rest) for low in range(start, stop, rows)]

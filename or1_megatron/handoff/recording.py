@@ -11,9 +11,9 @@ A loader that does more to a tensor than look at a part of it cannot be served s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ from or1_megatron.weights.holdings import Box, whole
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride): what a loader made of a placeholder."""
+
+
+class Part(NamedTuple):
+    """A rectangle of a tensor, as received."""
+
+    box: Box
+    values: Tensor
+    copied: bool = False
+    """False: ``values`` may be a view into a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,30 +194,34 @@ def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[Tens
 class SliceLoader(_Placeholders):
     """Feeds a model's loaders with received rectangles, as a mode around ``load_weights`` and what follows it.
 
-    One for each update. A tensor's rectangles are let go once vLLM has no use for its placeholder any more.
+    One for each update. A tensor's rectangles are let go once vLLM has no use for its placeholder any more; until then
+    they may be views into a message, which ``keep_copies`` turns into copies.
     """
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__()
         self._recorded = recorded
-        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
+        self._parts: dict[str, list[Part]] = {}
         self._due = {(name, view) for name, views in recorded.landings.items() for view in views} - {
             (name, view) for name in recorded.whole for view in recorded.landings.get(name, ())
         }
 
-    def offer(self, spec: TensorSpec, parts: list[tuple[Box, Tensor]]) -> Tensor:
+    def offer(self, spec: TensorSpec, parts: list[Part]) -> Tensor:
         """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
         if spec.name in self._recorded.whole:
             tensor = torch.empty(spec.shape, dtype=spec.dtype)
-            for box, part in parts:
-                tensor[tuple(slice(*bounds) for bounds in box)] = part
+            for box, values, _ in parts:
+                tensor[tuple(slice(*bounds) for bounds in box)] = values
             return tensor
         self._parts[spec.name] = parts
         return self.placeholder(spec)
 
-    def release(self) -> None:
+    def keep_copies(self, waiting: Mapping[str, list[Part]]) -> None:
+        """Copy what vLLM still needs, and ``waiting`` (not yet offered): their memory is about to be overwritten."""
         for name in self.forget_dead():
             self._parts.pop(name, None)
+        for parts in (*self._parts.values(), *waiting.values()):
+            parts[:] = [part if part.copied else Part(part.box, part.values.clone(), True) for part in parts]
 
     def check_complete(self) -> None:
         """Raises RuntimeError when a rectangle was never copied into a parameter."""
@@ -224,10 +237,10 @@ class SliceLoader(_Placeholders):
         landing = self._recorded.landings[name].get(view)
         if landing is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")
-        for box, part in self._parts[name]:
+        for box, values, _ in self._parts[name]:
             where = _place(box, landing)
             if where is not None:
-                destination[where].copy_(part.reshape(destination[where].shape))
+                destination[where].copy_(values.reshape(destination[where].shape))
         self._due.discard((name, view))
 
     def transformed(self, name: str, operation: str) -> None:

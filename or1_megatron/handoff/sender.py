@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from or1_megatron.config import HandoffConfig
+from or1_megatron.handoff.choice import VLLMS
 from or1_megatron.interfaces import WeightShards
 from or1_megatron.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+
     from or1_megatron.handoff.gloo_trainer import GlooTrainerEngine
     from or1_megatron.handoff.shard_trainer import ShardSender
 
@@ -43,7 +47,7 @@ class EngineWeightSender:
 
     Rank 0 holds the engines. With the ``gloo`` backend it sends, and the other ranks only iterate the shards, so that
     the collectives behind the iteration meet; with ``shard`` every rank sends what it holds. Other ranks than 0 do not
-    import vllm.
+    import vllm for these. vLLM's own backends are driven through its trainer factory on every rank.
     """
 
     def __init__(
@@ -51,7 +55,8 @@ class EngineWeightSender:
     ) -> None:
         """
         Args:
-            shards: the policy's weights in HF names; for ``shard`` a ``shard_trainer.SlicedWeights``.
+            shards: the policy's weights in HF names; for ``shard`` a ``shard_trainer.SlicedWeights``, for vLLM's own
+                backends a ``sources.PolicyWeights``.
             rank: of this trainer process.
             engines: required on rank 0, ignored elsewhere.
         """
@@ -61,6 +66,8 @@ class EngineWeightSender:
         self._config = config
         self._engines = engines if rank == 0 else None
         self._transfer: GlooTrainerEngine | None = None
+        self._builtin: TrainerWeightTransferEngine[Any] | None = None
+        self._rank = rank
         self._sharded: ShardSender | None = None
         if config.backend == "shard":
             from or1_megatron.handoff.shard_trainer import ShardSender
@@ -76,9 +83,16 @@ class EngineWeightSender:
         if self._sharded is not None:
             self._sharded.connect()
             return
+        if self._config.backend in VLLMS:
+            if self._builtin is None:
+                from or1_megatron.handoff.builtin import open_builtin
+
+                self._builtin = open_builtin(self._config, self._shards, self._rank, self._engines)  # type: ignore[arg-type]
+            return
         if self._engines is None or self._transfer is not None:
             return
         from or1_megatron.handoff import gloo_trainer
+        from or1_megatron.handoff.sources import ShardsSource
 
         gloo_trainer.register()
         info = gloo_trainer.GlooTrainerInitInfo(
@@ -90,7 +104,7 @@ class EngineWeightSender:
             timeout_s=self._config.timeout_s,
         )
         transfer = gloo_trainer.WeightTransferTrainerFactory.trainer_init(
-            info, client=self._engines, source=gloo_trainer.ShardsSource(self._shards)
+            info, client=self._engines, source=ShardsSource(self._shards)
         )
         assert isinstance(transfer, gloo_trainer.GlooTrainerEngine)
         self._transfer = transfer
@@ -98,7 +112,7 @@ class EngineWeightSender:
     def send(self, version: int) -> int:
         """Bring every engine to ``version``, prefix caches emptied; returns the bytes that were sent.
 
-        On ranks other than 0 those that this rank sent.
+        On ranks other than 0 those that this rank sent; with vLLM's own backends, which do not count, the model's.
 
         Collective over the trainer's ranks.
 
@@ -109,6 +123,11 @@ class EngineWeightSender:
             self._engines.next_version = version
         if self._sharded is not None:
             return self._sharded.send()
+        if self._config.backend in VLLMS:
+            self.connect()
+            assert self._builtin is not None
+            self._builtin.send_weights()
+            return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self._shards.metadata())
         if self._engines is None:
             for _ in self._shards:
                 pass
@@ -125,6 +144,7 @@ class EngineWeightSender:
     def close(self) -> None:
         if self._sharded is not None:
             self._sharded.close()
-        if self._transfer is not None:
-            self._transfer.shutdown()
-            self._transfer = None
+        for transfer in (self._transfer, self._builtin):
+            if transfer is not None:
+                transfer.shutdown()
+        self._transfer, self._builtin = None, None

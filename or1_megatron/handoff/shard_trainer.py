@@ -4,35 +4,39 @@
     host the board ──────────────▶ join it            ──────────▶ join it
                                                                   run the loaders on placeholders, publish their wants
     make the plan, publish it ──▶ read it             ──────────▶ read it
-    ───────────────────────────── form one gloo group ──────────────────────────────────
+    ───────────────────────────── form one gloo group, open the transports ──────────────
     each handoff:
     start_weight_update, update_weights to the engines
-    pack and send own buckets     pack and send own buckets       receive, compare checksums, load
+    pack and send own messages    pack and send own messages      receive, compare checksums, load
+    pass on others' (two hops)    pass on others' (two hops)      pass on (relayed)
     compare what was sent with what was received
     finish_weight_update
 
 vLLM's trainer factory is not used: every trainer rank would have to import vllm for it, and only rank 0 has a client.
+
+What is sent is what the policy computes with: with ``model.dtype: bfloat16`` its bf16 parameters, not the optimizer's
+fp32 masters. Megatron rounds the masters to the parameters after every update, so a cast of the masters would give the
+same bits; but they are cut over the replicas by the distributed optimizer, and may lie on the host.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import TCPStore
 
 from or1_megatron.config import HandoffConfig
+from or1_megatron.handoff.board import Board, in_background
+from or1_megatron.handoff.carrying import Tally, ship
 from or1_megatron.handoff.gloo import HandoffError, join_store, open_group, open_store
-from or1_megatron.handoff.plan import HandoffPlan, Shipment, make_plan
-from or1_megatron.handoff.shipping import message_bytes, seal
-from or1_megatron.handoff.wire import Board, GlooTransport, Transport, allocate, in_background
+from or1_megatron.handoff.links import Links, routes_for, this_place
+from or1_megatron.handoff.plan import HandoffPlan, make_plan
 from or1_megatron.interfaces import WeightShards
 from or1_megatron.weights.holdings import Box, Holding
 
 BACKEND = "shard"
-_BUFFERS = 2  # one is packed while the other travels
 
 
 class SlicedWeights(WeightShards, Protocol):
@@ -77,12 +81,13 @@ class ShardSender:
         """``client``: on rank 0 alone."""
         self._weights, self._rank, self._config, self._client = weights, rank, config, client
         self._board: Board | None = None
-        self._transport: Transport | None = None
+        self._links: Links | None = None
         self._plan: HandoffPlan | None = None
-        self._store: Store | None = None
+        self._store: TCPStore | None = None
         self._handoffs = 0
-        self.received: dict[int, int] = {}
-        """On rank 0: bytes that each engine rank counted in the last handoff."""
+        self._engine_ranks = 0
+        self.tallies: list[Tally] = []
+        """On rank 0: of all trainer ranks, then all engine ranks, in the last handoff."""
 
     @property
     def plan(self) -> HandoffPlan:
@@ -97,7 +102,7 @@ class ShardSender:
         Raises:
             HandoffError: somebody failed, or did not come within ``timeout_s``.
         """
-        if self._transport is not None:
+        if self._links is not None:
             return
         place, store = None, None
         if self._client is not None:
@@ -115,22 +120,23 @@ class ShardSender:
 
     def _meet(self, board: Board, address: str, port: int, engine_ranks: int) -> None:
         trainers = self._weights.ranks
-        world = trainers + engine_ranks
+        self._engine_ranks, world = engine_ranks, trainers + engine_ranks
         joined: Future[None] | None = None
         if self._client is not None:
             client, payload = self._client, self._payload(address, port, trainers, world)
             joined = in_background(lambda: client.init_weight_transfer_engine(payload))
             self._publish_plan(board, engine_ranks, joined)
         else:
+            board.publish(f"place/{self._rank}", this_place())
             self._weights.metadata()  # the first call may be collective
         self._plan = board.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
-        store, timeout_s = self._store, self._config.timeout_s
+        store, timeout_s, name = self._store, self._config.timeout_s, self._config.transport
         assert store is not None
-        opened = in_background(lambda: open_group(store, address, self._rank, world, timeout_s))  # type: ignore[arg-type]
+        opened = in_background(lambda: open_group(store, address, self._rank, world, timeout_s))
         group = board.wait(opened, f"{engine_ranks} engine ranks and {trainers} trainer ranks to form a group", joined)
+        self._links = Links.open(name, group, store, self._rank, world, trainers, timeout_s)
         if joined is not None:
             board.wait(joined, f"{engine_ranks} engine ranks to be ready for handoffs")
-        self._transport = GlooTransport(group, timeout_s)
 
     def _payload(self, address: str, port: int, trainers: int, world: int) -> dict[str, Any]:
         assert self._client is not None
@@ -141,6 +147,7 @@ class ShardSender:
             "world_size": world,
             "workers_per_engine": self._client.workers_per_engine,
             "timeout_s": self._config.timeout_s,
+            "transport": self._config.transport,
             "tensors": [
                 (name, str(dtype).removeprefix("torch."), list(shape))
                 for name, dtype, shape in self._weights.metadata()
@@ -149,16 +156,18 @@ class ShardSender:
 
     def _publish_plan(self, board: Board, engine_ranks: int, joined: Future[None]) -> None:
         """Each rank's own shipments, from the wants of all engine ranks."""
-        wants = [
+        trainers = self._weights.ranks
+        told = [
             board.read(f"wants/{index}", f"engine rank {index}", keep=False, watched=joined)
             for index in range(engine_ranks)
         ]
+        others = [board.read(f"place/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, trainers)]
+        routes = routes_for(self._config.transport, [this_place(), *others], [place for _, place in told])
         dtypes = {name: dtype for name, dtype, _ in self._weights.metadata()}
-        trainers = self._weights.ranks
-        plan = make_plan(self._weights.holdings(), dtypes, wants, trainers, self._config.bucket_bytes)
+        wants = [wanted for wanted, _ in told]
+        plan = make_plan(self._weights.holdings(), dtypes, wants, trainers, self._config.bucket_bytes, routes)
         for rank in range(trainers + engine_ranks):
-            mine = plan.sent_by(rank) if rank < trainers else plan.received_by(rank)
-            board.publish(f"plan/{rank}", HandoffPlan(trainers, tuple(mine)))
+            board.publish(f"plan/{rank}", plan.of(rank))
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -178,10 +187,10 @@ class ShardSender:
                 client, info = self._client, {"handoff": self._handoffs}
                 client.start_weight_update()
                 receiving = in_background(lambda: client.update_weights(info))
-            sent, sums = self._ship(board, receiving)
-            board.publish(f"sent/{self._handoffs}/{self._rank}", (sent, sums))
+            tally = self._ship(board, receiving)
+            board.publish(f"sent/{self._handoffs}/{self._rank}", tally)
             if self._client is None or receiving is None:
-                return sent
+                return tally.bytes_sent
             board.wait(receiving, f"{self._client.engines} engines to load the weights")
             total = self._compare(board)
             self._client.finish_weight_update()
@@ -190,58 +199,37 @@ class ShardSender:
             self._break_off(error)
             raise
 
-    def _ship(self, board: Board, receiving: Future[None] | None) -> tuple[int, dict[int, int]]:
-        """(bytes on the wire, by destination the sum of the checksums)."""
-        assert self._transport is not None
-        shipments = self.plan.shipments
-        size = max((message_bytes(shipment) for shipment in shipments), default=0)
-        idle = [allocate(size) for _ in range(min(_BUFFERS, len(shipments)))]
-        travelling: deque[tuple[Future[None], Tensor, Shipment]] = deque()
-        sent, sums = 0, dict.fromkeys((shipment.destination for shipment in shipments), 0)
-
-        def land() -> None:
-            future, buffer, shipment = travelling.popleft()
-            what = f"engine rank {shipment.destination - self.plan.trainers} to take {shipment.bucket.slots[-1].spec}"
-            board.wait(future, what, receiving)
-            idle.append(buffer)
-
-        for shipment in shipments:
-            if not idle:
-                land()
-            buffer = idle.pop()
-            message = buffer[: message_bytes(shipment)]
-            for slot in shipment.bucket.slots:
-                slot.view(message).copy_(self._weights.read(slot.spec.name, slot.spec.box))
-            sums[shipment.destination] += seal(shipment, message, self._handoffs)
-            future = self._transport.send(message, shipment.destination, shipment.number)
-            travelling.append((future, buffer, shipment))
-            sent += message.numel()
-        while travelling:
-            land()
-        return sent, sums
+    def _ship(self, board: Board, receiving: Future[None] | None) -> Tally:
+        assert self._links is not None
+        return ship(self.plan, self._rank, self._links, board, self._weights.read, self._handoffs, receiving)
 
     def _compare(self, board: Board) -> int:
-        """What the engine ranks say they received against what the trainer ranks say they sent; bytes sent."""
-        total, expected = 0, dict[int, int]()
-        for rank in range(self._weights.ranks):
-            sent, sums = board.read(f"sent/{self._handoffs}/{rank}", f"trainer rank {rank}", keep=False)
-            total += sent
-            for destination, value in sums.items():
+        """What the engine ranks say they received against what the trainer ranks say they sent.
+
+        Returns the bytes that the trainer ranks have sent.
+        """
+        expected = dict[int, int]()
+        trainers, handoff = self.plan.trainers, self._handoffs
+        self.tallies = [
+            board.read(f"sent/{handoff}/{rank}", f"trainer rank {rank}", keep=False) for rank in range(trainers)
+        ]
+        for tally in self.tallies:
+            for destination, value in tally.checksums.items():
                 expected[destination] = expected.get(destination, 0) + value
-        self.received = {}
-        for destination, value in sorted(expected.items()):
-            index = destination - self.plan.trainers
-            key = f"received/{self._handoffs}/{destination}"
-            received, theirs = board.read(key, f"engine rank {index}", keep=False)
-            self.received[index] = received
-            if theirs != value:
+        for index in range(self._engine_ranks):
+            rank = trainers + index
+            theirs = board.read(f"received/{handoff}/{rank}", f"engine rank {index}", keep=False)
+            self.tallies.append(theirs)
+            if theirs.checksums.get(rank, 0) != expected.get(rank, 0):
                 raise HandoffError(
-                    f"handoff {self._handoffs}: engine rank {index} received slices whose checksums sum up to "
-                    f"{theirs:x}; those that were sent sum up to {value:x}"
+                    f"handoff {handoff}: engine rank {index} received slices whose checksums sum up to "
+                    f"{theirs.checksums.get(rank, 0):x}; those that were sent sum up to {expected.get(rank, 0):x}"
                 )
-        if (arrived := sum(self.received.values())) != total:
-            raise HandoffError(f"handoff {self._handoffs}: {total} bytes were sent, {arrived} received")
-        return total
+        sent = sum(tally.bytes_sent for tally in self.tallies)
+        received = sum(tally.bytes_received for tally in self.tallies)
+        if sent != received:
+            raise HandoffError(f"handoff {handoff}: {sent} bytes were sent, {received} received")
+        return sum(tally.bytes_sent for tally in self.tallies[:trainers])
 
     def _break_off(self, error: BaseException) -> None:
         """The next handoff must meet the engines anew. The board stays for the others to read until then."""
@@ -253,7 +241,7 @@ class ShardSender:
 
     def close(self) -> None:
         """Leave the engines. They find the board gone, should they still wait."""
-        if isinstance(self._transport, GlooTransport):
-            self._transport.close()
-        self._transport, self._plan, self._board, self._store = None, None, None, None
+        if self._links is not None:
+            self._links.close()
+        self._links, self._plan, self._board, self._store = None, None, None, None
         self._handoffs = 0

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,15 +15,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+from or1_megatron.handoff.board import Board, in_background
 from or1_megatron.handoff.buckets import TensorSpec
+from or1_megatron.handoff.carrying import Tally, incoming
 from or1_megatron.handoff.gloo import WireSpec, join_store, open_group
-from or1_megatron.handoff.plan import HandoffPlan, Shipment
-from or1_megatron.handoff.recording import Recorded, SliceLoader, record_wants
+from or1_megatron.handoff.links import Links, this_place
+from or1_megatron.handoff.plan import HandoffPlan
+from or1_megatron.handoff.recording import Part, Recorded, SliceLoader, record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
 from or1_megatron.handoff.shard_trainer import BACKEND
-from or1_megatron.handoff.shipping import message_bytes, unseal
-from or1_megatron.handoff.wire import Board, GlooTransport, Transport, allocate, in_background
-from or1_megatron.weights.holdings import Box
+from or1_megatron.handoff.shipping import unseal
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +41,7 @@ class ShardInitInfo(WeightTransferInitInfo):
     world_size: int
     workers_per_engine: int
     timeout_s: float
+    transport: str
     tensors: list[tuple[str, str, list[int]]]
     engine_index: int
 
@@ -63,7 +62,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._board: Board | None = None
-        self._transport: Transport | None = None
+        self._links: Links | None = None
         self._plan: HandoffPlan | None = None
         self._recorded = Recorded()
         self._specs: dict[str, TensorSpec] = {}
@@ -89,23 +88,32 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             if whole := self._recorded.whole:
                 reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(whole.items())[:_NAMED])
                 log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
-            board.publish(f"wants/{index}", self._recorded.wants(specs))
+            board.publish(f"wants/{index}", (self._recorded.wants(specs), this_place()))
             self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
             opened = in_background(
                 lambda: open_group(store, init_info.address, self._rank, init_info.world_size, init_info.timeout_s)
             )
             group = board.wait(opened, f"{init_info.world_size} ranks to form a group")
+            self._links = Links.open(
+                init_info.transport,
+                group,
+                store,
+                self._rank,
+                init_info.world_size,
+                init_info.trainers,
+                init_info.timeout_s,
+            )
         except BaseException as error:
             board.fail(error)
             raise
-        self._board, self._transport = board, GlooTransport(group, init_info.timeout_s)
+        self._board = board
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
         self._loader = SliceLoader(self._recorded)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base, which ends by synchronising an accelerator; slices are received on the host."""
+        """As the base, which ends by synchronising an accelerator: transports do that with every message."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShardUpdateInfo) -> None:
@@ -115,57 +123,41 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             HandoffError: somebody failed or did not keep up.
             SliceMismatch: a slice is not what was sent. In either case the model is a mixture.
         """
-        if self._board is None or self._plan is None or self._loader is None:
+        if self._board is None or self._plan is None or self._links is None or self._loader is None:
             raise RuntimeError("shard weight transfer: update_weights came before init_weight_transfer_engine")
         try:
-            received, total = self._receive(self._board, self._plan, self._loader, update_info.handoff)
+            tally = self._receive(self._board, self._plan, self._links, self._loader, update_info.handoff)
         except BaseException as error:
             self._board.fail(error)
             put_back(self.model, self.model_config)
             raise
-        self._board.publish(f"received/{update_info.handoff}/{self._rank}", (received, total))
+        self._board.publish(f"received/{update_info.handoff}/{self._rank}", tally)
 
-    def _receive(self, board: Board, plan: HandoffPlan, loader: SliceLoader, handoff: int) -> tuple[int, int]:
-        """(bytes received, the sum of all slices' checksums)."""
+    def _receive(self, board: Board, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int) -> Tally:
         missing = defaultdict[str, int](int)
         for shipment in plan.shipments:
             for slot in shipment.bucket.slots:
                 missing[slot.spec.name] += 1
-        parts: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
-        received, total = 0, 0
-        for shipment, message in self._messages(board, plan):
+        parts: dict[str, list[Part]] = defaultdict(list)
+        complete: list[tuple[TensorSpec, list[Part]]] = []
+        before, total = links.counts(), 0
+        for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
             slices, sums = unseal(shipment, message, handoff)
-            received, total = received + message.numel(), total + sums
-            complete = []
+            total += sums
             for cut, values in slices:
-                parts[cut.name].append((cut.box, values))
+                parts[cut.name].append(Part(cut.box, values))
                 missing[cut.name] -= 1
                 if not missing[cut.name]:
                     complete.append((self._specs[cut.name], parts.pop(cut.name)))
-            with loader:
-                self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
-            del message, slices, complete
-            loader.release()
-        return received, total
-
-    def _messages(self, board: Board, plan: HandoffPlan) -> Iterator[tuple[Shipment, Tensor]]:
-        """Shipments as they come, each in a buffer of its own: layers hold on to parts of it until they are complete.
-
-        One more than there are senders is under way, so that all of them send while the last arrival is loaded.
-        """
-        assert self._transport is not None
-        window = 1 + len({shipment.source for shipment in plan.shipments})
-        under_way: deque[tuple[Shipment, Tensor, Future[None]]] = deque()
-        waiting = deque(plan.shipments)
-        while under_way or waiting:
-            while waiting and len(under_way) < window:
-                shipment = waiting.popleft()
-                buffer = allocate(message_bytes(shipment))
-                future = self._transport.receive(buffer, shipment.source, shipment.number)
-                under_way.append((shipment, buffer, future))
-            shipment, buffer, future = under_way.popleft()
-            board.wait(future, f"{shipment.bucket.slots[0].spec} from trainer rank {shipment.source}")
-            yield shipment, buffer
+            if last_of_round:  # not for every message: vLLM looks through all of its modules each time
+                with loader:
+                    self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
+                complete.clear()
+                del values
+                loader.keep_copies(parts)  # the messages' memory is about to be used again
+        links.rest()
+        sent, received = (now - then for now, then in zip(links.counts(), before, strict=True))
+        return Tally(sent, received, {self._rank: total})
 
     def finish_weight_update(self) -> None:
         assert self._loader is not None
@@ -175,9 +167,9 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         self._loader = None
 
     def shutdown(self) -> None:
-        if isinstance(self._transport, GlooTransport):
-            self._transport.close()
-        self._board, self._transport, self._plan = None, None, None
+        if self._links is not None:
+            self._links.close()
+        self._board, self._links, self._plan = None, None, None
 
 
 def register() -> None:

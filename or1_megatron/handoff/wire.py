@@ -1,183 +1,220 @@
-"""Buckets from trainer ranks to engine ranks: the transport, and the board on which all of them see who has failed."""
+"""Messages from rank to rank: what a transport is, and gloo's."""
 
 from __future__ import annotations
 
-import pickle
+import atexit
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import DistNetworkError, DistStoreError, ProcessGroupGloo, Store
-
-from or1_megatron.handoff.gloo import HandoffError
+from torch.distributed import ProcessGroupGloo
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2  # how often a wait looks at the board
-_BLAME_S = 3.0  # after a broken connection: how long to look for the cause
+_QUIET_S = 0.2  # for threads that have nothing left to wait for
+_CLOSE_S = 1.0  # for threads whose wait has been broken off
+_NO_MESSAGE = 1 << 30  # a tag beyond all numbers of messages
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that has come. ``message`` [n] uint8 is the receiver's to read until it calls ``release``, once."""
+
+    message: Tensor
+    release: Callable[[], None]
 
 
 class Transport(Protocol):
-    """Bytes between two ranks. Messages between the same two arrive in the order of ``number``."""
+    """Bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
+
+    ``number`` stands for one message among all of a handoff.
+    """
+
+    bytes_sent: int
+    """By this rank, since the transport was opened: what has been handed over to other ranks, notices left out."""
+    bytes_received: int
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        """Memory that this rank may send from: [size] uint8."""
+        ...
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        """Start to send ``buffer`` [n] uint8, which must stay as it is until the future is done."""
+        """Start to send ``buffer`` [n] uint8, the beginning of something ``allocate`` gave.
+
+        It must stay as it is until the future is done: then the receiver has no more use for it.
+        """
         ...
 
-    def receive(self, buffer: Tensor, source: int, number: int) -> Future[None]:
-        """Start to receive into ``buffer`` [n] uint8."""
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        """Start to receive. ``into`` [n] uint8: where the message shall be; else the transport finds a place."""
         ...
+
+    def rest(self) -> None:
+        """A handoff is over: give back memory that the next will need again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Buffers:
+    """Memory that is used again and again within a handoff."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._idle: list[Tensor] = []
+
+    def take(self, size_bytes: int) -> Tensor:
+        """At least so large; contents undefined."""
+        for index, buffer in enumerate(self._idle):
+            if buffer.numel() >= size_bytes:
+                return self._idle.pop(index)
+        if self._idle:  # too small: it makes way
+            self._idle.pop()
+        return self._allocate(size_bytes)
+
+    def give(self, buffer: Tensor) -> None:
+        self._idle.append(buffer)
+
+    def clear(self) -> None:
+        self._idle.clear()
+
+
+def on_host(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+class Work(Protocol):
+    """What torch's process groups return."""
+
+    def wait(self, timeout: timedelta) -> Any: ...
+
+
+class Waiters:
+    """Threads that wait for works, one for each that is under way.
+
+    gloo's point-to-point works complete only inside wait(), which blocks; and they complete in another order than they
+    were started in: news of one must not be held up behind another that waits for it.
+    """
+
+    def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
+        """``abort``: makes all works that are under way fail."""
+        self._timeout, self._abort = timedelta(seconds=timeout_s), abort
+        atexit.register(self.close)  # a thread that Python's end meets inside a wait of torch's aborts the process
+        self._started: SimpleQueue[tuple[Work, Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._lock = Lock()  # works are started by these threads too
+        self._threads: list[Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def follow(self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
+        """Start a work; the future is what ``then`` returns when it is done."""
+        done: Future[T] = Future()
+        with self._lock:
+            try:
+                if self._closed:
+                    raise RuntimeError("this rank has left the handoff")
+                work = start()
+            except RuntimeError as error:  # of a connection that is known to be broken
+                done.set_exception(error)
+                return done
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._threads.append(Thread(target=self._serve, name="handoff wait", daemon=True))
+                self._threads[-1].start()
+            self._started.put((work, then, done))
+        return done
+
+    def _serve(self) -> None:
+        while (item := self._started.get()) is not None:
+            work, then, done = item
+            try:
+                work.wait(self._timeout)
+                done.set_result(then())
+            except Exception as error:  # belongs to whoever waits for the future
+                done.set_exception(error)
+            del item, work, then, done  # or the last message's memory would be held while waiting for the next
+            with self._lock:
+                self._idle += 1
+
+    def close(self) -> None:
+        """End the threads; those that are still waiting for something fail."""
+        atexit.unregister(self.close)
+        with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._started.put(None)
+        if not self._joined(_QUIET_S):
+            self._abort()
+            self._joined(_CLOSE_S)
+
+    def _joined(self, within_s: float) -> bool:
+        deadline = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def abort(group: ProcessGroupGloo) -> None:
+    """Break all of a group's connections, so that every wait on them ends, the peers' too.
+
+    gloo has no call for that; but it does it when a wait runs out of time.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):
+        other = 1 if group.rank() == 0 else 0
+        group.recv([nothing], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]  # no stub
 
 
 class GlooTransport:
-    """``Transport`` over a gloo group of all trainer and engine ranks, on CPU tensors."""
+    """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
         self._group = group
-        self._timeout = timedelta(seconds=timeout_s)
-        self._started: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
-        # gloo's point-to-point work completes only inside wait(), which blocks; a thread of its own does the waiting
-        Thread(target=self._wait_in_turn, args=(self._started,), name="handoff wire", daemon=True).start()
+        self._waiters = Waiters(timeout_s, lambda: abort(group))
+        self._buffers = Buffers(on_host)
+        self.bytes_sent = self.bytes_received = 0
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        return on_host(size_bytes)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        return self._track(lambda: self._group.send([buffer], destination, number))  # type: ignore[attr-defined]  # no stub
+        def sent() -> None:
+            self.bytes_sent += buffer.numel()
 
-    def receive(self, buffer: Tensor, source: int, number: int) -> Future[None]:
-        return self._track(lambda: self._group.recv([buffer], source, number))  # type: ignore[attr-defined]  # no stub
+        return self._waiters.follow(
+            lambda: self._group.send([buffer], destination, number),  # type: ignore[attr-defined]  # no stub
+            sent,
+        )
 
-    def _track(self, start: Callable[[], Any]) -> Future[None]:
-        done: Future[None] = Future()
-        try:
-            self._started.put((start(), done))
-        except RuntimeError as error:  # of a connection that is known to be broken
-            done.set_exception(error)
-        return done
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        owner = self._buffers.take(size_bytes) if into is None else into
+        message = owner[:size_bytes]
 
-    def _wait_in_turn(self, started: SimpleQueue[tuple[Any, Future[None]] | None]) -> None:
-        while (item := started.get()) is not None:
-            work, done = item
-            try:
-                work.wait(self._timeout)
-                done.set_result(None)
-            except RuntimeError as error:
-                done.set_exception(error)
+        def release() -> None:
+            if into is None:
+                self._buffers.give(owner)
+
+        def arrived() -> Arrival:
+            self.bytes_received += size_bytes
+            return Arrival(message, release)
+
+        return self._waiters.follow(
+            lambda: self._group.recv([message], source, number),  # type: ignore[attr-defined]  # no stub
+            arrived,
+        )
+
+    def rest(self) -> None:
+        self._buffers.clear()
 
     def close(self) -> None:
-        self._started.put(None)
-
-
-class Board:
-    """What the ranks of a handoff tell each other besides weights, over a store that trainer rank 0 hosts.
-
-    The first failure is written here and ends every other rank's wait.
-    """
-
-    _FAILED = "failed"
-
-    def __init__(self, store: Store, who: str, timeout_s: float) -> None:
-        """``who`` stands for this process in the others' errors."""
-        # a connection of its own: on a shared one, a wait elsewhere (for a group to form) would block every look
-        self._store = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-        self.who, self.timeout_s = who, timeout_s
-
-    def fail(self, error: BaseException) -> None:
-        """Tell everybody; a second failure is not news. Never raises."""
-        try:
-            if not self._store.check([self._FAILED]):
-                self._store.set(self._FAILED, f"{self.who}: {error}")
-        except RuntimeError:
-            pass  # the board has gone with its host, and they will notice that
-
-    def publish(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))
-
-    def read(self, key: str, whose: str, keep: bool = True, watched: Future[Any] | None = None) -> Any:
-        """What ``whose`` publishes; waits for it. ``keep=False``: nobody else will read it."""
-        self._poll(lambda: self._store.check([key]) or None, f"{whose} to publish '{key}'", watched)
-        value = pickle.loads(self._store.get(key))
-        if not keep:
-            self._store.delete_key(key)
-        return value
-
-    def wait(self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
-        """The result of ``future``.
-
-        Raises:
-            HandoffError: it failed, somebody else failed, ``watched`` failed, or the deadline has passed.
-        """
-
-        def done() -> bool | None:
-            try:
-                future.exception(timeout=_LOOK_S)
-            except FutureTimeout:
-                return None
-            return True
-
-        self._poll(done, what, watched, pause_s=0.0)
-        if (error := future.exception()) is not None:
-            self._find_cause(what, watched)
-            raise HandoffError(f"handoff: {self.who} waited for {what}: {error}") from error
-        return future.result()
-
-    def _find_cause(self, what: str, watched: Future[Any] | None) -> None:
-        """A connection broke: whoever left may still be saying why."""
-        deadline = time.monotonic() + _BLAME_S
-        while time.monotonic() < deadline:
-            self._look(what)
-            if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
-            time.sleep(_LOOK_S)
-
-    def _poll(
-        self, done: Callable[[], bool | None], what: str, watched: Future[Any] | None, pause_s: float = 0.005
-    ) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        looked = time.monotonic()
-        while True:
-            try:
-                if done():
-                    return
-            except (DistNetworkError, DistStoreError) as error:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-            if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
-            now = time.monotonic()
-            if now - looked >= _LOOK_S:
-                looked = now
-                self._look(what)
-            if now > deadline:
-                raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
-            time.sleep(pause_s)
-
-    def _look(self, what: str) -> None:
-        try:
-            failed = self._store.get(self._FAILED) if self._store.check([self._FAILED]) else None
-        except (DistNetworkError, DistStoreError) as error:
-            raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-        if failed is not None:
-            raise HandoffError(f"handoff: {self.who} waited for {what}; meanwhile {failed.decode()}")
-
-
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` on a daemon thread: one that hangs must not keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # belongs to whoever waits for the future
-            future.set_exception(error)
-
-    Thread(target=run, name="handoff", daemon=True).start()
-    return future
-
-
-def allocate(size_bytes: int) -> Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8)
+        self._waiters.close()
+        self.rest()

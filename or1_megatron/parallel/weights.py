@@ -156,6 +156,10 @@ class ShardedWeights:
     def ranks(self) -> int:
         return self._mesh.world
 
+    @property
+    def tensor_ranks(self) -> int:
+        return self._mesh.tensor
+
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank; collective."""
         box = [value]
@@ -208,6 +212,32 @@ class ShardedWeights:
                 parts = list(row.layout.split(whole, self._hf))
             for hf_name, part in zip(row.hf, parts, strict=True):
                 yield hf_name, self._to_rank_0(part, source, shapes[hf_name])
+
+    def held_names(self) -> frozenset[str]:
+        """HF tensors that this rank's pipeline stage (of experts, its expert-parallel rank) holds."""
+        return frozenset(name for row, _ in self.local_rows() for name in row.hf)
+
+    @torch.no_grad()
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Those tensors whole, in the table's order. Collective over the ranks that hold parts of the same."""
+        for row, parameter in self.local_rows():
+            yield from zip(row.hf, row.layout.split(self._whole(parameter, row), self._hf), strict=True)
+
+    @torch.no_grad()
+    def everywhere(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole HF tensors in the table's order, on every rank. Collective over all ranks."""
+        shapes = {name: shape for name, _, shape in self.metadata()}
+        for row in self._rows:
+            source = self._source(row)
+            holds = source <= self._mesh.rank < source + self._mesh.tensor
+            whole = self._whole(self._parameters[row.megatron], row) if holds else None
+            parts = None if whole is None else row.layout.split(whole, self._hf)
+            for index, name in enumerate(row.hf):
+                tensor = torch.empty(shapes[name], dtype=self._dtype, device=device())
+                if parts is not None and self._mesh.rank == source:
+                    tensor.copy_(parts[index])
+                dist.broadcast(tensor, src=source)
+                yield name, tensor
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
         """A tensor that rank 0 does not hold travels there from ``source``."""

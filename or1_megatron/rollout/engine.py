@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from or1_megatron.handoff.choice import worker_info
 from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -179,7 +180,9 @@ class VllmEngine:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer. The engine's number tells its workers their ranks in the transfer's process group."""
-        self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
+        settings = self._settings
+        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.tensor_parallel)
+        self._llm.init_weight_transfer_engine({"init_info": info})
 
     def start_weight_update(self) -> None:
         """Begin; an earlier update that never came to its end is given up. Until this one has, nothing is served."""

@@ -5,21 +5,30 @@ Does not prove that loaders ask for what stands here as wanted (test_shard does,
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from or1_megatron.handoff.plan import PlanImpossible, Want, make_plan
+from or1_megatron.handoff.plan import HandoffPlan, PlanImpossible, Shipment, Want, make_plan
+from or1_megatron.handoff.routes import Relayed, TwoHops
 from or1_megatron.weights.holdings import Holding
 
 FLOAT = {"w": torch.float32, "n": torch.float32, "x": torch.float32}
 
 
-def table(plan) -> list[tuple[int, int, str, tuple]]:
+def table(plan: HandoffPlan) -> list[tuple[int, int, str, tuple]]:
+    """(who packs, for whom, what), in order."""
     return [
-        (shipment.source, shipment.destination, slot.spec.name, slot.spec.box)
+        (shipment.source, destination, slot.spec.name, slot.spec.box)
         for shipment in plan.shipments
+        for destination in shipment.destinations
         for slot in shipment.bucket.slots
     ]
+
+
+def ways(plan: HandoffPlan) -> list[tuple[tuple, tuple]]:
+    return [(shipment.destinations, shipment.hops) for shipment in plan.shipments]
 
 
 def tp2(name: str, ranks=((0,), (1,))) -> list[Holding]:
@@ -49,8 +58,8 @@ def test_tensor_parallel_trainer_to_tensor_parallel_engine() -> None:
     columns = [[Want("w", ((0, 8), (0, 2)))], [Want("w", ((0, 8), (2, 4)))]]
     assert table(make_plan(tp2("w"), FLOAT, columns, 2, 1 << 20)) == [
         (0, 2, "w", ((0, 4), (0, 2))),
-        (0, 3, "w", ((0, 4), (2, 4))),
         (1, 2, "w", ((4, 8), (0, 2))),
+        (0, 3, "w", ((0, 4), (2, 4))),
         (1, 3, "w", ((4, 8), (2, 4))),
     ]
 
@@ -70,8 +79,8 @@ def test_pipeline_stages_send_at_once() -> None:
     """Stage 1's first bucket does not wait for stage 0's second."""
     held = [Holding("w", ((0, 8), (0, 4)), (0,)), Holding("n", ((0, 32),), (0,)), Holding("x", ((0, 32),), (1,))]
     wants = [[Want("w", ((0, 8), (0, 4))), Want("n", ((0, 32),)), Want("x", ((0, 32),))]]
-    plan = make_plan(held, FLOAT, wants, 2, 128)
-    assert [(s.number, s.source, s.bucket.slots[0].spec.name) for s in plan.shipments] == [
+    plan = make_plan(held, FLOAT, wants, 2, 256)
+    assert [(s.round, s.source, s.bucket.slots[0].spec.name) for s in plan.shipments] == [
         (0, 0, "w"),
         (0, 1, "x"),
         (1, 0, "n"),
@@ -91,9 +100,109 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_no_bucket_is_larger_than_asked() -> None:
-    """A tensor of 128 bytes goes in parts of at most 40: rows of 16 bytes, two at a time."""
+    """A tensor of 128 bytes goes in parts of at most 40: rows of 16 bytes, two at a time. Two senders: 20 each."""
     plan = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], FLOAT, [[Want("w", ((0, 8), (0, 4)))]], 1, 40)
     assert [s.bucket.size_bytes for s in plan.shipments] == [32, 32, 32, 32]
+    plan = make_plan(tp2("w"), FLOAT, [[Want("w", ((0, 8), (0, 4)))]], 2, 40)
+    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [
+        (number // 2, number % 2, 16) for number in range(8)
+    ]
+
+
+def test_engines_that_want_the_same_are_packed_for_once() -> None:
+    """Two engines of two ranks: two groups of two."""
+    halves = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
+    plan = make_plan(tp2("w"), FLOAT, halves * 2, 2, 1 << 20)
+    assert ways(plan) == [((2, 4), ((0, 2), (0, 4))), ((3, 5), ((1, 3), (1, 5)))]
+
+
+def test_relays_where_the_trainers_links_are_the_limit() -> None:
+    """w is 128 bytes, an engine's shard. One trainer rank: it sends that once, and engine after engine passes it on.
+
+    Two: each packs 64, so each may send to two engines of four without sending more than an engine receives.
+    """
+    whole = [Want("w", ((0, 8), (0, 4)))]
+    one = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], FLOAT, [whole] * 4, 1, 1 << 20, Relayed())
+    assert ways(one) == [((1, 2, 3, 4), ((0, 1), (1, 2), (2, 3), (3, 4)))]
+    assert one.link_bytes() == {(0, 1): 128, (1, 2): 128, (2, 3): 128, (3, 4): 128}
+    two = make_plan(tp2("w"), FLOAT, [whole] * 4, 2, 1 << 20, Relayed())
+    assert ways(two) == [
+        ((2, 3, 4, 5), ((0, 2), (0, 3), (2, 4), (3, 5))),
+        ((2, 3, 4, 5), ((1, 2), (1, 3), (2, 4), (3, 5))),
+    ]
+    assert two.link_bytes()[2, 4] == 128 and two.link_bytes()[0, 2] == 64
+    four = make_plan(tp2("w", ((0, 2), (1, 3))), FLOAT, [whole] * 2, 4, 1 << 20, Relayed())
+    assert all(start < 4 for hops in ways(four) for start, _ in hops[1])  # their links carry it: nobody passes on
+
+
+def test_two_hops_by_hand() -> None:
+    """TP2 trainer, an engine beside each rank. Each half comes from its owner, if need be over the neighbour."""
+    whole = [Want("w", ((0, 8), (0, 4)))]
+    plan = make_plan(tp2("w"), FLOAT, [whole] * 2, 2, 1 << 20, TwoHops([0, 1], 2))
+    assert ways(plan) == [
+        ((2,), ((0, 2),)),
+        ((2,), ((1, 0), (0, 2))),
+        ((3,), ((0, 1), (1, 3))),
+        ((3,), ((1, 3),)),
+    ]
+    alike = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
+    plan = make_plan(tp2("w", ((0, 2), (1, 3))), FLOAT, alike * 2, 4, 1 << 20, TwoHops([0, 1, 2, 3], 4))
+    assert ways(plan) == [((4 + rank,), ((rank, 4 + rank),)) for rank in range(4)]  # nothing leaves a device
+
+
+def carried_out(plan: HandoffPlan, ranks: int, buffers: int = 2) -> int:
+    """Messages that reach all of their group when everybody keeps to the order, and memory is as scarce as can be.
+
+    A trainer rank has ``buffers`` for what it packs. An engine rank lets go of messages when it has done with their
+    whole round, a trainer rank that passes one on when it has come; all look one round ahead.
+    """
+    hops = [(s, start, stop) for s in plan.shipments for start, stop in s.hops]
+    have: set[tuple[int, int]] = set()  # (message, rank)
+    through = {rank: plan.through(rank) for rank in range(ranks)}
+
+    def done_with(rank: int) -> int:
+        """The first round of which something is still to come to ``rank``, or to be let go by whom it passed it to."""
+        for s in through[rank]:
+            if (s.number, rank) not in have or any(held(s, child) for child in s.children(rank)):
+                return s.round
+        return 1 << 30
+
+    def held(s: Shipment, by: int) -> bool:
+        return (s.number, by) not in have if by < plan.trainers else done_with(by) <= s.round
+
+    moved = True
+    while moved:
+        moved = False
+        for source in range(plan.trainers):
+            mine = plan.sent_by(source)
+            packed = [s for s in mine if (s.number, source) in have]
+            kept = [s for s in packed if any(held(s, child) for child in s.children(source))]
+            if len(packed) < len(mine) and len(kept) < buffers:
+                have.add((mine[len(packed)].number, source))
+                moved = True
+        for s, start, stop in hops:
+            if (s.number, start) in have and (s.number, stop) not in have and s.round <= done_with(stop) + 1:
+                have.add((s.number, stop))
+                moved = True
+    return sum(all((s.number, rank) in have for rank in s.destinations) for s in plan.shipments)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
+    """Random cuts, replicas, engines and routes; with one buffer as with two."""
+    draw = random.Random(seed)
+    trainers, engines, tensor = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2)
+    held = []
+    for name in FLOAT:
+        middle = draw.randint(1, 7)
+        owners = [tuple(sorted(draw.sample(range(trainers), draw.randint(1, trainers)))) for _ in range(2)]
+        held += [Holding(name, ((0, middle), (0, 4)), owners[0]), Holding(name, ((middle, 8), (0, 4)), owners[1])]
+    shards = [[Want(name, ((8 * r // tensor, 8 * (r + 1) // tensor), (0, 4))) for name in FLOAT] for r in range(tensor)]
+    neighbours = [draw.randrange(trainers) for _ in range(engines * tensor)]
+    for routes in (Relayed(), TwoHops(neighbours, trainers)):
+        plan = make_plan(held, FLOAT, shards * engines, trainers, 64, routes)
+        for buffers in (1, 2):
+            assert carried_out(plan, trainers + engines * tensor, buffers) == len(plan.shipments)
 
 
 def test_what_nobody_holds_is_named() -> None:

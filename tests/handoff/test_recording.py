@@ -102,7 +102,7 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: An
     """In pieces, as several senders would send them."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.recording import SliceLoader
+    from or1_megatron.handoff.recording import Part, SliceLoader
     from or1_megatron.handoff.reload import finish_reload
 
     toy, record, specs = recorded
@@ -114,7 +114,7 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: An
         (start, stop), rest = want.box[0], want.box[1:]
         middle = (start + stop + 1) // 2
         boxes = [((low, high), *rest) for low, high in ((start, middle), (middle, stop)) if low < high]
-        parts = [(box, wholes[want.name][tuple(slice(*bounds) for bounds in box)].clone()) for box in boxes]
+        parts = [Part(box, wholes[want.name][tuple(slice(*bounds) for bounds in box)].clone()) for box in boxes]
         with loader:
             toy.load_weights([(want.name, loader.offer(spec, parts))])
     with loader:

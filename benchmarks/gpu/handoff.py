@@ -1,0 +1,177 @@
+"""The handoff's GPU transports: GB/s from trainer ranks to engine ranks, each a process, against a copy on the device.
+
+    python benchmarks/gpu/handoff.py            # on a GPU, about a minute; with several, NCCL too
+    python benchmarks/gpu/handoff.py --tiny     # anywhere, seconds, on CPU: shows only that the script works
+
+Random bf16 tensors, cut over the trainer ranks by rows, are packed, sealed, sent, compared and copied out, without
+vLLM. On one GPU all ranks share it: ``cuda_ipc`` alone. With several: ``nccl``, every rank on a GPU of its own, and
+``nccl+cuda_ipc``, an engine rank beside every trainer rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from result import figure, write_result
+
+from or1_megatron.handoff.board import Board
+from or1_megatron.handoff.carrying import incoming, ship
+from or1_megatron.handoff.gloo import join_store, open_group, open_store
+from or1_megatron.handoff.links import Links, Place, routes_for
+from or1_megatron.handoff.plan import HandoffPlan, Want, make_plan
+from or1_megatron.handoff.shipping import unseal
+from or1_megatron.weights.holdings import Holding
+
+HANDOFFS = 4
+COLUMNS = 1024
+TIMEOUT_S = 120.0
+
+
+def rows_of(tensor: int, start: int, stop: int, device: str) -> torch.Tensor:
+    """What tensor ``tensor`` holds there: the same for whoever asks."""
+    generator = torch.Generator(device).manual_seed(1000 * tensor + start)
+    return torch.randn(stop - start, COLUMNS, generator=generator, device=device).to(torch.bfloat16)
+
+
+def plan_of(transport: str, trainers: int, engines: int, tensors: int, rows: int, bucket_bytes: int) -> HandoffPlan:
+    cuts = [rows * rank // trainers for rank in range(trainers + 1)]
+    held = [
+        Holding(f"t{index}", ((cuts[rank], cuts[rank + 1]), (0, COLUMNS)), (rank,))
+        for index in range(tensors)
+        for rank in range(trainers)
+    ]
+    wants = [[Want(f"t{index}", ((0, rows), (0, COLUMNS))) for index in range(tensors)]] * engines
+    # two hops: engine rank i is beside trainer rank i
+    beside = "+" in transport or transport in ("cuda_ipc", "shared_memory")
+    devices = [str(rank) for rank in range(trainers + engines)]
+    places = [Place("here", devices[rank]) for rank in range(trainers)]
+    theirs = [Place("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
+    dtypes = {f"t{index}": torch.bfloat16 for index in range(tensors)}
+    return make_plan(held, dtypes, wants, trainers, bucket_bytes, routes_for(transport, places, theirs))
+
+
+def device_of(rank: int, trainers: int, transport: str) -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    beside = "+" in transport or torch.cuda.device_count() == 1
+    index = rank % trainers if beside and rank >= trainers else rank
+    torch.cuda.set_device(index % torch.cuda.device_count())
+    return "cuda"
+
+
+def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
+    """A process. Trainer rank 0 writes the seconds of each handoff; an engine rank with wrong bytes exits with 1."""
+    transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
+    world, rows = trainers + engines, settings["rows"]
+    device = device_of(rank, trainers, transport)
+    store = join_store("127.0.0.1", port, TIMEOUT_S)
+    group = open_group(store, "127.0.0.1", rank, world, TIMEOUT_S)
+    links = Links.open(transport, group, store, rank, world, trainers, TIMEOUT_S)
+    board = Board(store, f"rank {rank}", TIMEOUT_S)
+    plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
+    start, stop = rows * rank // trainers, rows * (rank + 1) // trainers
+    own, found, seconds = {}, {}, []
+    for index in range(settings["tensors"]):
+        if rank < trainers:
+            own[f"t{index}"] = rows_of(index, start, stop, device)
+        else:
+            found[f"t{index}"] = torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+    for handoff in range(1, HANDOFFS + 1):
+        group.barrier().wait()
+        started = time.perf_counter()
+        if rank < trainers:
+            ship(plan, rank, links, board, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
+        else:
+            for shipment, message, _ in incoming(plan, rank, links, board):
+                for cut, values in unseal(shipment, message, handoff)[0]:
+                    found[cut.name][slice(*cut.box[0])].copy_(values)
+            links.rest()
+        group.barrier().wait()
+        seconds.append(time.perf_counter() - started)
+    for index in range(settings["tensors"] if rank >= trainers else 0):
+        for source in range(trainers):
+            low, high = rows * source // trainers, rows * (source + 1) // trainers
+            if not torch.equal(found[f"t{index}"][low:high], rows_of(index, low, high, device)):
+                sys.exit(f"engine rank {rank - trainers}: t{index} of trainer rank {source} is not what was sent")
+    if rank == 0:
+        Path(settings["out"]).write_text(json.dumps(seconds))
+    links.close()
+
+
+def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: int, bucket_bytes: int) -> list[float]:
+    """Seconds of each handoff but the first, every byte compared.
+
+    Raises:
+        RuntimeError: a rank failed, or received other bytes than were sent.
+    """
+    store = open_store("127.0.0.1", TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"transport": transport, "trainers": trainers, "engines": engines, "tensors": tensors, "rows": rows}
+        settings |= {"bucket_bytes": bucket_bytes, "out": f"{folder}/seconds.json"}
+        ranks = [
+            subprocess.Popen([sys.executable, __file__, "--rank", str(rank), str(store.port), json.dumps(settings)])
+            for rank in range(trainers + engines)
+        ]
+        try:
+            states = [rank.wait(2 * TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(states):
+            raise RuntimeError(f"{transport}: ranks ended with {states}")
+        seconds: list[float] = json.loads(Path(settings["out"]).read_text())
+        return seconds[1:]
+
+
+def copy_seconds(size_bytes: int) -> float:
+    """Of one copy on the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rank", nargs=3)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as under Megatron
+        one_rank(int(arguments.rank[0]), int(arguments.rank[1]), json.loads(arguments.rank[2]))
+        return
+    gpus = 0 if arguments.tiny else torch.cuda.device_count()
+    kinds = ["shared_memory", "gloo+shared_memory"] if not gpus else ["cuda_ipc"]
+    if gpus >= 2:
+        kinds += ["nccl", "nccl+cuda_ipc"]
+    tensors, rows, bucket = (4, 512, 1 << 20) if not gpus else (16, 1 << 17, 512 << 20)
+    size = tensors * rows * COLUMNS * 2
+    figures: dict[str, Any] = {"copy on the device": figure(size / copy_seconds(size) / 1e9, "GB/s")}
+    for kind in kinds:
+        ranks = max(1, gpus // 2) if kind == "nccl" else max(1, gpus)
+        seconds = hand_off(kind, ranks, ranks, tensors, rows, bucket)
+        figures[f"{kind}, {ranks} trainer ranks to {ranks} engines"] = figure(size / min(seconds) / 1e9, "GB/s each")
+    print(json.dumps(figures, indent=2))
+    print(write_result("gpu_handoff", figures, {"bytes per engine": size, "bucket bytes": bucket, "GPUs": gpus}))
+
+
+if __name__ == "__main__":
+    main()

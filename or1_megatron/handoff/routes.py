@@ -1,0 +1,98 @@
+"""By which links a message reaches the engine ranks that it is for. Pure; ranks are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_WORTH_IT = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
+
+Hop = tuple[int, int]
+"""(from, to)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a plan asks of the links when everything is sent once to each group."""
+
+    packed: int
+    """Bytes, of the trainer rank that packs most."""
+    shard: int
+    """Bytes, of the engine rank that receives most."""
+
+
+class Routes(Protocol):
+    """Trees from who packs to who loads."""
+
+    def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Engine ranks that want the same, in the groups for which a message is packed once."""
+        ...
+
+    def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the trainer ranks that hold something, those that may send it to the group."""
+        ...
+
+    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
+        """Each hop stands behind the one that brings the message to where it starts."""
+        ...
+
+    def senders_per_round(self, trainers: int) -> int:
+        """By how much a bucket is divided into messages, so that two rounds of them are two buckets at most."""
+        ...
+
+
+class Direct:
+    """From who packs to each that loads. Where memory is shared, nobody's link is a limit."""
+
+    def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [alike]
+
+    def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
+        return holders
+
+    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
+        return tuple((source, member) for member in group)
+
+    def senders_per_round(self, trainers: int) -> int:
+        return trainers
+
+
+class Relayed(Direct):
+    """Directly as long as the trainers' links carry it; else some of a group receive it, and pass it on.
+
+    An engine rank has to receive its shard whatever the way. Of a group's ranks, trainers send to ``k``, so that none
+    sends (much) more than that: k = shard / packed. The others follow in ``k`` chains, in which everybody passes on
+    what it receives, once, while the next message comes in.
+    """
+
+    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
+        heads = min(len(group), max(1, int(_WORTH_IT * load.shard / max(1, load.packed))))
+        return tuple((source if index < heads else group[index - heads], member) for index, member in enumerate(group))
+
+
+class TwoHops:
+    """Engines on the trainer's devices: to the trainer rank that shares the engine rank's device, then across to it.
+
+    NCCL refuses two ranks on one device, and CUDA IPC does not leave a node; so nothing else crosses between processes.
+    What the neighbour itself holds does not travel at all.
+    """
+
+    def __init__(self, neighbours: Sequence[int], trainers: int) -> None:
+        """``neighbours``: for each engine rank, from 0, the trainer rank on its device."""
+        self._neighbour = {trainers + index: rank for index, rank in enumerate(neighbours)}
+
+    def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [(member,) for member in alike]
+
+    def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
+        near = self._neighbour[group[0]]
+        return (near,) if near in holders else holders
+
+    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
+        (member,) = group
+        near = self._neighbour[member]
+        return ((near, member),) if source == near else ((source, near), (near, member))
+
+    def senders_per_round(self, trainers: int) -> int:
+        return trainers + 1  # a rank holds its own messages beside those that it passes on

@@ -1,0 +1,282 @@
+"""Plans carried out by ranks that are threads, over real transports: what arrives, in which order things happen.
+
+No engine and no model: tensors are random, and "loading" is putting rectangles together. Not tried here: processes
+that die (test_transports), several nodes, GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from or1_megatron.handoff.board import Board, in_background
+from or1_megatron.handoff.carrying import incoming, ship
+from or1_megatron.handoff.gloo import HandoffError, join_store, open_group, open_store
+from or1_megatron.handoff.links import Links, Place, routes_for
+from or1_megatron.handoff.plan import Want, make_plan
+from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, unseal
+from or1_megatron.weights.holdings import Box, Holding, whole
+
+DEADLINE_S = 30.0
+SHAPES = {"a": (64, 24), "b": (40, 8), "n": (24,)}
+DTYPES = {"a": torch.float32, "b": torch.bfloat16, "n": torch.float32}
+WHOLE = [Want(name, whole(shape)) for name, shape in SHAPES.items()]
+TRANSPORTS = ("gloo", "shared_memory", "gloo+shared_memory")  # that run here
+
+
+class Ranks:
+    """``trainers`` ranks with the rows of everything cut among them, and engine ranks; all on one node."""
+
+    def __init__(self, transport: str, trainers: int, wants: list[list[Want]], bucket_bytes: int) -> None:
+        self.trainers, self.world, self.wants = trainers, trainers + len(wants), wants
+        generator = torch.Generator().manual_seed(1)
+        self.tensors = {name: torch.randn(s, generator=generator).to(DTYPES[name]) for name, s in SHAPES.items()}
+        held = []
+        for name, (rows, *rest) in SHAPES.items():
+            cuts = [rows * rank // trainers for rank in range(trainers + 1)]
+            held += [Holding(name, ((cuts[r], cuts[r + 1]), *whole(rest)), (r,)) for r in range(trainers)]
+        here = Place("here", "")
+        routes = routes_for(transport, [here] * trainers, [here] * len(wants))
+        self.plan = make_plan(held, DTYPES, wants, trainers, bucket_bytes, routes)
+        server = open_store("127.0.0.1", DEADLINE_S)
+
+        def meet(rank: int) -> tuple[Any, Links, Board]:
+            store = join_store("127.0.0.1", server.port, DEADLINE_S)  # of its own: who waits blocks a shared one
+            group = open_group(store, "127.0.0.1", rank, self.world, DEADLINE_S)
+            links = Links.open(transport, group, store, rank, self.world, trainers, DEADLINE_S)
+            return server, links, Board(store, self.plan.who(rank), DEADLINE_S)
+
+        with ThreadPoolExecutor(self.world) as pool:
+            self._stores, self.links, self.boards = zip(*pool.map(meet, range(self.world)), strict=True)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.tensors[name][tuple(slice(*bounds) for bounds in box)]
+
+    def ship(self, rank: int, handoff: int, read: Callable[[str, Box], Tensor] | None = None) -> Any:
+        plan = self.plan.of(rank)
+        return ship(plan, rank, self.links[rank], self.boards[rank], read or self.read, handoff)
+
+    def load(self, rank: int, handoff: int) -> dict[str, Tensor]:
+        """What an engine rank has received, with NaN where nothing came."""
+        found = {name: torch.full(shape, torch.nan, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+        links = self.links[rank]
+        for shipment, message, _ in incoming(self.plan.of(rank), rank, links, self.boards[rank]):
+            for cut, values in unseal(shipment, message, handoff)[0]:
+                part = found[cut.name][tuple(slice(*bounds) for bounds in cut.box)]
+                assert part.isnan().all(), f"{cut} came twice"
+                part.copy_(values)
+        links.rest()
+        return found
+
+    def hand_off(self, handoff: int, **reads: Any) -> tuple[list[Any], list[dict[str, Tensor]]]:
+        """(the trainer ranks' tallies, what each engine rank has)."""
+        with ThreadPoolExecutor(self.world) as pool:
+            shipped = [pool.submit(self.ship, r, handoff, reads.get(f"read_{r}")) for r in range(self.trainers)]
+            loaded = [pool.submit(self.load, rank, handoff) for rank in range(self.trainers, self.world)]
+            return [future.result() for future in shipped], [future.result() for future in loaded]
+
+    def close(self) -> None:
+        for links in self.links:
+            links.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(*args: Any) -> Ranks:
+        made.append(Ranks(*args))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check(ranks: Ranks, loaded: list[dict[str, Tensor]]) -> None:
+    for wants, found in zip(ranks.wants, loaded, strict=True):
+        for name, tensor in ranks.tensors.items():
+            expected = torch.full_like(tensor, torch.nan)
+            for want in wants:
+                if want.name == name:
+                    place = tuple(slice(*bounds) for bounds in want.box)
+                    expected[place] = tensor[place]
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=0, equal_nan=True)
+
+
+HALVES = [[Want("a", ((0, 64), (0, 10))), WHOLE[2]], [Want("a", ((0, 64), (10, 24))), Want("b", ((3, 40), (0, 8)))]]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("trainers", "wants"), [(1, [WHOLE] * 4), (4, [WHOLE] * 2), (3, HALVES * 2)], ids=["one to four", "4 to 2", "cut"]
+)
+def test_every_engine_rank_gets_what_it_wants_once(
+    ranks: Any, transport: str, trainers: int, wants: list[list[Want]]
+) -> None:
+    """Buckets of 1 KiB, of 7 KiB that there are: many rounds, twice. Bytes as the transports counted them."""
+    made = ranks(transport, trainers, wants, 1024)
+    assert max(s.bucket.size_bytes for s in made.plan.shipments) <= 1024 // trainers
+    for handoff in (1, 2):
+        for tensor in made.tensors.values():
+            tensor.mul_(1.25)
+        before = [links.counts() for links in made.links]
+        tallies, loaded = made.hand_off(handoff)
+        check(made, loaded)
+        sent, received = Counter[int](), Counter[int]()
+        for shipment in made.plan.shipments:
+            for start, stop in shipment.hops:
+                sent[start] += message_bytes(shipment)
+                received[stop] += message_bytes(shipment)
+        for rank, ((s0, r0), links) in enumerate(zip(before, made.links, strict=True)):
+            assert links.counts() == (s0 + sent[rank], r0 + received[rank]), rank
+        assert [tally.bytes_sent for tally in tallies] == [sent[rank] for rank in range(trainers)]
+
+
+def test_engines_pass_on_where_one_trainer_feeds_four(ranks: Any) -> None:
+    """The trainer sends the model once; every engine but the last sends it on once."""
+    made = ranks("gloo", 1, [WHOLE] * 4, 2048)
+    made.hand_off(1)
+    sent = [links.counts()[0] for links in made.links]
+    assert sent[:4] == [sent[0]] * 4 and sent[4] == 0
+    model = sum(tensor.nbytes for tensor in made.tensors.values())
+    assert model <= sent[0] <= 1.05 * model
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_packing_goes_on_while_a_message_travels_and_stops_at_two(ranks: Any, transport: str) -> None:
+    """The engine takes nothing until the second message has been packed: that never came without a second buffer.
+
+    And before it has taken the first, no third has been.
+    """
+    made = ranks(transport, 1, [WHOLE], 2048)
+    first, second = made.plan.sent_by(0)[:2]
+    packed: list[str] = []
+    packed_two = threading.Event()
+
+    def read(name: str, box: Box) -> Tensor:
+        packed.append(f"{name} {box}")
+        if len(packed) == len(first.bucket.slots) + len(second.bucket.slots):
+            packed_two.set()
+        return made.read(name, box)
+
+    with ThreadPoolExecutor(2) as pool:
+        shipping = pool.submit(made.ship, 0, 1, read)
+        assert packed_two.wait(DEADLINE_S)
+        assert len(packed) == len(first.bucket.slots) + len(second.bucket.slots)
+        loaded = pool.submit(made.load, 1, 1).result(DEADLINE_S)
+        shipping.result(DEADLINE_S)
+    check(made, [loaded])
+    assert len(packed) == sum(len(s.bucket.slots) for s in made.plan.shipments)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_next_round_arrives_while_one_is_loaded(ranks: Any, transport: str) -> None:
+    """Whoever loads round 0 need not ask for round 1 to have it sent."""
+    made = ranks(transport, 1, [WHOLE], 2048)
+    with ThreadPoolExecutor(1) as pool:
+        shipping = pool.submit(made.ship, 0, 1)
+        messages = incoming(made.plan.of(1), 1, made.links[1], made.boards[1])
+        first, _, last = next(messages)
+        assert last and first.round == 0
+        pause = threading.Event()
+        while made.links[1].counts()[1] < message_bytes(first) + message_bytes(made.plan.shipments[1]):
+            assert not pause.wait(0.01) and not shipping.done()
+        for _ in messages:
+            pass
+        shipping.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trainer_holds_two_buckets_at_most(ranks: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the memory that the trainer ranks' transports were asked for, in two hops for passing on too."""
+    made = ranks(transport, 4, [WHOLE] * 4, 4096)
+    asked = Counter[int]()
+    for rank in range(4):
+        for link in made.links[rank].all:
+
+            def allocate(size_bytes: int, rank: int = rank, real: Any = link.allocate) -> Tensor:
+                asked[rank] += size_bytes
+                return real(size_bytes)
+
+            monkeypatch.setattr(link, "allocate", allocate)
+    made.hand_off(1)
+    sums_bytes = 8 * max(len(s.bucket.slots) for s in made.plan.shipments)
+    assert all(0 < size <= 2 * (4096 + 5 * (sums_bytes + 8)) for size in asked.values())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rank_that_cannot_read_ends_everybodys_wait(ranks: Any, transport: str) -> None:
+    made = ranks(transport, 2, [WHOLE] * 2, 1024)
+
+    def broken(name: str, box: Box) -> Tensor:
+        error = RuntimeError("out of memory")
+        made.boards[1].fail(error)
+        raise error
+
+    with pytest.raises((HandoffError, RuntimeError), match="out of memory"):
+        made.hand_off(1, read_1=broken)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_leaves_waits_for_nobody(ranks: Any, transport: str) -> None:
+    """A trainer rank that closes while nobody takes its messages: its own waits end, long before their deadline."""
+    made = ranks(transport, 1, [WHOLE], 2048)
+    sent_one = threading.Event()
+    first = len(made.plan.shipments[0].bucket.slots)
+    reads: list[str] = []
+
+    def read(name: str, box: Box) -> Tensor:
+        reads.append(name)
+        if len(reads) > first:
+            sent_one.set()
+        return made.read(name, box)
+
+    shipping = in_background(lambda: made.ship(0, 1, read))
+    assert sent_one.wait(DEADLINE_S)
+    made.links[0].close()
+    with pytest.raises(HandoffError, match="waited for engine rank 0 to take"):
+        shipping.result(DEADLINE_S / 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_changed_after_packing_are_noticed(ranks: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ranks(transport, 2, [WHOLE] * 2, 1024)
+    link = made.links[1].over(1, 3)
+
+    def faulty(buffer: Tensor, destination: int, number: int, real: Any = link.send) -> Any:
+        if destination == 3:  # where memory is shared, the other engine reads it too
+            buffer[5] ^= 64
+        return real(buffer, destination, number)
+
+    monkeypatch.setattr(link, "send", faulty)
+
+    def load(rank: int) -> Any:
+        try:
+            return made.load(rank, 1)
+        except BaseException as error:
+            made.boards[rank].fail(error)
+            raise
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(made.ship, rank, 1) for rank in (0, 1)] + [pool.submit(load, rank) for rank in (2, 3)]
+        errors = [future.exception(DEADLINE_S) for future in futures]
+    assert any(isinstance(error, SliceMismatch) for error in errors)
+    assert any("did not arrive as it was sent" in str(error) for error in errors[:2])
+
+
+def test_plans_for_two_hops_name_what_stands_wrong() -> None:
+    here, gpu = Place("n0", ""), Place("n0", "GPU-1")
+    with pytest.raises(HandoffError, match="engine rank 1 has none beside it"):
+        routes_for("gloo+shared_memory", [here], [here, Place("n1", "")])
+    with pytest.raises(HandoffError, match=r"one node.*engine rank 0 is not where"):
+        routes_for("shared_memory", [here], [Place("n1", "")])
+    with pytest.raises(HandoffError, match="NCCL refuses two ranks on one"):
+        routes_for("nccl", [gpu], [gpu])
