@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from or1_megatron.cli_ablate import ablate
+
 if TYPE_CHECKING:
     import torch
 
@@ -289,6 +291,9 @@ def _bytes(text: str) -> int:
             f"'{text}' is no size; expected e.g. 5GB, 500MB or 4GiB", param_hint="--max-shard-size"
         )
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+app.command()(ablate)
 
 
 if __name__ == "__main__":
