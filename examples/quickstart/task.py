@@ -156,10 +156,18 @@ def draw_problems(seed: int, held_out: bool, operations: Sequence[int] = OPERATI
             yield problem
 
 
-def dataset_text(seed: int, held_out: bool, count: int, operations: Sequence[int] = OPERATION_COUNTS) -> str:
-    """`count` rows as JSON lines; a smaller count with the same seed gives a prefix of a larger one."""
+def dataset_text(
+    seed: int, held_out: bool, count: int, operations: Sequence[int] = OPERATION_COUNTS, wrong_one_in: int = 0
+) -> str:
+    """`count` rows as JSON lines; a smaller count with the same seed gives a prefix of a larger one.
+
+    One gold answer in `wrong_one_in` is off by one, as in data that nobody has verified; 0: none.
+    """
     problems = draw_problems(seed, held_out, operations)
-    rows = (problem_row(next(problems), index) for index in range(count))
+    rows = [problem_row(next(problems), index) for index in range(count)]
+    for row in rows[wrong_one_in - 1 :: wrong_one_in] if wrong_one_in else ():
+        right = int(json.loads(row["reward_model"]["ground_truth"])[0])
+        row["reward_model"]["ground_truth"] = json.dumps([str(right + 1)])
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -189,10 +197,13 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=256, help="number of held-out problems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operations", type=int, nargs="+", default=OPERATION_COUNTS, help="of the problems, by turns")
+    parser.add_argument("--wrong-one-in", type=int, default=0, help="of the training problems' answers; 0: none")
     options = parser.parse_args()
     for name, held_out, count in (("train", False, options.train), ("heldout", True, options.held_out)):
         path = options.out / f"{name}.jsonl"
-        wrote = write_if_changed(path, dataset_text(options.seed, held_out, count, options.operations))
+        wrong_one_in = 0 if held_out else options.wrong_one_in
+        text = dataset_text(options.seed, held_out, count, options.operations, wrong_one_in)
+        wrote = write_if_changed(path, text)
         print(f"{path}: {count} problems, {'written' if wrote else 'already there'}")
 
 
