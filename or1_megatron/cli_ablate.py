@@ -28,6 +28,7 @@ def ablate(
     commands: Annotated[
         bool, typer.Option("--commands", help="Print the commands of the runs, for a cluster.")
     ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="One step of every stage, the first seed only.")] = False,
     background: Annotated[bool, typer.Option("--background", help="Go on by itself, writing to OUT/NN.log.")] = False,
 ) -> None:
     """Run the arms of an ablation, seed by seed, and write its page. Finished runs are not repeated: run it again.
@@ -53,8 +54,9 @@ def ablate(
             _in_background(out / f"{number:02d}.log", console)
             return
         ablation = found[number]
-        arms = arms_of(ablation, scale, _extra(overrides))  # type: ignore[arg-type]  # checked above
-        runs = runs_of(arms, ablation.at(scale).seeds, out)  # type: ignore[arg-type]
+        arms = arms_of(ablation, scale, _extra(overrides), smoke)  # type: ignore[arg-type]  # checked above
+        seeds = ablation.at(scale).seeds[: 1 if smoke else None]  # type: ignore[arg-type]
+        runs = runs_of(arms, seeds, out / "smoke" if smoke else out)
         if commands:
             for run in runs:
                 print(shlex.join(["or1", *run.command()[3:]]))
@@ -70,7 +72,7 @@ def ablate(
         rows = {arm.name: {run.seed: run.rows() for run in runs if run.arm is arm and run.finished} for arm in arms}
         command = f"or1 ablate {number}" + ("" if scale == "small" else f" --scale {scale}")
         command += "".join(f" --set {override}" for override in overrides or ())
-        page = write_page(ablation, scale, arms, rows, out / "pages", command)  # type: ignore[arg-type]
+        page = write_page(ablation, scale, arms, rows, out / ("smoke/pages" if smoke else "pages"), command)  # type: ignore[arg-type]
         console.print(f"{page}")
         for run in failed:
             print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)

@@ -121,8 +121,8 @@ def load_ablation(path: Path) -> Ablation:
     return ablation
 
 
-def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None) -> list[Arm]:
-    """Every arm with its configuration, ``extra`` laid over all of them.
+def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None, smoke: bool = False) -> list[Arm]:
+    """Every arm with its configuration, ``extra`` laid over all of them; ``smoke``: each stage of one step.
 
     Raises:
         ConfigError: an arm that is no configuration, or two arms that are the same.
@@ -135,6 +135,9 @@ def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = 
         overrides = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
         try:
             config = load_config(base, overrides)
+            if smoke:
+                overrides += tuple(f"stages.{index}.steps=1" for index in range(len(config.stages)))
+                config = load_config(base, overrides)
         except ConfigError as error:
             raise ConfigError(f"{ablation.path}: arm '{name}' ({scale}): {error}") from None
         arm = Arm(name, base, overrides, config, _key(config))
