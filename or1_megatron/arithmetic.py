@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
-from or1_megatron.shape import BYTES, Shape
+from or1_megatron.memory import RESERVE_BYTES, activation_bytes, state_bytes
+from or1_megatron.shape import Shape
 from or1_megatron.stage_rules import stage_conflicts
 from or1_megatron.weights.table import Experts
 
@@ -72,7 +73,8 @@ class Plan:
     devices: int  # accelerators (on CPU: processes) that trainer and engines need together
     concurrent: int  # responses decoded at once by all engines
     kv_tokens: int | None  # tokens that one engine's cache holds; None when vLLM sizes it
-    state_bytes_per_rank: int  # weights, gradients and optimizer state of one trainer rank, activations left out
+    state_bytes_per_rank: int  # weights, gradients and optimizer state of one trainer rank
+    activation_bytes_per_rank: int  # an estimate, at rows of micro_batch_tokens
     prompt_count: int | None
     rollout_steps: int
     optimizer_steps: int
@@ -121,12 +123,13 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         devices=together((parallel.ranks, engine_devices)),
         concurrent=rollout.engines * rollout.max_concurrent,
         kv_tokens=_kv_tokens(config, shape),
-        state_bytes_per_rank=_state_bytes(config, shape),
+        state_bytes_per_rank=state_bytes(config, shape),
+        activation_bytes_per_rank=activation_bytes(config, shape),
         prompt_count=prompt_count,
         rollout_steps=sum(stage.steps for stage in stages),
         optimizer_steps=sum(stage.steps * stage.sgd_steps for stage in stages),
         responses_total=sum(stage.steps * stage.responses_per_step for stage in stages),
-        warnings=tuple(_warnings(config, stages)),
+        warnings=(*_warnings(config, stages), *_memory_warnings(config, shape)),
     )
 
 
@@ -361,30 +364,25 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             )
 
 
+def _memory_warnings(config: Config, shape: Shape) -> Iterator[str]:
+    if config.cluster.gpu_memory_gb is None:
+        return
+    there = int(config.cluster.gpu_memory_gb * 1e9)
+    state, activations = state_bytes(config, shape), activation_bytes(config, shape)
+    if (wanted := state + activations + RESERVE_BYTES) > there:
+        parts = " + ".join(f"{part / 1e9:.0f}" for part in (state, activations, RESERVE_BYTES))
+        yield (
+            f"a trainer rank needs about {wanted / 1e9:.0f} GB ({parts}: state, activations, reserve), and "
+            f"cluster.gpu_memory_gb is {config.cluster.gpu_memory_gb:g}; raise parallel.tensor, pipeline or context, "
+            "or recompute more"
+        )
+
+
 def _kv_tokens(config: Config, shape: Shape) -> int | None:
     if config.rollout.kv_cache_bytes is None:
         return None
     cut = min(config.rollout.tensor_parallel, shape.kv_heads)
     return config.rollout.kv_cache_bytes * cut // shape.kv_bytes_per_token(config.model.dtype)
-
-
-def _state_bytes(config: Config, shape: Shape) -> int:
-    """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP; and a
-    reference's weights, which are there while they are needed."""
-    parallel = config.parallel
-    model_parallel = parallel.tensor * parallel.pipeline
-    own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
-    optimizer = 8 + (4 if config.model.dtype == "bfloat16" else 0)
-    replicas = parallel.data * parallel.context
-    total = 0
-    for parameters, spread in (
-        (shape.parameters - shape.expert_parameters, 1),
-        (shape.expert_parameters, parallel.expert),
-    ):
-        weights = _ceil(parameters, model_parallel * spread)
-        total += weights * own
-        total += _ceil(weights * optimizer, replicas // spread if parallel.distributed_optimizer else 1)
-    return total
 
 
 def _ceil(value: int, by: int) -> int:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from or1_megatron.ablate_commands import ablate
+
 if TYPE_CHECKING:
     import torch
 
@@ -76,6 +78,10 @@ def train(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
     ] = None,
+    shape: Annotated[
+        Path | None,
+        typer.Option(help="--dry-run for the model of this folder's config.json; neither weights nor data are needed."),
+    ] = None,
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is gone on with.
 
@@ -86,10 +92,15 @@ def train(
     with explained(*USER_OS_ERRORS):
         from or1_megatron.config_file import load_config
         from or1_megatron.door import check_inputs
-        from or1_megatron.dry_run import plan_run, print_plan
+        from or1_megatron.dry_run import plan_run, plan_shape, print_plan
 
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
         loaded = load_config(config, overrides)
+        if shape is not None:
+            if not dry_run:
+                raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
+            print_plan(plan_shape(loaded, shape, _device(device)), Console())
+            return
         planned = plan_run(loaded, _device(device))
         if dry_run:
             print_plan(planned, Console())
@@ -198,6 +209,25 @@ def plan_handoff(
         from or1_megatron.plan_handoff import forecast_of, print_forecast
 
         print_forecast(forecast_of(load_config(config, overrides or ())), gigabits, Console())
+
+
+@app.command()
+def config(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set stages.0.steps=3. Repeatable."),
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Print the value of this key alone, e.g. parallel.ranks.")] = None,
+) -> None:
+    """Print the whole configuration, overlays, overrides and defaults included."""
+    from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+
+    with explained(*USER_OS_ERRORS):
+        from or1_megatron.config_file import load_config, resolved_yaml, value_of
+
+        loaded = load_config(config, overrides or ())
+        print(resolved_yaml(loaded).rstrip() if key is None else value_of(loaded, key))
 
 
 @app.command()
@@ -315,6 +345,9 @@ def _bytes(text: str) -> int:
             f"'{text}' is no size; expected e.g. 5GB, 500MB or 4GiB", param_hint="--max-shard-size"
         )
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+app.command()(ablate)
 
 
 if __name__ == "__main__":

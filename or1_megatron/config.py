@@ -355,8 +355,13 @@ class TrackConfig(Section):
 class ClusterConfig(Section):
     ray_address: str | None = None
     """None: Ray is started embedded, on this machine alone. "auto" or host:port: attach to a running cluster."""
+    nodes: Positive = 1
+    """Nodes that must have joined the cluster at ``ray_address`` before anything is placed on it."""
+    join_timeout_s: PositiveFloat = 600.0
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one lockstep verb (update, hand_off, save, ...) on every rank."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """Of one GPU, in 1e9 bytes: lets the dry run say when a trainer rank would not fit."""
 
 
 class Config(Section):

@@ -107,6 +107,22 @@ def resolved_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
+def value_of(config: Config, key: str) -> str:
+    """The value of one dotted key: a plain one as it is, a section or list as YAML.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    value: Any = config.model_dump(mode="json")
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        inside = isinstance(value, dict) and part in value
+        if not inside and not (isinstance(value, list) and part.isdecimal() and int(part) < len(value)):
+            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]))}")
+        value = value[part] if inside else value[int(part)]
+    return dump(value).rstrip() if isinstance(value, dict | list) else "" if value is None else str(value)
+
+
 def check_resume(old: Config, new: Config) -> None:
     """Refuse to resume a run of ``old`` as ``new`` where they differ in more than RESUMABLE_CHANGES.
 

@@ -21,6 +21,16 @@ from or1_megatron.shape import Shape
 from or1_megatron.weights.families import family_of, read_hf_config
 
 
+def plan_shape(config: Config, model: Path, device: Device) -> Plan:
+    """The plan of ``config`` for the shape in ``model``'s config.json alone; the problems are not counted.
+
+    Raises ModelError for the model, PlanError for the plan.
+    """
+    hf = read_hf_config(model)
+    family_of(hf)
+    return plan(config, hf, None, device)
+
+
 def plan_run(config: Config, device: Device) -> Plan:
     """The plan of ``config`` with the model and the problem files that it names.
 
@@ -106,6 +116,7 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
             + extras,
         ),
         ("state per rank", f"{_bytes(found.state_bytes_per_rank)} of weights, gradients and optimizer state"),
+        ("activations per rank", f"{_bytes(found.activation_bytes_per_rank)}, estimated"),
         ("micro-batch", f"{found.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"),
         ("engines", f"{found.engines} x TP {found.engine_tensor}, {found.placement}; {devices}"),
         ("decoding at once", f"{found.concurrent:,} responses; KV cache {kv}"),

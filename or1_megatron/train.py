@@ -48,7 +48,7 @@ from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import start_rollouts
-from or1_megatron.rollout.cluster import start_ray, stop_ray
+from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
@@ -245,6 +245,7 @@ def lead(config: Config, stop: StopRequested) -> int:
         run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
         start_ray(config.cluster.ray_address, run_id)
         stack.callback(stop_ray)
+        wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
         places = engine_places(config)
         on_cpu = not torch.cuda.is_available()
         engines = EnginePool(

@@ -16,7 +16,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,13 @@ def problem_row(problem: Problem, index: int, failures_of_16: Mapping[str, int] 
     }
 
 
-def draw_problems(seed: int, held_out: bool) -> Iterator[Problem]:
+def draw_problems(seed: int, held_out: bool, operations: Sequence[int] = OPERATION_COUNTS) -> Iterator[Problem]:
     """Distinct problems of one side of the split without end, the numbers of operations by turns."""
     rng = random.Random(f"quickstart problems, seed {seed}, held out {held_out}")
     seen: set[str] = set()
     turn = 0
     while True:
-        problem = make_problem(rng, OPERATION_COUNTS[turn % len(OPERATION_COUNTS)], held_out)
+        problem = make_problem(rng, operations[turn % len(operations)], held_out)
         key = normalise(problem.text)
         if key not in seen:
             seen.add(key)
@@ -156,10 +156,18 @@ def draw_problems(seed: int, held_out: bool) -> Iterator[Problem]:
             yield problem
 
 
-def dataset_text(seed: int, held_out: bool, count: int) -> str:
-    """`count` rows as JSON lines; a smaller count with the same seed gives a prefix of a larger one."""
-    problems = draw_problems(seed, held_out)
-    rows = (problem_row(next(problems), index) for index in range(count))
+def dataset_text(
+    seed: int, held_out: bool, count: int, operations: Sequence[int] = OPERATION_COUNTS, wrong_one_in: int = 0
+) -> str:
+    """`count` rows as JSON lines; a smaller count with the same seed gives a prefix of a larger one.
+
+    One gold answer in `wrong_one_in` is off by one, as in data that nobody has verified; 0: none.
+    """
+    problems = draw_problems(seed, held_out, operations)
+    rows = [problem_row(next(problems), index) for index in range(count)]
+    for row in rows[wrong_one_in - 1 :: wrong_one_in] if wrong_one_in else ():
+        right = int(json.loads(row["reward_model"]["ground_truth"])[0])
+        row["reward_model"]["ground_truth"] = json.dumps([str(right + 1)])
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -188,10 +196,14 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=8000, help="number of training problems")
     parser.add_argument("--held-out", type=int, default=256, help="number of held-out problems")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operations", type=int, nargs="+", default=OPERATION_COUNTS, help="of the problems, by turns")
+    parser.add_argument("--wrong-one-in", type=int, default=0, help="of the training problems' answers; 0: none")
     options = parser.parse_args()
     for name, held_out, count in (("train", False, options.train), ("heldout", True, options.held_out)):
         path = options.out / f"{name}.jsonl"
-        wrote = write_if_changed(path, dataset_text(options.seed, held_out, count))
+        wrong_one_in = 0 if held_out else options.wrong_one_in
+        text = dataset_text(options.seed, held_out, count, options.operations, wrong_one_in)
+        wrote = write_if_changed(path, text)
         print(f"{path}: {count} problems, {'written' if wrote else 'already there'}")
 
 

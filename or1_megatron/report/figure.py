@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +11,7 @@ from xml.sax.saxutils import escape
 
 import yaml
 
+from or1_megatron.report.svg import GREY, GRID, INK, Points, legend, line, path, ticks
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
@@ -20,10 +20,7 @@ _WIDTH, _HEIGHT = 960, 560
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 40, 30
 """Margins of a panel, within its quarter of the picture."""
 
-_INK, _GREY, _GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _SMOOTHED_STEPS = 9
-
-Points = Sequence[tuple[float, float]]  # (step, value)
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def picture(rows: Sequence[Mapping[str, Any]], entropy_target: float | None) -> 
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="{_INK}">',
+            f'height="{_HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
             f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
             *body,
             "</svg>\n",
@@ -127,72 +124,48 @@ def _draw(
     right, bottom = _WIDTH / 2 - _RIGHT, _HEIGHT / 2 - _BOTTOM
     curves = [(curve, _points(rows, curve.metric)) for curve in panel.curves]
     values = [value for _, points in curves for _, value in points]
-    ticks = _ticks(max([*values, panel.level or 0.0, panel.top]))
+    levels = ticks(max([*values, panel.level or 0.0, panel.top]))
 
     def at(step: float, value: float) -> tuple[float, float]:
         across = (step - steps[0]) / (steps[1] - steps[0])
-        return _LEFT + across * (right - _LEFT), bottom - value / ticks[-1] * (bottom - _TOP)
+        return _LEFT + across * (right - _LEFT), bottom - value / levels[-1] * (bottom - _TOP)
 
     lines = [f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>']
-    for tick in ticks:
+    for tick in levels:
         y = at(0, tick)[1]
         label = f"{100 * tick:g}%" if panel.per_cent else f"{tick:g}"
-        lines.append(_line((_LEFT, y), (right, y), _GRID))
-        lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{_GREY}">{label}</text>')
-    for step in _ticks(steps[1]):
+        lines.append(line((_LEFT, y), (right, y), GRID))
+        lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{GREY}">{label}</text>')
+    for step in ticks(steps[1]):
         if steps[0] <= step <= steps[1] and step == int(step):
             x = at(step, 0)[0]
-            lines.append(f'<text x="{x:.1f}" y="{bottom + 17:.1f}" text-anchor="middle" fill="{_GREY}">{step:g}</text>')
-    lines += [_line(at(step, 0), at(step, ticks[-1]), _GREY, dashes="2 3") for step, _ in boundaries]
-    legend = []
+            lines.append(f'<text x="{x:.1f}" y="{bottom + 17:.1f}" text-anchor="middle" fill="{GREY}">{step:g}</text>')
+    lines += [line(at(step, 0), at(step, levels[-1]), GREY, dashes="2 3") for step, _ in boundaries]
+    entries = []
     if panel.level is not None:
         y = at(0, panel.level)[1]
-        lines.append(_line((_LEFT, y), (right, y), _INK, dashes="6 4"))
-        legend.append((f"{panel.level_label} {panel.level:g}", _INK))
+        lines.append(line((_LEFT, y), (right, y), INK, dashes="6 4"))
+        entries.append((f"{panel.level_label} {panel.level:g}", INK))
     for curve, points in curves:
         if not points:
             continue
-        legend.append((curve.label, curve.colour))
+        entries.append((curve.label, curve.colour))
         if curve.points:
-            lines.append(_path([at(*point) for point in points], curve.colour, 1.5))
+            lines.append(path([at(*point) for point in points], curve.colour, 1.5))
             lines += [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{curve.colour}"/>' for x, y in (at(*p) for p in points)
             ]
         else:
-            lines.append(_path([at(*point) for point in points], curve.colour, 1, opacity=0.3))
+            lines.append(path([at(*point) for point in points], curve.colour, 1, opacity=0.3))
             lines.append(
-                _path([at(*point) for point in _smoothed(points, [step for step, _ in boundaries])], curve.colour, 2)
+                path([at(*point) for point in _smoothed(points, [step for step, _ in boundaries])], curve.colour, 2)
             )
     lines += [
-        f'<text x="{at(step, 0)[0] + 4:.1f}" y="{bottom - 6:.1f}" font-size="11" fill="{_GREY}" stroke="#ffffff" '
+        f'<text x="{at(step, 0)[0] + 4:.1f}" y="{bottom - 6:.1f}" font-size="11" fill="{GREY}" stroke="#ffffff" '
         f'stroke-width="4" paint-order="stroke">{escape(label)}</text>'
         for step, label in boundaries
     ]
-    return lines + _legend(legend, right)
-
-
-def _legend(entries: Sequence[tuple[str, str]], right: float) -> list[str]:
-    """Labels in their curve's colour, right-aligned above the panel."""
-    spans = [
-        f'<tspan fill="{colour}" dx="{12 if i else 0}">{escape(text)}</tspan>'
-        for i, (text, colour) in enumerate(entries)
-    ]
-    return [f'<text x="{right:g}" y="34" text-anchor="end" font-size="11" font-weight="600">{"".join(spans)}</text>']
-
-
-def _line(start: tuple[float, float], end: tuple[float, float], colour: str, dashes: str = "") -> str:
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return (
-        f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="{colour}"{dashed}/>'
-    )
-
-
-def _path(points: Points, colour: str, width: float, opacity: float = 1.0) -> str:
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (
-        f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
-        f'stroke-opacity="{opacity:g}" stroke-linejoin="round"/>'
-    )
+    return lines + legend(entries, right)
 
 
 def _points(rows: Iterable[Mapping[str, Any]], metric: str) -> Points:
@@ -210,12 +183,3 @@ def _smoothed(points: Points, boundaries: Sequence[float]) -> Points:
         window = [value for _, value in points[i - reach : i + reach + 1]]
         smooth.append((step, sum(window) / len(window)))
     return smooth
-
-
-def _ticks(top: float) -> list[float]:
-    """Four to eight round numbers from 0 that reach ``top``: steps of 1, 2, 2.5 or 5 times a power of ten."""
-    if top <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(top))
-    step = next(size * power for size in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if top / (size * power) <= 5 + 1e-9)
-    return [round(step * i, 10) for i in range(math.ceil(top / step - 1e-9) + 1)]

@@ -105,6 +105,23 @@ def node_of(host: str) -> str:
     raise ClusterError(f"trainer node {host} is not part of the Ray cluster: run 'ray start --address=...' there")
 
 
+def wait_for_nodes(count: int, timeout_s: float) -> None:
+    """Until ``count`` nodes are part of the cluster.
+
+    Raises:
+        ClusterError: fewer are after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while len(there := [node for node in ray.nodes() if node["Alive"]]) < count:
+        if time.monotonic() > deadline:
+            names = ", ".join(sorted(node["NodeManagerHostname"] for node in there))
+            raise ClusterError(
+                f"cluster.nodes = {count}, but after {timeout_s:g} s the Ray cluster has {len(there)} ({names}): start "
+                "the others with 'ray start --address=...', or look at why they did not join"
+            )
+        time.sleep(0.5)
+
+
 def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
     """End the actors that an earlier attempt of this run left behind, and wait until their names are free.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +73,7 @@ def read_value(text: str, where: str, environment: Mapping[str, str] = os.enviro
     return None if node is None else _Reader(where, environment, {}).value(node, ())
 
 
-def dump(data: Mapping[str, Any]) -> str:
+def dump(data: Mapping[str, Any] | Sequence[Any]) -> str:
     """YAML that ``read_file`` reads back equal, in the order of ``data``; ``${`` in strings is kept from expanding."""
     return yaml.dump(_escaped(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# One stage of a recipe on one node or several; every node runs this same script. Called by the stage scripts beside it.
+#
+#   launch.sh RECIPE STAGE [arguments of `or1 train`, e.g. --set optimizer.lr=2e-6]
+#
+# What is where (each is checked first):
+#   MODEL        the base model's HF folder                 DATA   folder of math.parquet and code.parquet
+#   EVAL         folder of the evaluation sets              RUNS   where runs are written; shared by all nodes
+#   LAYOUT       a file of configs/layouts, without .yaml; the recipe's own if not set
+# Nodes:
+#   NNODES       how many (1)                               NODE_RANK    this one's number, from 0
+#   MASTER_ADDR  name or address of node 0                  MASTER_PORT  of the rendezvous (29500)
+#   RAY_PORT     of Ray's head on node 0 (6379)
+#   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (180)
+#   DRY_RUN=1    check everything, print the plan, start nothing
+#
+# Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to go on); else failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() { echo "launch.sh: $*" >&2; exit 2; }
+
+[[ $# -ge 2 ]] || die "expected RECIPE and STAGE, e.g. or1_7b 1"
+name=$1 stage=$2
+shift 2
+recipe=configs/recipes/$name.yaml
+[[ -f $recipe ]] || die "no recipe $recipe; there are: $(cd configs/recipes && echo *.yaml)"
+
+export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_PORT=${MASTER_PORT:-29500}
+ray_port=${RAY_PORT:-6379} grace_s=${GRACE_S:-180}
+for variable in MODEL DATA EVAL RUNS; do
+  [[ -n ${!variable:-} ]] || die "$variable is not set; see the top of examples/launch.sh"
+done
+[[ -f $MODEL/config.json ]] || die "MODEL=$MODEL holds no config.json; expected a HF folder, as 'hf download' makes it"
+[[ -d $DATA ]] || die "DATA=$DATA is not a folder; expected one with the training problems"
+[[ -d $EVAL ]] || die "EVAL=$EVAL is not a folder; expected one with the evaluation sets"
+mkdir -p "$RUNS" && [[ -w $RUNS ]] || die "RUNS=$RUNS cannot be written"
+[[ -z ${LAYOUT:-} || -f configs/layouts/$LAYOUT.yaml ]] ||
+  die "LAYOUT=$LAYOUT: no such file in configs/layouts; there are: $(cd configs/layouts && echo *.yaml)"
+[[ $NNODES =~ ^[1-9][0-9]*$ && $NODE_RANK =~ ^[0-9]+$ ]] && ((NODE_RANK < NNODES)) ||
+  die "NNODES=$NNODES and NODE_RANK=$NODE_RANK: expected a count and a number below it"
+((NNODES == 1)) || [[ -n ${MASTER_ADDR:-} ]] || die "MASTER_ADDR is not set; several nodes meet at node 0's address"
+
+arguments=("$recipe" --stage "$stage" "$@")
+((NNODES == 1)) || arguments+=(--set "cluster.ray_address=$MASTER_ADDR:$ray_port" --set "cluster.nodes=$NNODES")
+or1 train "${arguments[@]}" --dry-run || exit 2
+ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
+((ranks % NNODES == 0)) || die "parallel.ranks = $ranks does not divide by NNODES = $NNODES; choose another LAYOUT"
+if [[ ${DRY_RUN:-} == 1 ]]; then exit 0; fi
+
+ray_pid="" agent=""
+cleanup() {
+  trap '' TERM USR1 INT
+  [[ -z $agent ]] || kill -KILL "$agent" 2>/dev/null || true
+  [[ -z $ray_pid ]] || { kill -TERM "$ray_pid" 2>/dev/null && wait "$ray_pid" 2>/dev/null; } || true
+}
+trap cleanup EXIT
+
+if ((NNODES > 1)); then
+  # In a session of its own and deaf to the signals that mean "save": engines must live until the ranks have saved.
+  if ((NODE_RANK == 0)); then where=(--head --port "$ray_port"); else where=(--address "$MASTER_ADDR:$ray_port"); fi
+  for ((tries = 0; tries < 60; tries++)); do # a worker may be there before the head
+    (trap '' USR1 INT HUP; exec setsid ray start "${where[@]}" --block --disable-usage-stats) >"$RUNS/ray_node_$NODE_RANK.log" 2>&1 &
+    ray_pid=$!
+    sleep 5
+    kill -0 "$ray_pid" 2>/dev/null && break
+    ((NODE_RANK > 0)) || die "Ray's head did not start; see $RUNS/ray_node_$NODE_RANK.log"
+  done
+  kill -0 "$ray_pid" 2>/dev/null || die "no Ray head answers at $MASTER_ADDR:$ray_port; see $RUNS/ray_node_$NODE_RANK.log"
+  meeting=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+else
+  meeting=(--standalone)
+fi
+
+# torchrun's own answer to a signal is to kill each rank's process group. So it is deaf to them, and they go to the ranks
+# alone, which save and end; what has not ended after the grace period is killed.
+(
+  trap '' TERM USR1 INT HUP
+  exec torchrun "${meeting[@]}" --nproc-per-node $((ranks / NNODES)) --max-restarts 0 --signals-to-handle SIGQUIT \
+    -m or1_megatron.train "${arguments[@]}"
+) &
+agent=$!
+stopped=""
+pass_on() {
+  [[ -z $stopped ]] || return 0
+  stopped=$1
+  for rank in $(ps -o pid= --ppid "$agent"); do kill -s "$1" "$rank" 2>/dev/null || true; done
+  (sleep "$grace_s" && kill -KILL "$agent") 2>/dev/null &
+  guard=$!
+}
+trap 'pass_on TERM' TERM INT HUP
+trap 'pass_on USR1' USR1
+status=0
+while :; do # wait returns early when a trapped signal comes
+  wait "$agent" && status=0 || status=$?
+  kill -0 "$agent" 2>/dev/null || break
+done
+agent=""
+[[ -z ${guard:-} ]] || kill "$guard" 2>/dev/null || true
+if [[ -n $stopped ]]; then
+  echo "launch.sh: stopped by SIG$stopped; run the same again to go on" >&2
+  exit 3
+fi
+exit "$status"

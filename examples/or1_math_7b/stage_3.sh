@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# 340 steps at T = 32K. The environment it wants: examples/launch.sh. Arguments go to `or1 train`.
+exec "$(dirname "$0")/../launch.sh" or1_math_7b 3 "$@"

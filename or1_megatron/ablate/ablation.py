@@ -1,0 +1,175 @@
+"""An ablation as a file says it (configs/ablations/NN_name.yaml): what is claimed, and arms at two scales.
+
+    number: 10
+    title: clip-higher
+    claim: ...                      # the report's, in our words
+    watch: [entropy/sampled, ...]   # metrics to draw
+    paper: {base: ..., set: {...}, arms: {...}}
+    small: {base: small.yaml, seeds: [1, 2, 3], arms: {...}, expects: [...]}
+
+An arm is a set of dotted keys and values laid over ``base`` and ``set``, as ``--set`` would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, ValidationError
+
+from or1_megatron.config import Config, Positive, Section
+from or1_megatron.config_file import ConfigError, load_config
+from or1_megatron.runtime.yaml_reader import YamlError, read_file
+
+SCALES: Final = ("paper", "small")
+Scale = Literal["paper", "small"]
+Overrides = dict[str, Any]
+
+
+class Expectation(Section):
+    """What the claim predicts of two arms, as one comparison of a metric's mean over a window of the run."""
+
+    says: str
+    metric: str
+    window: Literal["early", "late", "all", "last"] = "late"
+    """early, late: the first or last quarter of the steps that have the metric; last: its last value."""
+    higher: str
+    """The arm whose metric should be higher ..."""
+    than: str
+    """... than this one's."""
+
+
+class Arms(Section):
+    """One scale of an ablation."""
+
+    base: Path
+    """The configuration that all arms share, relative to the ablation's file."""
+    set: Overrides = Field(default_factory=dict)
+    arms: dict[str, Overrides] = Field(min_length=1)
+    seeds: tuple[Positive, ...] = Field(default=(1, 2, 3), min_length=1)
+    """Fixed before the first run."""
+    expects: tuple[Expectation, ...] = ()
+    note: str = ""
+    """In what this scale departs from the paper's setting."""
+
+
+class Ablation(Section):
+    number: Positive
+    title: str
+    claim: str
+    watch: tuple[str, ...] = Field(min_length=1)
+    paper: Arms
+    small: Arms
+    path: Path
+
+    def at(self, scale: Scale) -> Arms:
+        return self.paper if scale == "paper" else self.small
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm at one scale: how it is started, what its configuration comes to."""
+
+    name: str
+    base: Path
+    overrides: tuple[str, ...]
+    """``key=value`` each, for ``or1 train --set``."""
+    config: Config
+    key: str
+    """Of the configuration but for seed and folder: equal for equal arms of different ablations."""
+
+
+def load_ablations(folder: Path) -> dict[int, Ablation]:
+    """All of ``folder``'s NN_name.yaml, by number.
+
+    Raises:
+        ConfigError: no such folder, or a file that is no ablation; with file, key and what was expected.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected ablations, NN_name.yaml")
+    found: dict[int, Ablation] = {}
+    for path in sorted(folder.glob("[0-9][0-9]_*.yaml")):
+        ablation = load_ablation(path)
+        if ablation.number in found:
+            raise ConfigError(f"{path}: number {ablation.number} is taken by {found[ablation.number].path}")
+        found[ablation.number] = ablation
+    if not found:
+        raise ConfigError(f"{folder}: holds no NN_name.yaml")
+    return found
+
+
+def load_ablation(path: Path) -> Ablation:
+    """Raises ConfigError with file, key and what was expected."""
+    try:
+        data, _ = read_file(path)
+        ablation = Ablation.model_validate_json(json.dumps({**data, "path": str(path)}), strict=True)
+    except YamlError as error:
+        raise ConfigError(str(error)) from None
+    except ValidationError as error:
+        lines = [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    for scale in (ablation.paper, ablation.small):
+        for expected in scale.expects:
+            if unknown := {expected.higher, expected.than} - set(scale.arms):
+                raise ConfigError(
+                    f"{path}: expects: '{expected.says}' compares {sorted(unknown)}; the arms are {list(scale.arms)}"
+                )
+    return ablation
+
+
+def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None, smoke: bool = False) -> list[Arm]:
+    """Every arm with its configuration, ``extra`` laid over all of them; ``smoke``: each stage of one step.
+
+    Raises:
+        ConfigError: an arm that is no configuration, or two arms that are the same.
+    """
+    chosen = ablation.at(scale)
+    base = ablation.path.parent / chosen.base
+    arms: list[Arm] = []
+    for name, own in chosen.arms.items():
+        values = {**chosen.set, **own, **(extra or {})}
+        overrides = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+        try:
+            config = load_config(base, overrides)
+            if smoke:
+                overrides += tuple(f"stages.{index}.steps=1" for index in range(len(config.stages)))
+                config = load_config(base, overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{ablation.path}: arm '{name}' ({scale}): {error}") from None
+        arm = Arm(name, base, overrides, config, _key(config))
+        if (same := next((other.name for other in arms if other.key == arm.key), None)) is not None:
+            raise ConfigError(f"{ablation.path}: arms '{same}' and '{name}' ({scale}) are the same configuration")
+        arms.append(arm)
+    return arms
+
+
+def differences(arms: Sequence[Arm]) -> dict[str, list[str]]:
+    """Every configuration key in which arms differ, with its value in each: nothing else does, but seed and folder."""
+    flat = [_leaves(_plain(arm.config)) for arm in arms]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    rows = {key: [values.get(key, "absent") for values in flat] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _plain(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
+    data = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    for name in ("dir", "seed"):
+        data["run"].pop(name, None)
+    return data
+
+
+def _key(config: Config) -> str:
+    # Defaults are left out: a key that the schema gains later leaves arms what they were.
+    text = json.dumps(_plain(config, exclude_defaults=True), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _leaves(value: Any, key: str = "") -> dict[str, str]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        return {key: json.dumps(value)}
+    return {k: v for name, child in items for k, v in _leaves(child, f"{key}.{name}" if key else str(name)).items()}

@@ -1,0 +1,143 @@
+"""Ablations: what makes two arms the same run, what differs between arms, and what seeds' outcomes say of a claim.
+
+Not proven here: anything about training; ``or1 ablate N --smoke`` runs an ablation's arms for a step each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from or1_megatron.ablate.ablation import Ablation, Expectation, arms_of, differences, load_ablation, load_ablations
+from or1_megatron.ablate.outcome import estimate, look, mean_curve, value_over
+from or1_megatron.ablate.page import write_page
+from or1_megatron.ablate.runs import run_all, runs_of
+from or1_megatron.cli import app
+from or1_megatron.config_file import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs/ablations"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, Ablation]:
+    return load_ablations(FOLDER)
+
+
+def test_every_ablation_of_the_report_has_arms_at_both_scales(found: dict[int, Ablation]) -> None:
+    assert set(range(1, 13)) <= set(found)
+    for ablation in found.values():
+        for scale in ("paper", "small"):
+            assert len(arms_of(ablation, scale)) >= 2  # type: ignore[arg-type]  # and each is a valid configuration
+        assert len(set(ablation.small.seeds)) >= 3
+
+
+def test_arms_differ_in_what_they_name_and_nothing_else(found: dict[int, Ablation]) -> None:
+    for ablation in found.values():
+        for scale in (ablation.paper, ablation.small):
+            named = {key for values in scale.arms.values() for key in values}
+            differing = differences(arms_of(ablation, "paper" if scale is ablation.paper else "small"))
+            assert differing
+            assert all(any(key == name or key.startswith(f"{name}.") for name in named) for key in differing)
+
+
+def test_an_arm_that_two_ablations_share_is_one_run(found: dict[int, Ablation]) -> None:
+    """(4,64,16,1) without entropy control is in 6, 7, 9 and 10 at the small scale."""
+    keys = {
+        number: next(arm.key for arm in arms_of(found[number], "small") if arm.name == name)
+        for number, name in {6: "(4,64,16,1)", 7: "(4,64,16,1)", 9: "off", 10: "0.20"}.items()
+    }
+    assert len(set(keys.values())) == 1
+    seeds = [runs_of(arms_of(found[6], "small"), (1, 2), Path("out"))[i].dir for i in (0, 5)]
+    assert seeds[0] != seeds[1]
+
+
+def test_means_and_intervals_by_hand() -> None:
+    """Of 1, 2, 3 the mean is 2 and s is 1: the half width is 4.303 * 1 / sqrt(3) = 2.484."""
+    found = estimate([1.0, 2.0, 3.0])
+    assert (found.mean, found.seeds) == (2.0, 3)
+    assert found.half_width == pytest.approx(2.4843, abs=1e-4)
+    assert math.isnan(estimate([1.0]).half_width)
+
+
+def test_windows_are_quarters_of_the_rows_that_have_the_metric() -> None:
+    rows = [{"step": step, "m": float(step)} for step in range(8)] + [{"step": 8, "other": 1.0}]
+    assert value_over(rows, "m", "early") == 0.5  # of 0, 1
+    assert value_over(rows, "m", "late") == 6.5  # of 6, 7
+    assert value_over(rows, "m", "last") == 7.0
+    assert value_over(rows, "none", "all") is None
+
+
+def test_a_claim_is_judged_by_the_paired_difference() -> None:
+    """Seeds differ by far more than the arms do; paired, the difference is clear. The other way round it is the opposite."""
+    one = {seed: [{"step": 0, "m": 10.0 * seed + 1.0 + 0.01 * seed}] for seed in (1, 2, 3)}
+    other = {seed: [{"step": 0, "m": 10.0 * seed}] for seed in (1, 2, 3)}
+    expected = Expectation(says="", metric="m", window="all", higher="one", than="other")
+    seen = look(expected, one, other)
+    assert seen.difference.mean == pytest.approx(1.02)
+    assert seen.verdict == "as claimed"
+    assert look(expected, other, one).verdict == "the opposite"
+    noisy = {1: [{"step": 0, "m": 11.0}], 2: [{"step": 0, "m": 18.0}], 3: [{"step": 0, "m": 33.0}]}
+    assert look(expected, noisy, other).verdict == "not resolved"
+    assert look(expected, {1: one[1]}, other).verdict == "not run"
+
+
+def test_curves_are_means_with_the_range_between_seeds() -> None:
+    runs = [[{"step": 1, "m": 1.0}, {"step": 2, "m": 4.0}], [{"step": 1, "m": 3.0}]]
+    assert mean_curve(runs, "m") == [(1.0, 2.0, 1.0, 3.0), (2.0, 4.0, 4.0, 4.0)]
+
+
+def test_the_page_says_what_was_claimed_and_what_was_not_run(found: dict[int, Ablation], tmp_path: Path) -> None:
+    arms = arms_of(found[10], "small")
+    metrics = found[10].watch
+    rows = {
+        arm.name: {seed: [{"step": step, **dict.fromkeys(metrics, 0.1 * i + 0.01 * seed)} for step in range(4)] for seed in (1, 2, 3)}
+        for i, arm in enumerate(arms)
+    }
+    page = write_page(found[10], "small", arms, rows, tmp_path, "or1 ablate 10").read_text()
+    assert "clip-higher" in page and "`algorithm.loss.clip_high` | 0.2 | 0.25 | 0.265 | 0.28" in page
+    assert "**as claimed**" in page and "**the opposite**" in page  # 0.28 was made the best here
+    assert (tmp_path / "10_clip_higher.svg").read_text().count("<polyline") == len(metrics) * len(arms)
+    empty = write_page(found[10], "small", arms, {arm.name: {} for arm in arms}, tmp_path, "or1 ablate 10").read_text()
+    assert "Not yet run" in empty
+
+
+def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(found: dict[int, Ablation], tmp_path: Path) -> None:
+    """Of two arms one is finished; the other's configuration names a model that is not there."""
+    arms = arms_of(found[10], "small", {"model.hf": str(tmp_path / "none")})[:2]
+    runs = runs_of(arms, (1,), tmp_path)
+    runs[0].dir.mkdir(parents=True)
+    (runs[0].dir / "summary.json").write_text(json.dumps({"finished": True}))
+    ended = list(run_all(runs))
+    assert [(run.arm.name, status) for run, status in ended] == [(arms[1].name, 2)]
+    assert "does not exist" in runs[1].log.read_text()
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+    text = (FOLDER / "10_clip_higher.yaml").read_text()
+    path = tmp_path / "10_x.yaml"
+    path.write_text(text.replace('than: "0.20"', 'than: "0.19"', 1))
+    with pytest.raises(ConfigError, match=r"compares \['0.19'\]; the arms are"):
+        load_ablation(path)
+    path.write_text(text.replace("algorithm.loss.clip_high: 0.25}", "algorithm.loss.clip_hgh: 0.25}"))
+    (tmp_path / "small.yaml").write_text((FOLDER / "small.yaml").read_text())
+    with pytest.raises(ConfigError, match=r"arm '0.25' \(small\).*did you mean algorithm.loss.clip_high"):
+        arms_of(load_ablation(path), "small")
+    path.write_text(text.replace("algorithm.loss.clip_high: 0.25}", "algorithm.loss.clip_high: 0.2}"))
+    with pytest.raises(ConfigError, match="arms '0.20' and '0.25' .small. are the same"):
+        arms_of(load_ablation(path), "small")
+
+
+def test_the_command_lists_prints_and_refuses() -> None:
+    runner = CliRunner()
+    where = ["--folder", str(FOLDER)]
+    assert "clip-higher" in runner.invoke(app, ["ablate", *where]).stdout
+    printed = runner.invoke(app, ["ablate", "10", "--scale", "paper", "--commands", *where]).stdout.splitlines()
+    assert len(printed) == 4 * 3
+    assert all(line.startswith("or1 train ") and "run.seed=" in line for line in printed)
+    assert "no ablation 99" in runner.invoke(app, ["ablate", "99", *where]).stderr
+    assert "neither paper nor small" in runner.invoke(app, ["ablate", "10", "--scale", "big", *where]).stderr
