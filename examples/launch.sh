@@ -41,7 +41,7 @@ mkdir -p "$RUNS" && [[ -w $RUNS ]] || die "RUNS=$RUNS cannot be written"
   die "NNODES=$NNODES and NODE_RANK=$NODE_RANK: expected a count and a number below it"
 ((NNODES == 1)) || [[ -n ${MASTER_ADDR:-} ]] || die "MASTER_ADDR is not set; several nodes meet at node 0's address"
 
-arguments=("$recipe" --stage "$stage" "$@")
+arguments=("$recipe" --set "run.stage=$stage" "$@")
 ((NNODES == 1)) || arguments+=(--set "cluster.ray_address=$MASTER_ADDR:$ray_port" --set "cluster.nodes=$NNODES")
 or1 train "${arguments[@]}" --dry-run || exit 2
 ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)

@@ -1,0 +1,177 @@
+"""The recipes' own scripts, run with the quickstart's tiny model in the big one's place.
+
+Every stage script goes through all its checks and the plan; one recipe's first stage is trained by torchrun, and the
+slow tests train its second, a recipe's on two "nodes" of this machine, and stop one by a signal.
+
+Not proven here: GPUs, Slurm, several machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.runtime.jsonl import read_steps
+
+ROOT = Path(__file__).parents[2]
+STAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("or1_*/stage_*.sh"))
+TINY = {
+    "data.max_prompt_tokens": "32",
+    "data.difficulty_model": "null",
+    "evaluate.max_response_tokens": "24",
+    "evaluate.every_steps": "0",
+    "optimizer.lr": "1e-4",
+    "track.console": "plain",
+    "checkpoint.signal_grace_s": "60",
+}
+STAGE = {"steps": 1, "max_response_tokens": 24, "prompts_per_step": 4, "prompts_per_update": 2, "group_size": 4}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment that the scripts want, with tiny data."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for name, held_out in (("train", False), ("eval", True)):
+        (folder / name).mkdir()
+        command = [sys.executable, str(ROOT / "examples/quickstart/task.py"), "--out", str(folder / "task")]
+        subprocess.run([*command, "--train", "64", "--held-out", "4", "--seed", "1"], check=True, capture_output=True)
+        problems = (folder / "task" / ("heldout.jsonl" if held_out else "train.jsonl")).read_text()
+        for part in ("aime24", "aime25", "livecodebench") if held_out else ("math", "code"):
+            # A source's name is part of a problem's id, and no problem may come twice: the parts are made to differ.
+            rows = [json.loads(line) | {"data_source": part} for line in problems.splitlines()]
+            (folder / name / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MODEL": str(ROOT / "examples/quickstart/base_model"),
+        "DATA": str(folder / "train"),
+        "EVAL": str(folder / "eval"),
+        "RUNS": str(folder / "runs"),
+        "LAYOUT": "cpu_2_ranks",
+    }
+
+
+def overrides(script: str) -> list[str]:
+    """Every stage made tiny; the recipes' data files are parquet, the test's are JSONL."""
+    stages = 4 if "math" in script else 2
+    values = dict(TINY)
+    for index in range(stages):
+        values |= {f"stages.{index}.{key}": str(value) for key, value in STAGE.items()}
+    values["data.train.0.path"] = "${DATA}/math.jsonl"
+    if "math" not in script:
+        values["data.train.1.path"] = "${DATA}/code.jsonl"
+    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+
+
+def run(
+    script: str, environment: dict[str, str], *more: str, timeout_s: float = 280
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / script), *overrides(script), *more],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", STAGES)
+def test_every_stage_script_checks_and_plans(script: str, place: dict[str, str]) -> None:
+    done = run(script, {**place, "DRY_RUN": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in done.stdout
+
+
+def test_what_is_missing_is_said(place: dict[str, str]) -> None:
+    script = "examples/or1_7b/stage_1.sh"
+    for change, expected in (
+        ({"MODEL": ""}, "MODEL is not set"),
+        ({"MODEL": "/nowhere"}, "MODEL=/nowhere holds no config.json"),
+        ({"DATA": "/nowhere"}, "DATA=/nowhere is not a folder"),
+        ({"LAYOUT": "9b"}, "LAYOUT=9b: no such file in configs/layouts; there are: 235b"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NNODES=2 and NODE_RANK=2: expected a count and a number below it"),
+        ({"NNODES": "2"}, "MASTER_ADDR is not set"),
+        ({"NNODES": "3", "MASTER_ADDR": "localhost"}, "parallel.ranks = 2 does not divide by NNODES = 3"),
+    ):
+        done = run(script, {**place, "DRY_RUN": "1", **change})
+        assert done.returncode == 2, done.stdout
+        assert expected in done.stderr
+
+
+def test_shell_scripts_are_valid_bash() -> None:
+    scripts = [*(ROOT / "examples").rglob("*.sh"), ROOT / "examples/job.sbatch"]
+    assert len(scripts) > 10
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert os.access(script, os.X_OK), script
+
+
+def test_a_stage_is_trained_by_torchrun(place: dict[str, str]) -> None:
+    done = run("examples/or1_7b/stage_1.sh", place)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stage = Path(place["RUNS"]) / "or1_7b/stage_1"
+    assert json.loads((stage / "summary.json").read_text())["finished"]
+    assert (stage / "hf/config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_next_stage_goes_on_and_a_signal_saves(place: dict[str, str]) -> None:
+    """Stage 2 begins with stage 1's optimizer; stopped in the middle it exits with 3 and then goes on."""
+    if not (Path(place["RUNS"]) / "or1_7b/stage_1/summary.json").is_file():
+        test_a_stage_is_trained_by_torchrun(place)
+    script = "examples/or1_7b/stage_2.sh"
+    more = ("--set", "stages.1.steps=40")
+    process = subprocess.Popen(
+        [str(ROOT / script), *overrides(script), *more], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True
+    )
+    stage = Path(place["RUNS"]) / "or1_7b/stage_2"
+    deadline = time.monotonic() + 240
+    while not (stage / "metrics.jsonl").is_file() or len(read_steps(stage / "metrics.jsonl")) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(240) == 3
+    done = len(read_steps(stage / "metrics.jsonl"))
+    assert not (stage / "summary.json").is_file() or not json.loads((stage / "summary.json").read_text())["finished"]
+    again = run(script, place, "--set", f"stages.1.steps={done + 1}")
+    assert again.returncode == 0, again.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
+    """Two agents and two Ray nodes on this machine, a trainer rank each."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    script = "examples/or1_math_7b/stage_1.sh"
+    common = {**place, "NNODES": "2", "MASTER_ADDR": socket.gethostbyname(socket.gethostname()), "RUNS": str(tmp_path)}
+    common |= {"MASTER_PORT": str(ports[0]), "RAY_PORT": str(ports[1])}
+    nodes = [
+        subprocess.Popen(
+            [str(ROOT / script), *overrides(script)],
+            env={**os.environ, **common, "NODE_RANK": str(rank)},
+            stdout=(tmp_path / f"out_{rank}.txt").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [node.wait(600) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert codes == [0, 0], [(tmp_path / f"out_{rank}.txt").read_text()[-3000:] for rank in range(2)]
+    assert json.loads((tmp_path / "or1_math_7b/stage_1/summary.json").read_text())["finished"]
