@@ -127,6 +127,14 @@ SECTIONS = (
         (("slices, times as fast as gloo, to TP1 engines", "≥ 1.3"), ("the same to TP2 engines", "≥ 2")),
     ),
     Section(
+        "certificate",
+        "What proving a handoff costs",
+        "python benchmarks/certificate.py",
+        "Handoffs of 100M parameters in bf16, TP2 to two engines, by turns with and without checksums; the probe of "
+        "the quickstart's second stage.",
+        (("checksums over handoff", "≤ 10%"), ("probe over step", "≤ 1%")),
+    ),
+    Section(
         "handoff_forecast",
         "Handoffs of large models on paper",
         "python benchmarks/handoff_forecast.py",

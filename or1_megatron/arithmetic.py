@@ -319,11 +319,6 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
         yield "evaluate.data is empty: no accuracy before and after, and no best checkpoint"
     elif config.evaluate.temperature == 0 and config.evaluate.samples > 1:
         yield f"evaluate.temperature is 0: its {config.evaluate.samples} samples per problem will be the same"
-    if config.model.dtype == "bfloat16" and config.handoff.probe_every_steps and config.handoff.probe_bound < 0.05:
-        yield (
-            f"handoff.probe_bound = {config.handoff.probe_bound:g} is tight for bfloat16, where engine and policy "
-            "differ by 0.02 to 0.2 per token: the run may stop; about 0.3 is usual"
-        )
     longest, budget = max(_longest(config, stage) for stage in config.stages), config.parallel.micro_batch_tokens
     if 2 * budget < 3 * longest and any(stage.max_micro_batches > 1 for stage in stages):
         yield (

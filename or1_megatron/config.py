@@ -243,6 +243,11 @@ class RolloutConfig(Section):
     threads_per_engine: Positive = 1
     """CPU only: OpenMP threads per engine."""
     start_timeout_s: PositiveFloat = 600.0
+    max_engine_restarts: NonNegative = 2
+    """How often each engine is started again when it dies, before its death ends the run."""
+    old_kv_cache: Literal["recompute", "keep"] = "recompute"
+    """Of responses in flight over a handoff. recompute: the new weights read them anew; keep: the old weights' keys and
+    values stay, which is cheaper, and what follows is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
     """A roll-out that takes longer ends the run, naming the requests that are still out."""
     max_staleness: Literal[0, 1] = 0
@@ -292,11 +297,15 @@ class HandoffConfig(Section):
     two names, of two hops: among trainer ranks, and from each to the engine on its device (placement colocated)."""
     bucket_bytes: Positive = 512 << 20
     """What an engine rank takes in at a time, from all its senders; a trainer rank holds two of them at most."""
-    probe_every_steps: NonNegative = 1
-    """0: never."""
-    probe_tokens: Positive = 64
-    probe_bound: PositiveFloat = 1e-3
-    """Largest tolerated |engine - policy| log-prob on the probe's tokens (fp32; bf16 wants about 0.3)."""
+    probe_every_steps: NonNegative | None = None
+    """0: never. None: every step without a GPU, every 10 with."""
+    probe_tokens: Positive | None = None
+    """Tokens that are scored. None: 94 in float32, 512 in bfloat16."""
+    probe_bound: PositiveFloat | None = None
+    """float32: largest tolerated |engine - policy| log-prob of any token (None: 1e-3). bfloat16: of the mean over all
+    tokens at the run's first handoff (None: 0.1)."""
+    probe_growth: PositiveFloat = 3.0
+    """bfloat16: the mean may be so many times what it was at the run's first handoff."""
     timeout_s: PositiveFloat = 600.0
 
 

@@ -145,6 +145,11 @@ class Engine(Protocol):
         """Requests submitted and not finished."""
         ...
 
+    @property
+    def idle(self) -> bool:
+        """Nothing to step: no requests, or no weights that have been certified."""
+        ...
+
 
 @runtime_checkable
 class Verifier(Protocol):

@@ -58,7 +58,7 @@ from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
-from or1_megatron.served import ServedPolicy, Turns
+from or1_megatron.served import RanksSender, ServedPolicy, Turns
 from or1_megatron.types import Problem, Prompt
 from or1_megatron.verify.registry import build_verifiers, known_abilities
 
@@ -221,7 +221,7 @@ def serve(config: Config, stop: StopRequested) -> None:
         reference = frozen_reference(config, mesh)
         sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs = policy_verbs(policy, sender.send, saver, reference)
+        verbs = policy_verbs(policy, RanksSender(sender, mesh).send, saver, reference)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
         with stopping_in_order(stop), saver:
             lockstep.serve()
@@ -273,16 +273,32 @@ def lead(config: Config, stop: StopRequested) -> int:
             before_complete=lambda: record.wait_written(),
         )
         stack.enter_context(saver)
-        verbs = policy_verbs(policy, lambda version: sender.send(version), saver, reference)
+        verbs = policy_verbs(policy, lambda version: together.send(version), saver, reference)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
         stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
         engines.wait_ready()
         control = engines.control(config.handoff.timeout_s)
         sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
         stack.callback(sender.close)
+        together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
         turns = Turns(takes_turns(config), offloads(config))
         layout = batch_layout(config.parallel, policy.hf)
-        served = ServedPolicy(lockstep, policy, saver, sender, control, config.handoff, layout, turns)
+        served = ServedPolicy(
+            lockstep,
+            policy,
+            saver,
+            sender,
+            control,
+            config.handoff,
+            layout,
+            config.model.dtype,
+            longest_sequence(config),
+            turns,
+            restart_lost=engines.restart_lost,
+            rejoin=lambda: rollouts.rejoin(engines.handles),
+        )
+        if not turns.engines_sleep:
+            rollouts.revive_with(served.revive)
         shown, record = watchers(config, folder, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)

@@ -250,6 +250,7 @@ class HandoffReport:
     probe_s: float
     probe_max_abs_diff: float | None
     """nats; None: this handoff was not probed."""
+    probe_mean_abs_diff: float | None
 
 
 @dataclass(frozen=True, slots=True)

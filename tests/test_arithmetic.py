@@ -191,7 +191,6 @@ def test_warnings() -> None:
     found = plan(or1_7b(stages=[stage], handoff={}, evaluate={}), QWEN_7B, device="cuda")
     text = "\n".join(found.warnings)
     assert "N_SGD = 4" in text
-    assert "probe_bound = 0.001" in text
     assert "evaluate.data is empty" in text
 
 

@@ -6,8 +6,8 @@ default group (Megatron's) and beside vLLM's own groups: it is built from a stor
     trainer (gloo_trainer)                         worker (gloo_worker)
     host a store on a free port
     init_weight_transfer_engine(GlooInitInfo) ───▶ join the store, form the group
-    each handoff: update_weights(GlooUpdateInfo)─▶ plan the same buckets, receive each, load its tensors
-                  broadcast bucket by bucket
+    each handoff: update_weights(GlooUpdateInfo)─▶ plan the same buckets, receive each, compare its checksums,
+                  broadcast bucket by bucket       load its tensors
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from or1_megatron.handoff.buckets import TensorSpec
+from or1_megatron.handoff.buckets import TensorSpec, plan_buckets
+from or1_megatron.handoff.plan import Shipment, Slice
+from or1_megatron.weights.holdings import whole
 
 BACKEND = "gloo"
 TRAINER_RANK = 0
+FAILED = "failed"  # in the store: why the trainer broke the handoff off
+
+_abandoned: list[ProcessGroupGloo] = []
 
 
 class HandoffError(RuntimeError):
@@ -55,6 +60,18 @@ def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> torch.distribute
     options.rootRank = TRAINER_RANK
     options.rootTensor = 0
     return group.broadcast([tensor], options)  # type: ignore[attr-defined]  # as above
+
+
+def abandon(group: ProcessGroupGloo | None) -> None:
+    """Have done with a group in which a transfer may be under way: to destroy it would be to wait for that."""
+    if group is not None:
+        _abandoned.append(group)
+
+
+def whole_tensors(specs: list[TensorSpec], bucket_bytes: int) -> list[Shipment]:
+    """What is broadcast, bucket by bucket; both ends make the same list."""
+    buckets = plan_buckets([Slice(spec.name, whole(spec.shape), spec.dtype) for spec in specs], bucket_bytes)
+    return [Shipment(number, number, TRAINER_RANK, (), (), bucket) for number, bucket in enumerate(buckets)]
 
 
 def _own_address(peer: str) -> str:

@@ -19,16 +19,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from or1_megatron.handoff.buckets import TensorSpec, plan_buckets
+from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.gloo import (
     BACKEND,
+    FAILED,
     TRAINER_RANK,
     HandoffError,
     WireSpec,
+    abandon,
     broadcast,
     open_group,
     open_store,
+    whole_tensors,
 )
+from or1_megatron.handoff.plan import Slice
+from or1_megatron.handoff.shipping import message_bytes, seal
 
 T = TypeVar("T")
 
@@ -68,6 +73,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         self._info = info
         self._store = store  # its server lives as long as this object
         self._group: ProcessGroupGloo | None = group
+        self._handoffs = 0
         self.bytes_sent = 0
         """Of the last ``send_weights``: payload, once, however many workers received it."""
 
@@ -93,6 +99,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
             "workers_per_engine": init_info.workers_per_engine,
             "bucket_bytes": init_info.bucket_bytes,
             "timeout_s": init_info.timeout_s,
+            "tensors": _on_the_wire(source),
         }
         joined = _in_background(lambda: client.init_weight_transfer_engine(payload))
         opened = _in_background(
@@ -112,22 +119,41 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         """
         if self._group is None:
             raise RuntimeError("send_weights after shutdown")
-        specs = [TensorSpec(meta.name, meta.dtype, tuple(meta.shape)) for meta in self._source.metadata()]
-        update_info = {"tensors": [astuple(WireSpec.of(spec)) for spec in specs]}
-        self.client.start_weight_update()
-        receiving = _in_background(lambda: self.client.update_weights(update_info))
+        self._handoffs += 1
         self.bytes_sent = 0
         tensors = iter(self._source)
-        for bucket in plan_buckets(specs, self._info.bucket_bytes):
-            buffer = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-            for slot in bucket.slots:
-                slot.view(buffer).copy_(_next_tensor(tensors, slot.spec))
-            self._finish_broadcast(broadcast(self._group, buffer), receiving, bucket.slots[-1].spec.name)
-            self.bytes_sent += bucket.size_bytes
-        if (extra := next(tensors, None)) is not None:
-            raise ValueError(f"weights: '{extra[0]}' came after the last tensor that metadata() declares")
+        try:
+            self.client.start_weight_update()
+            receiving = _in_background(lambda: self.client.update_weights({"handoff": self._handoffs}))
+            self._broadcast_all(self._group, tensors, receiving)
+        except BaseException as error:
+            self._break_off(error)
+            for _ in tensors:  # the other trainer ranks iterate with this one, and shall come to their end
+                pass
+            raise
         _await(receiving, receiving, self._info.timeout_s, f"{self._info.engines} engines to load the weights")
         self.client.finish_weight_update()
+
+    def _break_off(self, error: BaseException) -> None:
+        """Tell the engines, some of which may be waiting for the next bucket."""
+        self._store.set(FAILED, str(error))
+        abandon(self._group)
+        self._group = None
+
+    def _broadcast_all(
+        self, group: ProcessGroupGloo, tensors: Iterator[tuple[str, torch.Tensor]], receiving: Future[None]
+    ) -> None:
+        specs = [WireSpec(*fields).spec() for fields in _on_the_wire(self._source)]
+        for shipment in whole_tensors(specs, self._info.bucket_bytes):
+            buffer = torch.empty(message_bytes(shipment), dtype=torch.uint8)
+            slots = shipment.bucket.slots
+            for slot in slots:
+                slot.view(buffer).copy_(_next_tensor(tensors, slot.spec))
+            seal(shipment, buffer, self._handoffs)
+            self._finish_broadcast(broadcast(group, buffer), receiving, slots[-1].spec.name)
+            self.bytes_sent += buffer.numel()
+        if (extra := next(tensors, None)) is not None:
+            raise ValueError(f"weights: '{extra[0]}' came after the last tensor that metadata() declares")
 
     def _finish_broadcast(self, work: torch.distributed.Work, receiving: Future[None], last: str) -> None:
         """Wait for one bucket, with an eye on the engines: one that has failed will never take the rest."""
@@ -154,7 +180,13 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         self._group = None
 
 
-def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], spec: TensorSpec) -> torch.Tensor:
+def _on_the_wire(source: WeightSource) -> list[tuple[str, str, list[int]]]:
+    """WireSpec fields of all tensors, in the order of sending."""
+    specs = [TensorSpec(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()]
+    return [astuple(WireSpec.of(spec)) for spec in specs]
+
+
+def _next_tensor(tensors: Iterator[tuple[str, torch.Tensor]], spec: TensorSpec | Slice) -> torch.Tensor:
     """The source's next tensor, which must be what the workers were told to expect."""
     item = next(tensors, None)
     if item is None:

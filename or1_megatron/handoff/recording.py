@@ -49,6 +49,17 @@ class Landing:
     """For each axis of the view that the loader copies from, the tensor's axis behind it; -1 where its size is 1."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a model's parameter."""
+
+    module: str
+    parameter: str
+    view: View
+    shape: tuple[int, ...]
+    """Of the whole parameter, as the loaders see it: processing may change it afterwards."""
+
+
 @dataclass
 class Recorded:
     """What the loaders of one engine rank ask for."""
@@ -57,6 +68,8 @@ class Recorded:
     """By tensor. Tensors that no loader touches (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
     """Tensors that have to come whole, with the reason."""
+    places: dict[tuple[str, View], list[Place]] = field(default_factory=dict)
+    """By tensor and view of it: where the copies end up."""
 
     def wants(self, specs: Sequence[TensorSpec]) -> list[Want]:
         found = []
@@ -145,6 +158,22 @@ class _Recorder(_Placeholders):
         super().__init__()
         self.shapes = {spec.name: spec.shape for spec in specs}
         self.recorded = Recorded()
+        self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
+
+    def know_parameters(self, model: torch.nn.Module) -> None:
+        """Of a model whose layerwise reload has begun."""
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                storage = parameter.untyped_storage()._cdata
+                self._parameters.setdefault(storage, (path, name, tuple(parameter.shape)))
+
+    def _note_place(self, name: str, view: View, destination: Tensor) -> None:
+        known = self._parameters.get(destination.untyped_storage()._cdata)
+        if known is not None:
+            place = Place(known[0], known[1], _view(destination), known[2])
+            places = self.recorded.places.setdefault((name, view), [])
+            if place not in places:
+                places.append(place)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
         view = _view(source)
@@ -155,6 +184,7 @@ class _Recorder(_Placeholders):
             self.recorded.whole.setdefault(name, "its loader broadcasts it")
         else:
             self.recorded.landings.setdefault(name, {})[view] = landing
+            self._note_place(name, view, destination)
 
     def transformed(self, name: str, operation: str) -> None:
         self.recorded.whole.setdefault(name, f"its loader computes {operation} of it")
@@ -166,6 +196,7 @@ def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[Tens
     initialize_layerwise_reload(model)
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
+    recorder.know_parameters(model)
     left = list(specs)
     try:
         while left:
@@ -238,7 +269,7 @@ class SliceLoader(_Placeholders):
         if landing is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")
         for box, values, _ in self._parts[name]:
-            where = _place(box, landing)
+            where = place_in(box, landing)
             if where is not None:
                 destination[where].copy_(values.reshape(destination[where].shape))
         self._due.discard((name, view))
@@ -247,7 +278,7 @@ class SliceLoader(_Placeholders):
         raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was recorded")
 
 
-def _place(box: Box, landing: Landing) -> tuple[slice, ...] | None:
+def place_in(box: Box, landing: Landing) -> tuple[slice, ...] | None:
     """Where in the destination a received rectangle goes; None when the landing does not contain it."""
     if any(low < a or high > b for (low, high), (a, b) in zip(box, landing.box, strict=True)):
         return None

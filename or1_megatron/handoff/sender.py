@@ -132,9 +132,18 @@ class EngineWeightSender:
             for _ in self._shards:
                 pass
             return 0
-        self.connect()
+        try:
+            self.connect()
+        except BaseException:
+            for _ in self._shards:  # as the other ranks do
+                pass
+            raise
         assert self._transfer is not None
-        self._transfer.send_weights()
+        try:
+            self._transfer.send_weights()
+        except BaseException:
+            self.close()  # the next handoff meets the engines anew
+            raise
         return self._transfer.bytes_sent
 
     def probe(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:

@@ -19,12 +19,13 @@ from or1_megatron.handoff.board import Board, in_background
 from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.carrying import Tally, incoming
 from or1_megatron.handoff.gloo import WireSpec, join_store, open_group
+from or1_megatron.handoff.inspection import Inspector
 from or1_megatron.handoff.links import Links, this_place
 from or1_megatron.handoff.plan import HandoffPlan
 from or1_megatron.handoff.recording import Part, Recorded, SliceLoader, record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
 from or1_megatron.handoff.shard_trainer import BACKEND
-from or1_megatron.handoff.shipping import unseal
+from or1_megatron.handoff.shipping import sealed, unseal
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         self._recorded = Recorded()
         self._specs: dict[str, TensorSpec] = {}
         self._loader: SliceLoader | None = None
+        self._inspector: Inspector | None = None
+        self._handoff = 0
         self._rank = 0
 
     def init_transfer_engine(self, init_info: ShardInitInfo) -> None:
@@ -85,6 +88,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             specs = [WireSpec(*fields).spec() for fields in init_info.tensors]
             self._specs = {spec.name: spec for spec in specs}
             self._recorded = record_wants(self.model, self.model_config, specs)
+            self._inspector = Inspector(self.model, self._recorded)
             if whole := self._recorded.whole:
                 reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(whole.items())[:_NAMED])
                 log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
@@ -134,6 +138,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         self._board.publish(f"received/{update_info.handoff}/{self._rank}", tally)
 
     def _receive(self, board: Board, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int) -> Tally:
+        assert self._inspector is not None
+        self._handoff = handoff
         missing = defaultdict[str, int](int)
         for shipment in plan.shipments:
             for slot in shipment.bucket.slots:
@@ -144,7 +150,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
             slices, sums = unseal(shipment, message, handoff)
             total += sums
-            for cut, values in slices:
+            for (cut, values), known in zip(slices, sealed(shipment, message), strict=True):
+                self._inspector.expect(cut, values, known, handoff)
                 parts[cut.name].append(Part(cut.box, values))
                 missing[cut.name] -= 1
                 if not missing[cut.name]:
@@ -160,11 +167,12 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         return Tally(sent, received, {self._rank: total})
 
     def finish_weight_update(self) -> None:
-        assert self._loader is not None
+        assert self._loader is not None and self._inspector is not None
         with self._loader:
             finish_reload(self.model, self.model_config)
         self._loader.check_complete()
         self._loader = None
+        self._inspector.check(self._handoff)
 
     def shutdown(self) -> None:
         if self._links is not None:

@@ -36,18 +36,22 @@ def unseal(shipment: Shipment, message: Tensor, handoff: int) -> tuple[list[tupl
     Raises:
         SliceMismatch: a slice does not have the checksum that came with it; names it.
     """
-    sent = message[payload_bytes(shipment) :].view(torch.int64).tolist()
     total, found = 0, []
-    for index, (slot, expected) in enumerate(zip(shipment.bucket.slots, sent, strict=True)):
+    for index, (slot, expected) in enumerate(zip(shipment.bucket.slots, sealed(shipment, message), strict=True)):
         arrived = _checksum(shipment, index, message, handoff)
-        if arrived != expected % (1 << 64):
+        if arrived != expected:
             raise SliceMismatch(
                 f"{slot.spec} from trainer rank {shipment.source} did not arrive as it was sent in handoff {handoff}: "
-                f"checksum {arrived:016x}, sent as {expected % (1 << 64):016x}"
+                f"checksum {arrived:016x}, sent as {expected:016x}"
             )
         total += arrived
         found.append((slot.spec, slot.view(message)))
     return found, total
+
+
+def sealed(shipment: Shipment, message: Tensor) -> list[int]:
+    """The checksums that came with a message, slice by slice; unsigned."""
+    return [value % (1 << 64) for value in message[payload_bytes(shipment) :].view(torch.int64).tolist()]
 
 
 def _checksum(shipment: Shipment, index: int, message: Tensor, handoff: int) -> int:

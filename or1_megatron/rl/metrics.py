@@ -137,6 +137,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/max_abs", "nats", "largest |engine - policy| log-prob of a sampled token"),
     Metric("mismatch/kl", "nats/token", "k3 estimate of KL(engine || policy)"),
     Metric("handoff/probe_max_abs_diff", "nats", "largest |engine - policy| log-prob on the fixed probe"),
+    Metric("handoff/probe_mean_abs_diff", "nats", "mean |engine - policy| log-prob on it, of the worst engine"),
     Metric("handoff/bytes", "bytes", "sent by rank 0"),
     Metric("handoff/transfer_s", "s", "of the handoff, the transfer"),
     Metric("handoff/probe_s", "s", "of the handoff, the probe"),
@@ -257,6 +258,8 @@ def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, floa
     }
     if step.handoff.probe_max_abs_diff is not None:
         metrics["handoff/probe_max_abs_diff"] = step.handoff.probe_max_abs_diff
+    if step.handoff.probe_mean_abs_diff is not None:
+        metrics["handoff/probe_mean_abs_diff"] = step.handoff.probe_mean_abs_diff
     if step.filtered is not None:
         metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
         metrics["filter/outside"] = step.filtered.outside

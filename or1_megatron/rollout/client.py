@@ -31,6 +31,19 @@ class RolloutsClient:
         self._stop = stop
         self._deadline_s = step_timeout_s + _MARGIN_S
         self._progress = (0, 0)
+        self._revive: Callable[[], None] | None = None
+
+    def revive_with(self, revive: Callable[[], None]) -> None:
+        """From now on the death of an engine ends no roll-out: others sample what it had, and waits call ``revive``.
+
+        That replaces it, and calls ``rejoin``.
+        """
+        self._revive = revive
+        self._tell(self._manager.expect_successors.remote())
+
+    def rejoin(self, engines: Sequence[Any]) -> None:
+        """The handles of all engines, of which some have been replaced and serve again."""
+        self._tell(self._manager.rejoin.remote(list(engines)))
 
     def roll_out(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
@@ -77,11 +90,27 @@ class RolloutsClient:
             pass  # it is ended either way
         ray.kill(self._manager, no_restart=True)
 
+    @staticmethod
+    def _tell(call: Any) -> None:
+        """What the manager does at once. Not ``_get``, whose wait may be the one that calls for this."""
+        try:
+            ray.get(call, timeout=_MARGIN_S)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            raise RolloutError(f"the RolloutManager was not told of its engines: {error}") from error
+
+    def _engines_lost(self) -> bool:
+        try:
+            return bool(ray.get(self._manager.engines_lost.remote(), timeout=_PROGRESS_S))
+        except (GetTimeoutError, RayActorError):
+            return False  # asked again soon; the manager's own death ends the wait
+
     def _get(self, call: Any) -> Any:
         deadline = time.monotonic() + self._deadline_s
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("roll-out abandoned: the run has been asked to stop")
+            if self._revive is not None and self._engines_lost():
+                self._revive()
             if time.monotonic() > deadline:
                 raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s")
         try:

@@ -6,6 +6,10 @@ and every token would otherwise cross one more socket. The environment that this
 Seeds: each request has its own generator, so a request's random numbers depend on its seed alone. vLLM does not promise
 more: logits differ in the last bits with the composition of the batch, so the same seed in other company can, rarely,
 give another token. The same requests submitted in the same order to a fresh engine give the same tokens on CPU.
+
+Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on it decodes nothing for its
+owner; requests wait, those in flight too. ``finish_weight_update`` makes it answer ``score_prompts``, with which the
+trainer looks whether the weights are what they should be, and ``certify`` makes it serve them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.handoff.choice import worker_info
+from or1_megatron.rollout.in_flight import KvCachePolicy, drain, forget
 from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -48,6 +53,10 @@ class EngineSettings:
     """True: the engine sleeps while the trainer has the device (GPU only)."""
     weight_transfer: str = "gloo"
     """vLLM's name of the weight-transfer backend."""
+    old_kv_cache: KvCachePolicy = "recompute"
+    """What becomes of the KV cache of responses that are in flight over a weight update."""
+    serves_folder: bool = True
+    """False: nothing is served before a handoff has replaced the folder's weights."""
 
 
 @dataclass(slots=True)
@@ -81,6 +90,7 @@ class VllmEngine:
             max_num_seqs=settings.max_concurrent,
             tensor_parallel_size=settings.tensor_parallel,
             enable_prefix_caching=True,
+            scheduling_policy="priority",  # first come, first served, but for the probe
             disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
@@ -92,8 +102,13 @@ class VllmEngine:
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, _Pending] = {}
         self._serial = 0
+        self._finished: list[Completion] = []  # by an iteration that was not the owner's
+        self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
+        self._probed: Int32Array | None = None
         self._keeps_full_log_probs = False
         self._updating = False
+        self._serving = settings.serves_folder
+        self._asleep = False
         # What start-up left behind is permanent, and a step makes thousands of short-lived objects: without this the
         # collector walks vLLM's modules again and again (3% of the decoding time of a small model).
         gc.collect()
@@ -102,16 +117,19 @@ class VllmEngine:
 
     @property
     def pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._finished)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to step: no requests, or no certified weights to decode them with."""
+        return not self._serving or not self.pending
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests for decoding.
+        """Queue requests for decoding; while weights are replaced, they wait.
 
         Raises:
             ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
-            RuntimeError: a weight update has begun and has not come to its end.
         """
-        self._refuse_mixture("decode")
         for request in requests:
             total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
             if total > self._settings.max_model_tokens:
@@ -137,12 +155,13 @@ class VllmEngine:
             self._add(request.prompt.token_ids, params, request)
 
     def step(self) -> list[Completion]:
-        """One decoding iteration; the completions that it finished. Empty queue: returns at once."""
-        if not self._pending:
+        """One decoding iteration; the completions that it finished. Nothing to step: returns at once."""
+        if not self._serving:
             return []
-        outputs = self._engine.step()
-        finished_s = time.time()
-        return [self._completion(output, finished_s) for output in outputs if output.finished]
+        if self._pending:
+            self._iterate()
+        finished, self._finished = self._finished, []
+        return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
         """Give up the pending requests of these seeds; returns those that were given up. The others have ended."""
@@ -155,26 +174,63 @@ class VllmEngine:
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
         """Log-prob, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
 
+        The first sequence's last token is scored as responses are decoded, on top of what the prefix cache holds of
+        the tokens before it; all others are computed afresh. Requests in flight advance meanwhile; what they come to
+        is kept back until the weights are certified.
+
         Raises:
-            RuntimeError: requests are being decoded.
+            RuntimeError: the model is a mixture.
         """
-        self._refuse_while_decoding("score prompts")
-        self._refuse_mixture("score prompts")
+        if self._updating:
+            raise RuntimeError(
+                f"engine {self._settings.index} cannot score prompts: an update of its weights did not come to its "
+                "end, so that old and new ones may be mixed; a complete handoff mends that"
+            )
+        self._probed = token_ids[0] if len(token_ids) else None
+        found = []
+        for index, ids in enumerate(token_ids):
+            last = self._score_last(ids) if index == 0 else []
+            afresh = self._score_afresh(ids[:-1] if index == 0 else ids)
+            found.append(np.array([*afresh, *last], dtype=np.float32))
+        return found
+
+    def _score_last(self, token_ids: Int32Array) -> list[float]:
+        """[1]: of the last token, with whatever is cached of those before it."""
+        last = int(token_ids[-1])
         params = self._sampling_params(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=self._final_only
+            temperature=1.0, max_tokens=1, seed=0, logprob_token_ids=[last], detokenize=False, ignore_eos=True
         )
-        order = [self._add(ids, params, None) for ids in token_ids]
-        scores: dict[str, Float32Array] = {}
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    # Position 0 has no prefix, and vLLM gives None for it.
-                    values = [
-                        position[int(token)].logprob
-                        for token, position in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                    ]
-                    scores[output.request_id] = np.array(values, dtype=np.float32)
-        return [scores[name] for name in order]
+        return [self._score(token_ids[:-1], params).outputs[0].logprobs[0][last].logprob]
+
+    def _score_afresh(self, token_ids: Int32Array) -> list[float]:
+        """[p - 1]: of all tokens but the first; vLLM reads no prefix cache where prompt log-probs are asked for."""
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        if len(token_ids) < 2:
+            return []
+        output = self._score(token_ids, params)
+        # Position 0 has no prefix, and vLLM gives None for it.
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [row[int(token)].logprob for token, row in rows]
+
+    def _score(self, token_ids: Int32Array, params: Any) -> Any:
+        params.output_kind = self._final_only
+        name = self._add(token_ids, params, None)
+        while name not in self._scores:
+            self._iterate()
+        return self._scores.pop(name)
+
+    def _iterate(self) -> None:
+        self._sort(self._engine.step())
+
+    def _sort(self, outputs: Sequence[Any]) -> None:
+        finished_s = time.time()
+        for output in outputs:
+            if not output.finished:
+                continue
+            if output.request_id in self._pending:
+                self._finished.append(self._completion(output, finished_s))
+            else:
+                self._scores[output.request_id] = output
 
     # The weight-update calls of vLLM's transfer protocol, in their order of use.
 
@@ -185,8 +241,12 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def start_weight_update(self) -> None:
-        """Begin; an earlier update that never came to its end is given up. Until this one has, nothing is served."""
-        self._refuse_while_decoding("update weights")
+        """Begin: nothing is decoded from here to ``certify``. An earlier update that never ended is given up."""
+        if self._serving and not self._asleep and self._probed is not None:
+            # The probe's tokens are in the prefix cache now: should it outlive the update, the next probe meets them.
+            self._score_last(self._probed)
+        self._sort(drain(self._engine))
+        self._serving = False
         if self._updating:
             self._llm.collective_rpc("abandon_weight_update")
         self._updating = True
@@ -200,15 +260,19 @@ class VllmEngine:
         """Make the received weights the model, as ``version``, and forget what was computed from the old ones.
 
         Raises:
-            RuntimeError: the prefix cache could not be emptied; what is in it belongs to the old weights.
+            RuntimeError: what is left in the prefix cache could not be dropped, and belongs to the old weights; or the
+                model does not hold what was received.
         """
         self._llm.finish_weight_update(str(version))
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError(
-                f"engine {self._settings.index}: vLLM would not reset its prefix cache after the update to version "
-                f"{version}; some of its blocks are still in use"
-            )
+        forget(self._engine, self._settings.old_kv_cache, f"engine {self._settings.index}, version {version}")
         self._updating = False
+
+    def certify(self, version: int) -> None:
+        """The trainer has found the weights to be those of ``version``: serve them."""
+        if self._updating or version != self.version:
+            held = "a mixture" if self._updating else f"version {self.version}"
+            raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
+        self._serving = True
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._llm.shutdown_weight_transfer_engine()
@@ -221,30 +285,26 @@ class VllmEngine:
         """Give the device back: weights and KV cache are dropped (level 2), a handoff brings new ones. GPU only."""
         self._refuse_while_decoding("sleep")
         self._llm.sleep(level=2)
+        self._asleep = True
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """``["weights"]`` before a handoff, ``["kv_cache"]`` after the trainer has dropped its copies. GPU only."""
         self._llm.wake_up(tags=list(tags))
+        self._asleep = self._asleep and "kv_cache" not in tags
 
     def _add(self, token_ids: Int32Array, params: Any, request: Request | None) -> str:
         name = str(self._serial)
         self._serial += 1
         if request is not None:
             self._pending[name] = _Pending(request, time.time())
-        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params)
+        priority = 0 if request is not None else -1  # the lowest number comes first
+        self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
         return name
 
     def _refuse_while_decoding(self, what: str) -> None:
         if self._pending:
             raise RuntimeError(
                 f"engine {self._settings.index} cannot {what}: {len(self._pending)} requests are being decoded"
-            )
-
-    def _refuse_mixture(self, what: str) -> None:
-        if self._updating:
-            raise RuntimeError(
-                f"engine {self._settings.index} cannot {what}: an update of its weights did not come to its end, so "
-                "that old and new ones may be mixed; a complete handoff mends that"
             )
 
     def _completion(self, output: Any, finished_s: float) -> Completion:

@@ -60,6 +60,11 @@ class EngineThread:
             self._calls.put((function, future))
         return future.result()
 
+    @property
+    def failure(self) -> str | None:
+        """What ended the engine; None as long as it is there."""
+        return self._failure
+
     def harvest(self, wait_s: float) -> Harvest:
         """Finished completions; waits up to ``wait_s`` for the first, and returns empty-handed after that.
 
@@ -80,10 +85,10 @@ class EngineThread:
         try:
             engine = self._build()
             while True:
-                self._serve_calls(engine, block=engine.pending == 0)
-                if not engine.pending:  # a call may have aborted all that there was
-                    self._store([], dry=True)
-                else:
+                if engine.idle:
+                    self._stop_clock()  # with requests pending, when it waits for weights
+                self._serve_calls(engine, block=engine.idle)
+                if not engine.idle:
                     if self._busy_since_s is None:
                         self._busy_since_s = time.time()
                     self._store(engine.step(), dry=engine.pending == 0)
@@ -108,10 +113,16 @@ class EngineThread:
             return
         with self._state:
             self._completions.extend(completions)
-            if dry and self._busy_since_s is not None:
+            if dry:
+                self._stop_clock()
+            self._state.notify_all()
+
+    def _stop_clock(self) -> None:
+        with self._state:
+            if self._busy_since_s is not None:
                 self._busy_s.append((self._busy_since_s, time.time()))
                 self._busy_since_s = None
-            self._state.notify_all()
+                self._state.notify_all()
 
     def _fail(self, failure: str) -> None:
         with self._state:

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from or1_megatron.config import VerifyConfig
-from or1_megatron.rollout.engine_thread import Harvest
+from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, plan_requests, union_s
 from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
 from or1_megatron.verify.pool import VerifierPool
@@ -83,6 +83,8 @@ class RolloutManager:
         self._engines = list(engines)
         # A little more than an engine decodes at once, so that its free places fill without asking us.
         self._engine_limit = max_concurrent + max(1, max_concurrent // 8)
+        self._lost: set[int] = set()
+        self._successors = False
         self._outstanding = [0] * len(self._engines)
         self._busy_s: list[list[tuple[float, float]]] = [[] for _ in self._engines]
         self._verify = verify
@@ -153,6 +155,24 @@ class RolloutManager:
         await asyncio.wait_for(self._idle.wait(), self._step_timeout_s)
         self._current = None
 
+    async def expect_successors(self) -> None:
+        """From now on an engine that is gone will be replaced (``rejoin``), and its death fails nothing."""
+        self._successors = True
+
+    async def engines_lost(self) -> list[int]:
+        return sorted(self._lost)
+
+    async def rejoin(self, engines: Sequence[Any]) -> None:
+        """Handles of all engines; those that are new serve."""
+        for index, engine in enumerate(engines):
+            if engine != self._engines[index]:
+                self._lose(index, self._engines[index])  # if that was not known yet
+                self._engines[index] = engine
+                self._lost.discard(index)
+                self._spawn(self._drain(index))
+        if self._current is not None:
+            self._feed(self._current)
+
     async def close(self) -> None:
         """End the verifiers. The engines belong to their pool."""
         for task in self._tasks:
@@ -165,8 +185,9 @@ class RolloutManager:
         batches: dict[int, list[Request]] = {}
         allowed = current.ration.allowed
         while current.waiting and current.keys[current.waiting[0].seed][0] < allowed:
-            index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
-            if self._outstanding[index] >= self._engine_limit:
+            present = [index for index in range(len(self._engines)) if index not in self._lost]
+            index = min(present, key=self._outstanding.__getitem__, default=None)
+            if index is None or self._outstanding[index] >= self._engine_limit:
                 break
             request = current.waiting.popleft()
             batches.setdefault(index, []).append(request)
@@ -177,23 +198,52 @@ class RolloutManager:
             self._spawn(self._submit(index, requests))
 
     async def _submit(self, index: int, requests: list[Request]) -> None:
+        engine = self._engines[index]
         try:
-            await self._engines[index].submit.remote(pickle.dumps(requests, protocol=5))
+            await engine.submit.remote(pickle.dumps(requests, protocol=5))
         except (RayTaskError, RayActorError) as error:
-            self._fail(_engine_error(index, error))
+            self._engine_failed(index, engine, error)
 
     async def _drain(self, index: int) -> None:
-        while self._failure is None:
+        engine = self._engines[index]
+        while self._failure is None and self._engines[index] == engine:
             try:
-                harvest: Harvest = pickle.loads(await self._engines[index].harvest.remote(_HARVEST_WAIT_S))
+                harvest: Harvest = pickle.loads(await engine.harvest.remote(_HARVEST_WAIT_S))
             except (RayTaskError, RayActorError) as error:
-                self._fail(_engine_error(index, error))
+                self._engine_failed(index, engine, error)
                 return
+            if self._engines[index] != engine or index in self._lost:
+                return  # what it had is being sampled elsewhere
             self._busy_s[index].extend(harvest.busy_s)
             for completion in harvest.completions:
                 self._took(index, completion)
             if harvest.completions and self._current is not None:
                 self._feed(self._current)
+
+    def _engine_failed(self, index: int, engine: Any, error: RayTaskError | RayActorError) -> None:
+        gone = isinstance(error, RayActorError) or isinstance(error.cause, EngineFailed)
+        if gone and self._successors:
+            self._lose(index, engine)
+        else:
+            self._fail(_engine_error(index, error))
+
+    def _lose(self, index: int, engine: Any) -> None:
+        """What the engine had goes to the others, or waits for its successor; same requests, same seeds."""
+        if self._engines[index] != engine or index in self._lost:
+            return
+        self._lost.add(index)
+        for seed in [seed for seed, holder in self._unwanted.items() if holder == index]:
+            self._forget(seed)
+        self._outstanding[index] = 0
+        current = self._current
+        if current is None:
+            return
+        seeds = [seed for seed, holder in current.engine_of.items() if holder == index]
+        for seed in seeds:
+            del current.engine_of[seed]
+        current.given -= len(seeds)
+        current.waiting.extendleft(current.requests[current.keys[seed]] for seed in reversed(seeds))
+        self._feed(current)
 
     def _took(self, index: int, completion: Completion) -> None:
         if self._unwanted.get(completion.seed) == index:  # it ended before it could be given up
@@ -225,14 +275,16 @@ class RolloutManager:
             self._spawn(self._abort(index, seeds))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
+        engine = self._engines[index]
         try:
-            for seed in await self._engines[index].call.remote("abort", seeds):
+            for seed in await engine.call.remote("abort", seeds):
                 self._forget(seed)
         except (RayTaskError, RayActorError) as error:
-            self._fail(_engine_error(index, error))
+            self._engine_failed(index, engine, error)
 
     def _forget(self, seed: int) -> None:
-        self._outstanding[self._unwanted.pop(seed)] -= 1
+        if (index := self._unwanted.pop(seed, None)) is not None:
+            self._outstanding[index] -= 1
         if not self._unwanted:
             self._idle.set()
 

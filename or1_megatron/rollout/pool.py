@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from or1_megatron.config import RolloutConfig
 from or1_megatron.rollout.cluster import namespace
-from or1_megatron.types import Float32Array, Int32Array
+from or1_megatron.rollout.control import EngineError, RayEngineControl, gather, lost_engines
+
+__all__ = ["EngineActor", "EngineError", "EnginePlace", "EnginePool", "RayEngineControl"]
+
+log = logging.getLogger(__name__)
 
 # What torchrun tells its ranks. Ray started by rank 0 hands it on to the engines, which are no ranks of the trainer.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
 _ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the rest is for questions meanwhile
-
-
-class EngineError(RuntimeError):
-    """An engine did not start, failed, died or did not answer; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,10 @@ class EngineActor:
     def version(self) -> int:
         return self._thread.call(lambda engine: engine.version)
 
+    def failure(self) -> str | None:
+        """What ended the engine in this process, with its traceback; None while it is well. Never waits for it."""
+        return self._thread.failure
+
 
 class EnginePool:
     """The run's engines. The constructor starts them and returns; ``wait_ready`` waits until they are up."""
@@ -99,12 +103,11 @@ class EnginePool:
             raise ValueError(f"{len(places)} places for rollout.engines = {config.engines}")
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
-        self._config = config
+        self._config, self._run_id, self._on_cpu = config, run_id, on_cpu
+        self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()
-        self.node_ids: list[str] = []
-        self.handles = []
-        for index in range(config.engines):
-            settings = EngineSettings(
+        self._settings = [
+            EngineSettings(
                 index=index,
                 model=model,
                 dtype=dtype,
@@ -115,10 +118,20 @@ class EnginePool:
                 tensor_parallel=config.tensor_parallel,
                 colocated=config.placement == "colocated",
                 weight_transfer=weight_transfer,
+                old_kv_cache=config.old_kv_cache,
             )
-            place = EnginePlace() if places is None else places[index]
-            options = _actor_options(config, place, index, run_id, on_cpu)
-            self.handles.append(EngineActor.options(**options).remote(settings))  # type: ignore[attr-defined]
+            for index in range(config.engines)
+        ]
+        self.node_ids: list[str] = []
+        self.restarts = [0] * config.engines
+        """Of each engine."""
+        self.handles = [self._start(settings) for settings in self._settings]
+
+    def _start(self, settings: Any) -> Any:
+        options = _actor_options(self._config, self._places[settings.index], self._run_id, self._on_cpu)
+        again = self.restarts[settings.index]
+        options["name"] = f"engine-{settings.index}" + (f"-restart-{again}" if again else "")
+        return EngineActor.options(**options).remote(settings)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
         """Block until every engine is up.
@@ -129,6 +142,37 @@ class EnginePool:
         left_s = self._config.start_timeout_s - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
         self.node_ids = gather(calls, max(left_s, 0.1), "start (rollout.start_timeout_s)")
+
+    def restart_lost(self) -> list[int]:
+        """Replace the engines that have died, failed or stopped answering; returns which, up but without weights.
+
+        Raises:
+            EngineError: one has been lost more often than ``max_engine_restarts``, or did not start again.
+        """
+        restarted: set[int] = set()
+        while lost := lost_engines(self.handles):
+            for index, reason in lost.items():
+                self._restart(index, reason)
+            restarted |= lost.keys()
+            self._started_s = time.monotonic()
+            try:
+                self.wait_ready()
+            except EngineError:
+                if not lost_engines(self.handles):
+                    raise
+        return sorted(restarted)
+
+    def _restart(self, index: int, reason: str) -> None:
+        if self.restarts[index] >= self._config.max_engine_restarts:
+            raise EngineError(
+                f"engine {index} is lost after {self.restarts[index]} restarts (rollout.max_engine_restarts = "
+                f"{self._config.max_engine_restarts}): {reason}"
+            )
+        log.warning("engine %d is lost and is started again: %s", index, reason)
+        ray.kill(self.handles[index], no_restart=True)
+        self.restarts[index] += 1
+        self._settings[index] = replace(self._settings[index], serves_folder=False)
+        self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> RayEngineControl:
         """The handoff's hold on the engines. ``timeout_s`` bounds each call."""
@@ -141,86 +185,11 @@ class EnginePool:
         """End the engines."""
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
-        self.handles = []
+        self.handles.clear()
 
 
-class RayEngineControl:
-    """``handoff.sender.EngineControl`` over the engine actors."""
-
-    def __init__(self, handles: Sequence[Any], workers_per_engine: int, address: str, timeout_s: float) -> None:
-        self.engines = len(handles)
-        self.workers_per_engine = workers_per_engine
-        self.address = address
-        self.next_version = 0
-        self._handles = handles
-        self._timeout_s = timeout_s
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._call("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update", self.next_version if weight_version is None else int(weight_version))
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._call("shutdown_weight_transfer_engine")
-
-    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
-        return self._call("score_prompts", list(token_ids))
-
-    def versions(self) -> list[int]:
-        """The weights version of each engine."""
-        return gather([handle.version.remote() for handle in self._handles], self._timeout_s, "tell its version")
-
-    def sleep(self) -> None:
-        self._call("sleep")
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        self._call("wake_up", list(tags))
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
-
-
-def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Results of one call per engine, in their order. The first error ends the wait, not the last.
-
-    Raises:
-        EngineError: an engine raised, died or took longer than ``timeout_s``.
-    """
-    order = {call: index for index, call in enumerate(calls)}
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(results) < len(order):
-        waiting = [call for call, index in order.items() if index not in results]
-        done, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            names = ", ".join(f"engine {order[call]}" for call in waiting)
-            raise EngineError(f"{names} did not {what} within {timeout_s:.0f} s")
-        for call in done:
-            results[order[call]] = _result(call, order[call], what)
-    return [results[index] for index in range(len(order))]
-
-
-def _result(call: Any, index: int, what: str) -> Any:
-    try:
-        return ray.get(call, timeout=0)
-    except RayTaskError as error:
-        raise EngineError(f"engine {index} did not {what}: {error.cause}") from error
-    except RayActorError as error:
-        raise EngineError(f"engine {index} died while it should {what}: {error}") from error
-    except GetTimeoutError as error:  # reported done a moment ago: its node went away
-        raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error
-
-
-def _actor_options(config: RolloutConfig, place: EnginePlace, index: int, run_id: str, on_cpu: bool) -> dict[str, Any]:
+def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cpu: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "name": f"engine-{index}",
         "namespace": namespace(run_id),
         "num_gpus": 0 if on_cpu or place.devices else config.tensor_parallel,
         "runtime_env": {"env_vars": engine_env(config, place.devices, on_cpu)},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from or1_megatron.handoff.certificate import HandoffMismatch, compare_probe, probe_tokens
+from or1_megatron.config import HandoffConfig
+from or1_megatron.handoff.certificate import HandoffMismatch, Probe, compare_probe, probe_tokens
 
 POLICY = [np.array([-1.0, -2.0, -3.0], dtype=np.float32), np.array([-0.5], dtype=np.float32)]
 
@@ -39,3 +40,32 @@ def test_probe_tokens_are_the_same_everywhere() -> None:
     assert first.tolist() == probe_tokens(1000, 8)[0].tolist()
     assert first.tolist() != second.tolist()
     assert max(first.max(), second.max()) < 1000
+
+
+def test_the_probe_scores_as_many_tokens_as_asked_and_fits_the_engine() -> None:
+    for dtype, longest, least in (("float32", 4096, 94), ("float32", 20, 94), ("bfloat16", 4096, 512)):
+        probe = Probe(HandoffConfig(), dtype, 1000, longest)  # type: ignore[arg-type]
+        assert sum(len(ids) - 1 for ids in probe.token_ids) >= least
+        assert max(map(len, probe.token_ids)) < longest  # one more is decoded
+
+
+def shifted(by: float) -> list[list[np.ndarray]]:
+    """An engine that is right, and one that is off by this much, up and down, at every token."""
+    return [POLICY, [values + np.float32(by) * (-1) ** np.arange(len(values)) for values in POLICY]]
+
+
+def test_bfloat16_is_held_against_the_first_handoff() -> None:
+    probe = Probe(HandoffConfig(probe_bound=0.1, probe_growth=3.0), "bfloat16", 1000, 64)
+    with pytest.raises(HandoffMismatch, match=r"engine 1 .*over 4 probe tokens.*0\.125 on average.*probe_bound.*0\.1"):
+        probe.judge(shifted(0.125), POLICY)
+    assert probe.judge(shifted(0.02), POLICY).mean == pytest.approx(0.02, rel=1e-4)
+    assert probe.judge(shifted(0.05), POLICY).largest == pytest.approx(0.05, rel=1e-4)
+    with pytest.raises(HandoffMismatch, match=r"engine 1 .*0\.07 on average.*3 times the 0\.02 of the run's first"):
+        probe.judge(shifted(0.07), POLICY)
+    with pytest.raises(HandoffMismatch):
+        probe.judge(shifted(float("nan")), POLICY)
+
+
+def test_float32_reports_largest_and_mean() -> None:
+    found = Probe(HandoffConfig(), "float32", 1000, 64).judge(shifted(4e-4), POLICY)
+    assert (found.largest, found.mean) == pytest.approx((4e-4, 4e-4), rel=1e-2)

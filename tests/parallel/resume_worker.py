@@ -88,7 +88,7 @@ class LocalPolicy(PolicyDriver):
 
     def hand_off(self, version: int) -> HandoffReport:
         self._rollouts.version = version
-        return HandoffReport(version, 0, 0.0, 0.0, None)
+        return HandoffReport(version, 0, 0.0, 0.0, None, None)
 
 
 class Run:

@@ -258,7 +258,7 @@ class TablePolicy:
         self.calls.append("hand_off")
         self.clock.now_s += 0.25
         self.rollouts.load(self.table.detach().numpy().copy(), version)
-        return HandoffReport(version, self.table.nbytes, 0.2, 0.05, 0.0)
+        return HandoffReport(version, self.table.nbytes, 0.2, 0.05, 0.0, 0.0)
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         self.clock.now_s += 0.5

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
 from ray.exceptions import RayTaskError
 
@@ -130,16 +129,3 @@ def test_scores_of_prompts_equal_transformers(tiny_model: TinyModel, engine_pool
     for engine in scores:
         for values, ids in zip(engine, sequences, strict=True):
             np.testing.assert_allclose(values, tiny_model.log_probs(ids[:1].tolist(), ids[1:].tolist()), atol=1e-4)
-
-
-def test_weights_cannot_change_under_running_requests(engine_pool: Any) -> None:
-    import pickle
-
-    handle = engine_pool.handles[0]
-    # The actor has several threads: only what has been answered is known to come before the next call.
-    ray.get(handle.submit.remote(pickle.dumps(requests(Sampling(1.0, 1.0, 100), each=64))), timeout=30)
-    with pytest.raises(RayTaskError, match=r"engine 0 cannot update weights: .* requests are being decoded"):
-        ray.get(handle.call.remote("start_weight_update"), timeout=30)
-    while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
-        ray.get(handle.harvest.remote(1.0), timeout=30)
-    ray.get(handle.harvest.remote(0.1), timeout=30)

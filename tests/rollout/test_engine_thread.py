@@ -23,6 +23,10 @@ class CountingEngine:
     def pending(self) -> int:
         return len(self.queue)
 
+    @property
+    def idle(self) -> bool:
+        return not self.queue
+
     def submit(self, requests: list[int]) -> None:
         if min(requests) < 0:
             raise ValueError("negative request")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import ROOT, Training
@@ -61,8 +62,8 @@ def train() -> Iterator[Callable[..., Training]]:
     """Start ``or1 train``; what a test leaves running is ended."""
     started: list[Training] = []
 
-    def start(config: Path, *overrides: str) -> Training:
-        started.append(Training(config, *overrides))
+    def start(config: Path, *overrides: str, **options: Any) -> Training:
+        started.append(Training(config, *overrides, **options))
         return started[-1]
 
     yield start

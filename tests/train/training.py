@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Training:
     """A running ``or1 train``, with every process that it starts."""
 
-    def __init__(self, config: Path, *overrides: str) -> None:
+    def __init__(self, config: Path, *overrides: str, python_path: Path | None = None, **environment: str) -> None:
+        """``python_path``: where every process of the run looks for modules first."""
         sets = [part for override in overrides for part in ("--set", override)]
+        path = [ROOT] if python_path is None else [python_path, ROOT]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "or1_megatron.cli", "train", str(config), *sets],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, path))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

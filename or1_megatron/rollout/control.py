@@ -1,0 +1,115 @@
+"""All engines at once: calls that go to every one of them, and what became of those that do not answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from or1_megatron.types import Float32Array, Int32Array
+
+_ANSWER_S = 20.0  # a sound engine's actor answers at once, whatever the engine does
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, failed, died or did not answer; the message names it."""
+
+
+class RayEngineControl:
+    """``handoff.sender.EngineControl`` over the engine actors."""
+
+    def __init__(self, handles: Sequence[Any], workers_per_engine: int, address: str, timeout_s: float) -> None:
+        self.engines = len(handles)
+        self.workers_per_engine = workers_per_engine
+        self.address = address
+        self.next_version = 0
+        self._handles = handles
+        self._timeout_s = timeout_s
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", self.next_version if weight_version is None else int(weight_version))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("shutdown_weight_transfer_engine")
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
+        return self._call("score_prompts", list(token_ids))
+
+    def certify(self, version: int) -> None:
+        """Let the engines serve: their weights have been found to be those of ``version``."""
+        self._call("certify", version)
+
+    def versions(self) -> list[int]:
+        """The weights version of each engine."""
+        return gather([handle.version.remote() for handle in self._handles], self._timeout_s, "tell its version")
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call("wake_up", list(tags))
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
+
+
+def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
+    """Which engines will never answer again, and why; looks at most ``_ANSWER_S`` seconds."""
+    calls = [handle.failure.remote() for handle in handles]
+    ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
+    lost = {}
+    for index, call in enumerate(calls):
+        try:
+            reason = ray.get(call, timeout=0)
+        except GetTimeoutError:
+            reason = f"its process does not answer within {_ANSWER_S:g} s"
+        except RayError as error:
+            detail = re.search(r"exit detail: (.*?)\.? Some common causes", str(error), re.DOTALL)
+            reason = f"its process died: {detail[1] if detail else error}"
+        if reason is not None:
+            lost[index] = reason
+    return lost
+
+
+def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+    """Results of one call per engine, in their order. The first error ends the wait, not the last.
+
+    Raises:
+        EngineError: an engine raised, died or took longer than ``timeout_s``.
+    """
+    order = {call: index for index, call in enumerate(calls)}
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(order):
+        waiting = [call for call, index in order.items() if index not in results]
+        done, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            names = ", ".join(f"engine {order[call]}" for call in waiting)
+            raise EngineError(f"{names} did not {what} within {timeout_s:.0f} s")
+        for call in done:
+            results[order[call]] = _result(call, order[call], what)
+    return [results[index] for index in range(len(order))]
+
+
+def _result(call: Any, index: int, what: str) -> Any:
+    try:
+        return ray.get(call, timeout=0)
+    except RayTaskError as error:
+        raise EngineError(f"engine {index} did not {what}: {error.cause}") from error
+    except RayActorError as error:
+        raise EngineError(f"engine {index} died while it should {what}: {error}") from error
+    except GetTimeoutError as error:  # reported done a moment ago: its node went away
+        raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error

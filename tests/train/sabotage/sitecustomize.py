@@ -1,0 +1,113 @@
+"""Faults in the processes of a run, which Python imports this in: first on the path, and asked for by SABOTAGE.
+
+flip: trainer rank 0 flips a bit on its way to the engines, in its second handoff.
+kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
+holds what has happened.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def once(what: str) -> bool:
+    try:
+        (Path(os.environ["SABOTAGE_FOLDER"]) / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def die(what: str) -> None:
+    if once(what):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flip(gloo_trainer: Any) -> None:
+    broadcast, send_weights = gloo_trainer.broadcast, gloo_trainer.GlooTrainerEngine.send_weights
+    handoffs = 0
+
+    def count(trainer: Any) -> None:
+        nonlocal handoffs
+        handoffs += 1
+        send_weights(trainer)
+
+    def spoil(group: Any, buffer: Any) -> Any:
+        if handoffs == 2:
+            buffer[1001] ^= 2
+        return broadcast(group, buffer)
+
+    gloo_trainer.GlooTrainerEngine.send_weights, gloo_trainer.broadcast = count, spoil
+
+
+def kill_receiving(gloo_worker: Any) -> None:
+    true = gloo_worker.broadcast
+    received = 0
+
+    def broadcast(group: Any, buffer: Any) -> Any:
+        nonlocal received
+        received += 1
+        if received == 3:
+            die("receiving")
+        return true(group, buffer)
+
+    gloo_worker.broadcast = broadcast
+
+
+def kill_loaded_or_decoding(engine: Any) -> None:
+    finish, step = engine.VllmEngine.finish_weight_update, engine.VllmEngine.step
+    steps = 0
+
+    def finish_weight_update(self: Any, version: int) -> None:
+        finish(self, version)
+        if version == 2:
+            die("loaded")
+
+    def step_some(self: Any) -> Any:
+        nonlocal steps
+        steps += self.version == 3
+        if steps > 5:
+            die("decoding")
+        return step(self)
+
+    engine.VllmEngine.finish_weight_update, engine.VllmEngine.step = finish_weight_update, step_some
+
+
+FAULTS = {
+    "flip": {"or1_megatron.handoff.gloo_trainer": flip},
+    "kill": {
+        "or1_megatron.handoff.gloo_worker": kill_receiving,
+        "or1_megatron.rollout.engine": kill_loaded_or_decoding,
+    },
+}
+
+
+class Saboteur(importlib.abc.MetaPathFinder):
+    def __init__(self, faults: dict[str, Any]) -> None:
+        self._faults = faults
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        fault = self._faults.pop(name, None)
+        if fault is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        true = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            true(module)
+            fault(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("SABOTAGE"):
+    sys.meta_path.insert(0, Saboteur(dict(FAULTS[os.environ["SABOTAGE"]])))

@@ -1,0 +1,65 @@
+"""Whole runs of ``or1 train`` whose handoffs go wrong: what must stop does, and what can go on does.
+
+The faults are brought into the run's processes by tests/train/sabotage. Not tried: GPUs, several nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+from training import Training, read_rows
+
+SABOTAGE = Path(__file__).with_name("sabotage")
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_flipped_bit_stops_the_run_and_names_the_tensor(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    config = small_config(tmp_path / "run")
+    cheap = [
+        "parallel.ranks=1",
+        "parallel.pipeline=1",
+        "rollout.engines=1",
+        "evaluate.data=[]",
+        "evaluate.every_steps=0",
+    ]
+    training = train(config, *cheap, python_path=SABOTAGE, SABOTAGE="flip")
+    status, output = training.finish()
+    assert status == 2, output[-3000:]
+    assert "or1: error: handoff" in output and "engine 0 did not update_weights" in output
+    assert "from trainer rank 0 did not arrive as it was sent in handoff 2: checksum" in output
+    assert "'model.embed_tokens.weight'[0:" in output
+    assert "Traceback" not in output
+    assert not read_rows(tmp_path / "run" / "metrics.jsonl")  # step 1 never came to its end
+    assert training.survivors() == []
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_engines(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """Engines die while receiving, when loaded but not certified, and while decoding: the run goes on to its end."""
+    run = tmp_path / "run"
+    config = small_config(run)
+    (tmp_path / "done").mkdir()
+    training = train(
+        config,
+        "rollout.max_engine_restarts=3",
+        python_path=SABOTAGE,
+        SABOTAGE="kill",
+        SABOTAGE_FOLDER=str(tmp_path / "done"),
+    )
+    status, output = training.finish(timeout_s=800)
+    assert status == 0, output[-3000:]
+    assert {path.name for path in (tmp_path / "done").iterdir()} == {"receiving", "loaded", "decoding"}
+    assert output.count("is lost and is started again") >= 3, output[-3000:]
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["handoff/probe_max_abs_diff"] < 1e-3 for row in rows)
+    for path in (run / "rollouts").glob("step_*.parquet"):
+        assert parquet.read_table(path).num_rows == 8 * 4
+    assert training.survivors() == []
