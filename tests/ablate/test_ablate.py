@@ -73,7 +73,7 @@ def test_windows_are_quarters_of_the_rows_that_have_the_metric() -> None:
 
 
 def test_a_claim_is_judged_by_the_paired_difference() -> None:
-    """Seeds differ by far more than the arms do; paired, the difference is clear. The other way round it is the opposite."""
+    """Seeds differ by far more than the arms do; paired, the difference is clear. The other way round: the opposite."""
     one = {seed: [{"step": 0, "m": 10.0 * seed + 1.0 + 0.01 * seed}] for seed in (1, 2, 3)}
     other = {seed: [{"step": 0, "m": 10.0 * seed}] for seed in (1, 2, 3)}
     expected = Expectation(says="", metric="m", window="all", higher="one", than="other")
@@ -95,7 +95,10 @@ def test_the_page_says_what_was_claimed_and_what_was_not_run(found: dict[int, Ab
     arms = arms_of(found[10], "small")
     metrics = found[10].watch
     rows = {
-        arm.name: {seed: [{"step": step, **dict.fromkeys(metrics, 0.1 * i + 0.01 * seed)} for step in range(4)] for seed in (1, 2, 3)}
+        arm.name: {
+            seed: [{"step": step, **dict.fromkeys(metrics, 0.1 * i + 0.01 * seed)} for step in range(4)]
+            for seed in (1, 2, 3)
+        }
         for i, arm in enumerate(arms)
     }
     page = write_page(found[10], "small", arms, rows, tmp_path, "or1 ablate 10").read_text()
@@ -106,7 +109,9 @@ def test_the_page_says_what_was_claimed_and_what_was_not_run(found: dict[int, Ab
     assert "Not yet run" in empty
 
 
-def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(found: dict[int, Ablation], tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(
+    found: dict[int, Ablation], tmp_path: Path
+) -> None:
     """Of two arms one is finished; the other's configuration names a model that is not there."""
     arms = arms_of(found[10], "small", {"model.hf": str(tmp_path / "none")})[:2]
     runs = runs_of(arms, (1,), tmp_path)
@@ -128,7 +133,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"arm '0.25' \(small\).*did you mean algorithm.loss.clip_high"):
         arms_of(load_ablation(path), "small")
     path.write_text(text.replace("algorithm.loss.clip_high: 0.25}", "algorithm.loss.clip_high: 0.2}"))
-    with pytest.raises(ConfigError, match="arms '0.20' and '0.25' .small. are the same"):
+    with pytest.raises(ConfigError, match=r"arms '0\.20' and '0\.25' .small. are the same"):
         arms_of(load_ablation(path), "small")
 
 
