@@ -17,12 +17,17 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from math_table import HANGS
 
 from or1_megatron.config import VerifyConfig
 from or1_megatron.types import Completion, Message, Problem, VersionSpan
 from or1_megatron.verify.pool import VerifierPool
 
 pytestmark = pytest.mark.usefixtures("small_ray")
+
+
+HANG = "</think>" + HANGS[0][1]
+"""Against the gold z: it keeps the verifier busy until its time is up."""
 
 
 def problem(gold: str, ability: str = "math") -> Problem:
@@ -96,7 +101,7 @@ def test_each_caller_gets_its_own_verdict(workers: int) -> None:
 
 def test_one_hang_does_not_hold_up_the_others() -> None:
     async def body(pool: VerifierPool) -> None:
-        hang = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        hang = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
         await asyncio.sleep(0.05)
         started_s = time.perf_counter()
         verdicts = await asyncio.gather(
@@ -112,7 +117,7 @@ def test_one_hang_does_not_hold_up_the_others() -> None:
 
 def test_a_killed_verifier_is_replaced_and_its_samples_retried() -> None:
     async def body(pool: VerifierPool) -> None:
-        hang = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        hang = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
         await asyncio.sleep(1.0)
         (actor,) = processes_of("VerifierActor")
         os.kill(actor.pid, signal.SIGKILL)
@@ -128,8 +133,8 @@ def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along() -> Non
 
     async def body(pool: VerifierPool) -> None:
         await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))
-        answers = [r"\boxed{1}", r"\boxed{2}", r"\boxed{10^(10^10)}", r"\boxed{1}"]
-        verdicts = await asyncio.gather(*(pool.verify(problem("1"), completion("</think>" + a)) for a in answers))
+        said = [("1", r"</think>\boxed{1}"), ("1", r"</think>\boxed{2}"), ("z", HANG), ("1", r"</think>\boxed{1}")]
+        verdicts = await asyncio.gather(*(pool.verify(problem(gold), completion(text)) for gold, text in said))
         assert [verdict.status for verdict in verdicts] == ["right", "wrong", "error", "right"]
         assert verdicts[2].reward == 0.0
         assert "TimeoutError" in verdicts[2].detail
@@ -146,7 +151,7 @@ def test_the_group_that_lacks_least_goes_first() -> None:
             await pool.verify(problem("1"), completion(r"</think>\boxed{1}"), group, size)
             order.append(group)
 
-        busy = asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{10^(10^10)}")))
+        busy = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
         await asyncio.sleep(0.1)
         sizes = {"most": 8, "middle": 5, "least": 2}
         await asyncio.gather(*(judge(group, size) for group, size in sizes.items() for _ in range(2)))
