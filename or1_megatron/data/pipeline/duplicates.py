@@ -18,6 +18,7 @@ from or1_megatron.data.pipeline.text import (
     comparable,
     decisive,
     jaccard,
+    plain,
     shingles,
     signatures,
     text_key,
@@ -94,7 +95,7 @@ class ExactDuplicates(FirstStays):
         found = []
         for shard in shards:
             for abilities, statements in read_column(shard, ("ability", "statement"), _BATCH_ROWS):
-                keys = [text_key(comparable(text) or text) for text in statements]
+                keys = [text_key(plain(text) or text) for text in statements]
                 found.append(np.array(keys, dtype=np.uint64) ^ _of_abilities(abilities))
         keys = np.concatenate(found)
         return {row: (original, 1.0) for original, row in _equal_pairs(keys)}

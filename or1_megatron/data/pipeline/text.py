@@ -32,6 +32,10 @@ _COMMANDS = re.compile(
     r"\b(?:please|find|determine|compute|calculate|evaluate|work out|what is|what are|the value of|given that"
     r"|suppose that|suppose|assume that|assume|let us|let)\b"
 )
+_BOILERPLATE = re.compile(
+    r"\b(?:(?:express|give|write|state|leave|enter|simplify|report) (?:your|the) (?:final )?(?:answer|result)|justify your"
+    r"|explain your|show your work|show all)(?: (?!(?:if|when|where|given|let)\b)[a-z/]+)*"
+)
 _PUNCTUATION = re.compile(r"[.,;:!?'\"’‘“”]+(?!\d)")
 _WORDS = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[^\sa-z\d]")
 _COUNTING = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -42,27 +46,33 @@ _DECIDING = frozenset(
     [
         *("least", "most", "highest", "lowest", "longest", "shortest", "more", "less", "fewer", "first", "last"),
         *("odd", "even", "positive", "negative", "nonnegative", "prime", "composite", "not", "never", "no", "always"),
-        *("sum", "difference", "product", "quotient", "remainder", "ratio", "mean", "median", "mode", "divisors"),
+        *("sum", "difference", "product", "quotient", "remainder", "ratio", "mean", "median", "divisors", "multiples"),
         *("area", "perimeter", "volume", "circumference", "diameter", "radius", "row", "rows", "column", "columns"),
-        *("multiples", "union", "intersection", "and", "or", "before", "after", "with", "without", "inside", "outside"),
-        *("left", "right", "above", "below", "sin", "cos", "tan", "log", "uppercase", "lowercase", "vowels"),
-        *("consonants", "<", ">", "≤", "≥", "leq", "geq", "le", "ge", "+", "-", "!"),
+        *("union", "intersection", "without", "inside", "outside", "sin", "cos", "tan", "log", "vowels"),
+        *("consonants", "uppercase", "lowercase", "<", ">", "≤", "≥", "leq", "geq", "le", "ge", "+", "-", "!"),
     ]
 )
 
 
-def comparable(statement: str) -> str:
-    """Lower case, one space between words; numbering, LaTeX's dress, commands and punctuation gone."""
+def plain(statement: str) -> str:
+    """Lower case, one space between words; numbering, LaTeX's dress and punctuation gone."""
     text = statement if statement.isascii() else unicodedata.normalize("NFKC", statement)
     text = _NUMBERING.sub("", text.lower(), count=1)
-    text = _LATEX.sub(" ", _FRACTION.sub(r"\\frac", text))
-    text = _COMMANDS.sub(" ", _MACRO.sub("", text))
-    text = _NUMBER_WORD.sub(lambda match: _NUMBER_WORDS[match[0]], text)
+    text = _MACRO.sub("", _LATEX.sub(" ", _FRACTION.sub(r"\\frac", text)))
     return " ".join(_PUNCTUATION.sub(" ", text).split())
 
 
+def comparable(statement: str) -> str:
+    """``plain``, and without what does not make the problem: commands ("find"), how to write the answer, number words."""
+    text = plain(statement)
+    if "your" in text or "the answer" in text or "show all" in text:
+        text = _BOILERPLATE.sub(" ", text)
+    text = _NUMBER_WORD.sub(lambda match: _NUMBER_WORDS[match[0]], _COMMANDS.sub(" ", text))
+    return " ".join(text.split())
+
+
 def text_key(text: str) -> int:
-    """64 bits of a comparable text, white space aside: equal for exact duplicates."""
+    """64 bits of a text, white space aside: equal for exact duplicates."""
     return int.from_bytes(hashlib.blake2b(text.replace(" ", "").encode(), digest_size=8).digest(), "big")
 
 
