@@ -80,5 +80,5 @@ def _check_model(model: SampledModel) -> None:
         raise DataError(f"model '{model.name}': {model.hf} is not an HF model folder (no config.json)")
     if model.api_key_variable is not None and not os.environ.get(model.api_key_variable):
         raise DataError(
-            f"model '{model.name}': environment variable {model.api_key_variable}, which should hold its key, is not set"
+            f"model '{model.name}': environment variable {model.api_key_variable}, which should hold its key, isn't set"
         )

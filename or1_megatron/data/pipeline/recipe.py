@@ -67,11 +67,11 @@ class EmbeddingConfig(Section):
 class DuplicatesConfig(Section):
     """Near-duplicates by MinHash; our figures, the paper gives none."""
 
-    threshold: Fraction = 0.7
+    threshold: Fraction = 0.5
     """Jaccard similarity of the character shingles."""
     shingle_chars: Positive = 5
-    bands: Positive = 24
-    rows_per_band: Positive = 4
+    bands: Positive = 32
+    rows_per_band: Positive = 3
     embedding: EmbeddingConfig | None = None
 
 
@@ -167,7 +167,7 @@ class JudgesConfig(Section):
 class Recipe(Section):
     """A whole build. Steps whose section needs a model (difficulty, judges) are left out unless it is given."""
 
-    out: Path = Path("runs/dataset")
+    out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     statements: StatementsConfig = StatementsConfig()
     answers: AnswersConfig | None = AnswersConfig()

@@ -33,8 +33,8 @@ _COMMANDS = re.compile(
     r"|suppose that|suppose|assume that|assume|let us|let)\b"
 )
 _BOILERPLATE = re.compile(
-    r"\b(?:(?:express|give|write|state|leave|enter|simplify|report) (?:your|the) (?:final )?(?:answer|result)|justify your"
-    r"|explain your|show your work|show all)(?: (?!(?:if|when|where|given|let)\b)[a-z/]+)*"
+    r"\b(?:(?:express|give|write|state|leave|enter|simplify|report) (?:your|the) (?:final )?(?:answer|result)"
+    r"|justify your|explain your|show your work|show all)(?: (?!(?:if|when|where|given|let)\b)[a-z/]+)*"
 )
 _PUNCTUATION = re.compile(r"[.,;:!?'\"’‘“”]+(?!\d)")
 _WORDS = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[^\sa-z\d]")
@@ -63,7 +63,7 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """``plain``, and without what does not make the problem: commands ("find"), how to write the answer, number words."""
+    """``plain``, and without what does not make the problem: commands ("find"), how the answer is to be written."""
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
         text = _BOILERPLATE.sub(" ", text)
@@ -77,11 +77,12 @@ def text_key(text: str) -> int:
 
 
 def decisive(text: str) -> tuple[str, ...]:
-    """What must agree in two statements of the same problem, in any order: numbers, and words that turn its meaning."""
+    """What must agree in two statements of the same problem, in order: numbers, and words that turn its meaning.
+
+    In order, since 3 red and 5 blue balls are not 5 red and 3 blue ones.
+    """
     return tuple(
-        sorted(
-            word for word in words(text) if word in _DECIDING or word[0].isdecimal() or word.startswith(_DECIDING_STEMS)
-        )
+        word for word in words(text) if word in _DECIDING or word[0].isdecimal() or word.startswith(_DECIDING_STEMS)
     )
 
 
