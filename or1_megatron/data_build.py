@@ -55,7 +55,9 @@ def open_sampler(model: SampledModel, sampling: Sampling, max_prompt_tokens: int
         try:
             pool.wait_ready()
             room = model.engines.max_concurrent
-            yield EngineSampler(pool.handles, room, template.token_ids, sampling, max_prompt_tokens)
+            yield EngineSampler(
+                pool.handles, room, template.token_ids, sampling, max_prompt_tokens, model.engines.step_timeout_s
+            )
         finally:
             pool.close()
     finally:

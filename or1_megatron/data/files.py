@@ -113,7 +113,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=4096):
+            for batch in file.iter_batches(batch_size=256):
                 for raw in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", raw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +29,10 @@ class EngineSampler:
         tokenise: Tokenise,
         sampling: Sampling,
         max_prompt_tokens: int,
+        timeout_s: float = 7200.0,
     ) -> None:
+        """``timeout_s``: without a single answer in this time the engines count as hung."""
+        self._timeout_s = timeout_s
         self._engines, self._tokenise, self._sampling = list(engines), tokenise, sampling
         self._max_prompt_tokens = max_prompt_tokens
         # A little more than an engine decodes at once, so that its free places fill without asking us.
@@ -39,6 +43,7 @@ class EngineSampler:
         under_way: list[dict[tuple[str, int], Ask]] = [{} for _ in self._engines]
         harvests: dict[Any, int] = {}
         exhausted = False
+        answered_s = time.monotonic()
         while True:
             refused: list[Unanswered] = []
             if not exhausted:
@@ -49,11 +54,17 @@ class EngineSampler:
                     harvests[self._engines[index].harvest.remote(_HARVEST_WAIT_S)] = index
             if not harvests:
                 return
-            done, _ = ray.wait(list(harvests), num_returns=1)
+            done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
+            if time.monotonic() - answered_s > self._timeout_s:
+                waiting_for = ", ".join(
+                    f"engine {index}: {len(asked)}" for index, asked in enumerate(under_way) if asked
+                )
+                raise EngineError(f"no answer in {self._timeout_s:g} s; requests under way: {waiting_for}")
             for call in done:
                 index = harvests.pop(call)
                 for completion in _harvested(call, index).completions:
                     ask = under_way[index].pop((completion.problem_id, completion.sample_index), None)
+                    answered_s = time.monotonic()
                     if ask is not None:  # else it belongs to a sampling that was broken off
                         yield Answer(ask, completion.text, completion.truncated)
 

@@ -99,14 +99,11 @@ class Difficulty:
             sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
             sampler = opened.enter_context(self._open_sampler(model, sampling, config.max_prompt_tokens))
             for row, reply in replies(sampler, questions, chain([one], asks), failures):
-                if not isinstance(reply, Answer):
-                    store.add(reply.ask.key, reply.ask.sample, REFUSED)
-                    continue
                 pending.append((reply, judges.verdict(row.problem(), reply.text, reply.truncated)))
                 pending = list(_unfinished(pending, store))
             for answer, verdict in pending:
                 store.add(answer.ask.key, answer.ask.sample, verdict.result().status)
-        failures.refuse(self.name)
+        failures.settle(self.name, store, REFUSED)
 
     def _asked_how(self) -> dict[str, Any]:
         return self._config.model_dump(

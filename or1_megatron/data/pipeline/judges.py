@@ -28,7 +28,7 @@ from or1_megatron.data.pipeline.sampling import (
     statuses,
 )
 from or1_megatron.data.rows import DataError
-from or1_megatron.types import Answer, Ask, Message, Sampling
+from or1_megatron.types import Ask, Message, Sampling
 
 CRITERIA = (
     ("clear", "the wording is clear: it can be read in one way only"),
@@ -123,11 +123,11 @@ class Judges:
                     sampler = opened.enter_context(self._open_sampler(model, sampling, config.max_prompt_tokens))
                 failures = Failures(model.name)
                 for _, reply in replies(sampler, questions, chain([one], asks), failures):
-                    vote = read_vote(reply.text) if isinstance(reply, Answer) else REFUSED
-                    if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN and isinstance(reply, Answer):
+                    vote = read_vote(reply.text)
+                    if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
                         garbage.append(reply.text[-80:])
                     store.add(reply.ask.key, reply.ask.sample, {"vote": vote, "attempt": attempt})
-                failures.refuse(self.name)
+                failures.settle(self.name, store, {"vote": REFUSED, "attempt": attempt})
         self._refuse_garbage(model, shards, store, garbage)
 
     def _refuse_garbage(

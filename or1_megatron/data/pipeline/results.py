@@ -29,6 +29,10 @@ class ResultStore:
         for row in read_rows(self.path):
             self._known.setdefault(str(row["problem"]), {})[int(row["sample"])] = row["result"]
 
+    def __len__(self) -> int:
+        """Problems of which something is known."""
+        return len(self._known)
+
     def of(self, problem: str) -> Mapping[int, Any]:
         """The problem's results by sample."""
         return self._known.get(problem, {})

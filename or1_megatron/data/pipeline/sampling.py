@@ -10,6 +10,7 @@ from typing import Any
 
 from or1_megatron.data.pipeline.recipe import SampledModel
 from or1_megatron.data.pipeline.records import Candidate
+from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler
 from or1_megatron.types import Answer, Ask, Sampling, Unanswered
@@ -29,9 +30,20 @@ class Failures:
     answered: int = 0
     count: int = 0
     first: str = ""
+    refused: list[Unanswered] = field(default_factory=list)
 
-    def refuse(self, step: str) -> None:
-        """Raises DataError when there were any."""
+    def settle(self, step: str, store: ResultStore, refused: Any) -> None:
+        """Keep as ``refused`` what was refused for good; raises DataError when other requests failed.
+
+        A model that refuses everything says something of the request, not of the problems: then nothing is kept.
+        """
+        if self.refused and not store:
+            raise DataError(
+                f"step '{step}': '{self.model}' refuses every request, {len(self.refused)} so far (first: "
+                f"{self.refused[0].reason}); expected it to refuse none but prompts that are too long"
+            )
+        for reply in self.refused:
+            store.add(reply.ask.key, reply.ask.sample, refused)
         if self.count:
             raise DataError(
                 f"step '{step}': {self.count} of {self.count + self.answered} requests to '{self.model}' were not "
@@ -64,16 +76,15 @@ class Questions:
 
 def replies(
     sampler: Sampler, questions: Questions, asks: Iterable[Ask], failures: Failures
-) -> Iterator[tuple[Candidate, Answer | Unanswered]]:
-    """Answers to ``asks``, made by ``questions``, as they come, and what was refused for good; what failed for now is
-    counted only."""
+) -> Iterator[tuple[Candidate, Answer]]:
+    """Answers to ``asks``, made by ``questions``, as they come; the rest is in ``failures``."""
     for reply in sampler.sample(asks):
         row = questions.answered(reply.ask.key)
         if isinstance(reply, Answer):
             failures.answered += 1
             yield row, reply
         elif reply.for_good:
-            yield row, reply
+            failures.refused.append(reply)
         else:
             failures.count += 1
             failures.first = failures.first or reply.reason
