@@ -26,6 +26,7 @@ from or1_megatron.data.pipeline.text import (
 
 _TEXT_BYTES = 256 << 20  # of statements compared at once
 _BATCH_ROWS = 2048
+_MOST_COMPARED = 8  # rows with which one is compared: those that share most bands, or templates would be quadratic
 
 _CODE = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
 
@@ -151,20 +152,23 @@ class NearDuplicates(FirstStays):
         keys: UInt64Array,
         original_of: dict[int, tuple[int, float]],
     ) -> None:
-        staying: list[int] = []
+        own = keys[np.array(group)]
+        stays = np.zeros(len(group), dtype=bool)
         sets: dict[int, UInt64Array] = {}
-        for row in group:
-            own = shingles(texts[row], self._config.shingle_chars)
+        for place, row in enumerate(group):
+            shared = (own[:place] == own[place]).sum(axis=1) * stays[:place]
+            likely = np.argsort(-shared, kind="stable")[:_MOST_COMPARED]
+            mine = shingles(texts[row], self._config.shingle_chars)
             best = (-1, 0.0)
-            for other in np.array(staying)[(keys[staying] == keys[row]).any(axis=1)] if staying else ():
-                similarity = jaccard(own, sets[int(other)])
+            for other in likely[shared[likely] > 0].tolist():
+                similarity = jaccard(mine, sets[other])
                 if similarity > best[1]:
-                    best = (int(other), similarity)
+                    best = (group[other], similarity)
             if best[1] >= self._config.threshold:
                 original_of[row] = best
             else:
-                staying.append(row)
-                sets[row] = own
+                stays[place] = True
+                sets[place] = mine
 
 
 def _short_hash(text: str) -> int:
