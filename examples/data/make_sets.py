@@ -182,8 +182,8 @@ def make_functions() -> ProblemSet:
         "code",
         "reference_fails",
     )
-    cheatable = leetcode_row(second, test="def check(candidate):\n    assert abs(candidate('a') - 1) < 2\n")
-    made.add({**cheatable, "problem_description": "How often does a, e, i, o or u occur?"}, "code", "tests_incomplete")
+    empty = leetcode_row(second, test="def check(candidate):\n    pass\n")
+    made.add({**empty, "problem_description": "How often does a, e, i, o or u occur?"}, "code", "tests_incomplete")
     copied = leetcode_row(FUNCTIONS[4], problem_description=f"{FUNCTIONS[4].statement}  ")
     made.add(copied, "exact_duplicates", "exact_duplicate", origins[4])
     return made
