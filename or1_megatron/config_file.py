@@ -126,7 +126,7 @@ def value_of(config: Config, key: str) -> str:
     for depth, part in enumerate(parts):
         inside = isinstance(value, dict) and part in value
         if not inside and not (isinstance(value, list) and part.isdecimal() and int(part) < len(value)):
-            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]))}")
+            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]), Config)}")
         value = value[part] if inside else value[int(part)]
     return dump(value).rstrip() if isinstance(value, dict | list) else "" if value is None else str(value)
 
