@@ -144,6 +144,22 @@ SECTIONS = (
         "mixture shard to shard, and vLLM's sharded backend at 235B.",
     ),
     Section(
+        "data_pipeline",
+        "The data pipeline",
+        "python benchmarks/data_pipeline.py --scratch FOLDER",
+        "The steps that need neither a model, a verifier nor the sandbox, each in a process of its own on one thread: "
+        "rows per second of CPU time and peak resident memory, on synthetic rows of NuminaMath-1.5's columns.",
+        (("each step, rows per CPU second", "≥ 5,000"), ("each step, peak memory at 1M rows", "≤ 2 GiB")),
+    ),
+    Section(
+        "data_quality",
+        "Near-duplicates",
+        "python benchmarks/data_quality.py",
+        "Variants of the example's problems, half of them the same problem in other words, half another that looks "
+        "alike; a variant counts as found when it is taken for a copy of its own base.",
+        (("recall", "≥ 0.950"), ("precision", "≥ 0.950")),
+    ),
+    Section(
         "quickstart",
         "The quickstart",
         "python benchmarks/quickstart.py --seeds 1 2 3",

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.ablate_commands import ablate
+from or1_megatron.data_commands import data_commands
 
 if TYPE_CHECKING:
     import torch
@@ -282,6 +283,8 @@ def verify(
         settings = VerifyConfig() if config is None else load_config(config).verify
         verify_file(file, out, settings, workers, explain, Console())
 
+
+app.add_typer(data_commands(explained), name="data")
 
 convert = typer.Typer(no_args_is_help=True, help="Convert between HF folders and Megatron checkpoints, on the CPU.")
 app.add_typer(convert, name="convert")

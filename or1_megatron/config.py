@@ -83,18 +83,23 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """One problem file."""
+    """One problem set."""
 
     path: Path
-    """JSONL or parquet in the schema of Skywork-OR1-RL-Data, or JSONL of {prompt, answer}."""
+    """A JSONL or Parquet file, a folder of them, or a Hugging Face hub id: Skywork-OR1-RL-Data's schema, JSONL of
+    {prompt, answer}, AIME's or LiveCodeBench's."""
+    split: str | None = None
+    """Of a folder or a hub id, e.g. math or code."""
+    weight: Fraction = 1.0
+    """Share of its problems that take part in an epoch, others each time: 0.5 with repeat 3 is 1.5 times on average."""
     repeat: Positive = 1
     """How often each problem appears per epoch (the released mix: code 2, math 1)."""
     name: str | None = None
-    """By which a stage's ``mixture`` calls it. Not set: the file's name without its ending."""
+    """By which a stage's ``mixture`` calls it. Not set: the file's name without its ending, and the split if any."""
 
     @property
     def title(self) -> str:
-        return self.name or self.path.stem
+        return self.name or (self.path.stem if self.split is None else f"{self.path.stem}_{self.split}")
 
 
 class DataConfig(Section):

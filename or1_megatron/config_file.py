@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -76,6 +76,9 @@ _EXPECTED: Final = {
 """pydantic's error types in YAML's words."""
 
 
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
 
@@ -86,6 +89,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: all that is wrong with keys and values, one line each, naming file:line and the dotted key.
     """
+    return load_as(Config, path, overrides)
+
+
+def load_as(schema: type[Schema], path: Path, overrides: Sequence[str] = ()) -> Schema:
+    """As ``load_config``, for a file of another schema."""
     try:
         data, origins = _read_with_bases(Path(path), ())
         for override in overrides:
@@ -93,12 +101,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except YamlError as error:
         raise ConfigError(str(error)) from None
     try:
-        return Config.model_validate_json(json.dumps(data), strict=True)
+        return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         found = error.errors()
         # A list whose items are wrong is called too short as well; the items' own errors say it better.
         outer = {details["loc"][:n] for details in found for n in range(1, len(details["loc"]))}
-        lines = [_explain(details, origins, str(path)) for details in found if details["loc"] not in outer]
+        lines = [_explain(details, origins, str(path), schema) for details in found if details["loc"] not in outer]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -118,7 +126,7 @@ def value_of(config: Config, key: str) -> str:
     for depth, part in enumerate(parts):
         inside = isinstance(value, dict) and part in value
         if not inside and not (isinstance(value, list) and part.isdecimal() and int(part) < len(value)):
-            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]))}")
+            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]), Config)}")
         value = value[part] if inside else value[int(part)]
     return dump(value).rstrip() if isinstance(value, dict | list) else "" if value is None else str(value)
 
@@ -245,14 +253,14 @@ def _list_index(at: Any, part: str, parent: str, where: str) -> int:
     return int(part)
 
 
-def _explain(details: ErrorDetails, origins: Origins, path: str) -> str:
+def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[BaseModel]) -> str:
     """One validation error as ``file:line: dotted.key: found ..., expected ...``."""
     parts = tuple(str(part) for part in details["loc"])
     key = ".".join(parts)
     known_above = next((origins[parts[:n]] for n in range(len(parts), 0, -1) if parts[:n] in origins), path)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"{known_above}: {key}: unknown key{_nearest(parts)}"
+        return f"{known_above}: {key}: unknown key{_nearest(parts, schema)}"
     if kind == "missing":
         return f"{known_above}: {key}: missing; it has no default"
     if kind == "value_error":
@@ -270,9 +278,9 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
 
 
-def _nearest(parts: tuple[str, ...]) -> str:
+def _nearest(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
     """``; did you mean a.b?`` for the known key nearest to an unknown one: a sibling first, then from any section."""
-    known = dict.fromkeys(_keys(Config, ()))
+    known = dict.fromkeys(_keys(schema, ()))
     shape = tuple("*" if part.isdecimal() else part for part in parts)
     siblings = [key for key in known if key[:-1] == shape[:-1]]
     close = difflib.get_close_matches(parts[-1], [key[-1] for key in siblings], n=1, cutoff=0.5)

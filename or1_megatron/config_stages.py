@@ -118,8 +118,9 @@ class EvaluationSetConfig(Section):
 
     path: Path
     """As ``data.train``'s."""
+    split: str | None = None
     name: str | None = None
-    """In metrics: ``evaluation/<name>/accuracy``. Not set: the file's name without its ending."""
+    """In metrics: ``evaluation/<name>/accuracy``. Not set: the file's name without its ending, and the split if any."""
     samples: Positive | None = None
     samples_during: Positive | None = None
     temperature: NonNegativeFloat | None = None
@@ -128,7 +129,7 @@ class EvaluationSetConfig(Section):
 
     @property
     def title(self) -> str:
-        return self.name or self.path.stem
+        return self.name or (self.path.stem if self.split is None else f"{self.path.stem}_{self.split}")
 
 
 class EvaluationConfig(Section):

@@ -114,8 +114,8 @@ def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
 def read_problems(config: Config) -> tuple[list[list[Problem]], list[list[Problem]]]:
     """(training problems of each source, held-out problems of each). Raises DataError."""
     return (
-        [load_problems(source.path) for source in config.data.train],
-        [load_problems(source.path) for source in config.evaluate.data],
+        [load_problems(source.path, split=source.split) for source in config.data.train],
+        [load_problems(source.path, split=source.split) for source in config.evaluate.data],
     )
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from or1_megatron.arithmetic import Device, Plan, PlanError, plan
 from or1_megatron.config import Config
 from or1_megatron.config_file import ConfigError
+from or1_megatron.data.files import files_of, hub_rows, is_hub_id
 from or1_megatron.shape import Shape
 from or1_megatron.weights.families import family_of, read_hf_config
 
@@ -41,9 +42,12 @@ def plan_run(config: Config, device: Device) -> Plan:
     if config.algorithm.kl.reference is not None:
         check_reference(config.algorithm.kl.reference, hf)
     for held_out in config.evaluate.data:
-        _count_rows(held_out.path, "evaluate.data")
-    problems = sum(_count_rows(source.path, "data.train") * source.repeat for source in config.data.train)
-    return plan(config, hf, problems, device)
+        _count_rows(held_out.path, held_out.split, "evaluate.data")
+    problems = sum(
+        _count_rows(source.path, source.split, "data.train") * source.repeat * source.weight
+        for source in config.data.train
+    )
+    return plan(config, hf, round(problems), device)
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
@@ -67,8 +71,12 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _count_rows(path: Path, key: str) -> int:
-    """Problems of one file, before anything is filtered out of it. Lines that are not blank, or rows."""
+def _count_rows(path: Path, split: str | None, key: str) -> int:
+    """Problems of one set, before anything is filtered out of it. Lines that are not blank, or rows."""
+    if path.is_dir():
+        return sum(_count_rows(file, None, key) for file in files_of(path, split))
+    if is_hub_id(path):
+        return sum(1 for _ in hub_rows(str(path), split))
     if not path.is_file():
         raise ConfigError(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":

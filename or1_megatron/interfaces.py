@@ -6,7 +6,7 @@ Implementations live in ``parallel`` (Policy), ``rollout`` (Engine, Rollouts), `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from or1_megatron.types import (
     AdvantagedGroup,
+    Answer,
+    Ask,
     Batch,
     Completion,
     EvaluationResult,
@@ -27,6 +29,7 @@ from or1_megatron.types import (
     RolloutReport,
     Sampling,
     TokenScores,
+    Unanswered,
     Until,
     UpdateReport,
     Verdict,
@@ -148,6 +151,14 @@ class Engine(Protocol):
     @property
     def idle(self) -> bool:
         """Nothing to step: no requests, or no weights that have been certified."""
+        ...
+
+
+class Sampler(Protocol):
+    """A model that answers: engines of our own, or an endpoint."""
+
+    def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
+        """A reply to each, in any order, as they come; takes from ``asks`` only as many as can be under way."""
         ...
 
 

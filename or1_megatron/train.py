@@ -88,7 +88,7 @@ def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]],
         train = [filter_by_difficulty(problems, config.data.difficulty_model) for problems in train]
     longest = config.data.max_prompt_tokens
     sources = [
-        Source(short_prompts(template, problems, source.path, longest), source.repeat)
+        Source(short_prompts(template, problems, source.path, longest), source.repeat, source.weight)
         for problems, source in zip(train, config.data.train, strict=True)
     ]
     for stage in config.stages:

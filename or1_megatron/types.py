@@ -84,6 +84,34 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """One response wanted of a model that is not being trained: which question, which of its samples, what seed."""
+
+    key: str
+    sample: int
+    messages: tuple[Message, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said. ``truncated``: it was cut off at the response-length limit."""
+
+    ask: Ask
+    text: str
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """No answer, and why. ``for_good``: asking again would not help (the prompt is too long, say)."""
+
+    ask: Ask
+    reason: str
+    for_good: bool
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The weights version that sampled response tokens ``first_token`` and on, up to the next span."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
+from or1_megatron.data.files import read_rows
+from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.rows import DataError, PlainRow, parse_row, shown
 from or1_megatron.interfaces import Verifier
 from or1_megatron.types import Message, Problem
@@ -20,8 +22,13 @@ DIFFICULTY_TRIES = 16
 _ID_HEX_DIGITS = 16
 
 
-def load_problems(path: Path, verifiers: Mapping[str, Verifier] | None = None) -> list[Problem]:
-    """All problems of a ``.jsonl`` or ``.parquet`` file, in the file's order.
+def load_problems(
+    path: Path, verifiers: Mapping[str, Verifier] | None = None, split: str | None = None
+) -> list[Problem]:
+    """All problems of a ``.jsonl`` or ``.parquet`` file, a folder of them, or a set on the hub, in their order.
+
+    Any layout of ``data.layouts`` will do: Skywork-OR1-RL-Data, {prompt, answer}, AIME, LiveCodeBench, ...
+    ``split`` chooses among a folder's or a hub set's splits, such as math and code.
 
     With ``verifiers`` (by ability) each ground truth is checked as well; without, only that it is JSON: load, see
     which abilities occur, build their verifiers, then ``check_ground_truths``. Raises DataError naming file:line
@@ -29,11 +36,9 @@ def load_problems(path: Path, verifiers: Mapping[str, Verifier] | None = None) -
     and for a problem that occurs twice.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of problems")
     problems: list[Problem] = []
     origin_of: dict[str, str] = {}
-    for origin, raw in _raw_rows(path):
+    for origin, raw in read_rows(path, split):
         problem = _problem(raw, origin, default_source=path.stem)
         if problem.id in origin_of:
             raise DataError(
@@ -99,6 +104,9 @@ def problem_id(source: str, messages: Sequence[Message]) -> str:
 
 
 def _problem(raw: Any, origin: str, default_source: str) -> Problem:
+    layout = detect_layout(raw) if isinstance(raw, dict) else None
+    if layout not in (None, "skywork", "plain"):
+        return _of_another_layout(raw, origin, default_source)
     row = parse_row(raw, origin)
     if isinstance(row, PlainRow):
         source, rows, field = row.source or default_source, row.messages(), "answer"
@@ -126,6 +134,18 @@ def _problem(raw: Any, origin: str, default_source: str) -> Problem:
     )
 
 
+def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
+    row = read_published(raw, "auto", origin)
+    for what, value in (("statement", row.statement), ("answer or tests", row.ground_truth)):
+        if not value:
+            raise DataError(f"{origin}: has no {what}; expected one in every row (or1 data build leaves such rows out)")
+    source = f"{set_name}_{row.source}" if row.source else set_name
+    messages = (Message("user", row.statement + row.instructions),)
+    return Problem(
+        problem_id(source, messages), source, row.ability, messages, row.ground_truth, row.difficulty, origin
+    )
+
+
 def _checked_failures(model: str, failures: int, origin: str) -> int:
     if not 0 <= failures <= DIFFICULTY_TRIES:
         raise DataError(
@@ -148,41 +168,3 @@ def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
             f"{origin}: field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
             'expected that of a list of answers, such as ["15625"], or of an object of tests'
         )
-
-
-def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(origin, decoded row) of every row."""
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        yield from _jsonl_rows(path)
-    else:
-        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}:{number}"
-            try:
-                yield origin, from_json(line, allow_inf_nan=False)
-            except ValueError as error:
-                found = shown(line.decode("utf-8", "replace").strip())
-                raise DataError(f"{origin}: not a JSON object ({error}), found {found}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa  # only here: most files are JSONL, and pyarrow takes a while to import
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", raw
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file (after row {number}): {error}") from None

@@ -22,6 +22,8 @@ class Source:
 
     prompts: Sequence[Prompt]
     repeat: int = 1
+    weight: float = 1.0
+    """Share of them, in (0, 1], that takes part in an epoch; over the epochs each has its turn evenly."""
 
 
 class MixtureStream:
@@ -51,6 +53,9 @@ class MixtureStream:
         self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
         self._mixture = tuple(source.repeat for source in sources)
         self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
+        self._weights = np.repeat([source.weight for source in sources], [len(source.prompts) for source in sources])
+        if not ((self._weights > 0) & (self._weights <= 1)).all():
+            raise DataError(f"weights are {[source.weight for source in sources]}; expected shares above 0, up to 1")
         self._seed = seed
         self._fingerprint = self._data_fingerprint()
         self._excluded: BoolArray = np.zeros(len(self._prompts), dtype=np.bool_)
@@ -67,7 +72,7 @@ class MixtureStream:
     @property
     def epoch(self) -> float:
         """Epochs passed, as a fraction: for reports."""
-        return self._epoch + self._position / len(self._pool)
+        return self._epoch + self._position / max(len(self._order), 1)
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts, all of different problems; crosses the ends of epochs.
@@ -181,7 +186,7 @@ class MixtureStream:
         self._order = self._permutation(self._epoch)
 
     def _next_entry(self) -> int:
-        if self._position == len(self._order):
+        while self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._permutation(self._epoch)
         index = int(self._order[self._position])
@@ -190,7 +195,15 @@ class MixtureStream:
 
     def _permutation(self, epoch: int) -> Int64Array:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
-        return self._pool[generator.permutation(len(self._pool))]
+        order = self._pool[generator.permutation(len(self._pool))]
+        return order if (self._weights == 1).all() else order[self._takes_part(epoch)[order]]
+
+    def _takes_part(self, epoch: int) -> BoolArray:
+        """Which prompts an epoch has: each has a phase of its own and comes whenever its weights add up to a whole."""
+        phases = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed]))).permutation(
+            len(self._prompts)
+        ) / len(self._prompts)
+        return np.floor(phases + (epoch + 1) * self._weights) > np.floor(phases + epoch * self._weights)
 
     def _data_fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -199,4 +212,6 @@ class MixtureStream:
             truth = hashlib.sha256(problem.ground_truth.encode("utf-8", "surrogatepass")).hexdigest()
             digest.update(f"{problem.id} {problem.ability} {truth} {repeat} {len(prompt.token_ids)}\n".encode())
             digest.update(np.ascontiguousarray(prompt.token_ids).tobytes())
+        if (self._weights != 1).any():
+            digest.update(self._weights.tobytes())
         return digest.hexdigest()[:32]

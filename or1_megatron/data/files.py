@@ -1,0 +1,121 @@
+"""Rows out of files, folders and the Hugging Face hub, one after another, each with where it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from or1_megatron.data.rows import DataError, shown
+
+SUFFIXES = (".jsonl", ".parquet")
+
+Row = tuple[str, Any]
+"""(origin, decoded row); the origin is file:line, file:row for Parquet (from 1), or hub id[split]:row."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Iterator[Row]:
+    """Rows of a file, of all files of a folder (in the order of their names), or of a set on the hub.
+
+    ``split`` chooses, in a folder, the files that are named after it (train.jsonl, data/train-00000-of-00003.parquet).
+    Raises DataError for what is not there or cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        for file in files_of(path, split):
+            yield from _file_rows(file)
+    elif path.is_file():
+        yield from _file_rows(path)
+    elif is_hub_id(path):
+        yield from hub_rows(str(path), split, subset)
+    else:
+        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of problems, a folder or a hub id")
+
+
+def is_hub_id(path: Path) -> bool:
+    """Whether it can name a set on the hub: owner/name, and nothing of that name here."""
+    return path.suffix not in SUFFIXES and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
+
+
+def files_of(folder: Path, split: str | None) -> list[Path]:
+    """The problem files of a folder, at any depth. Raises DataError when there are none."""
+    found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if split is not None:
+        chosen = [file for file in found if re.fullmatch(rf"{re.escape(split)}([-_.].*)?", file.stem)]
+        if not chosen:
+            names = ", ".join(str(file.relative_to(folder)) for file in found[:8]) or "none"
+            raise DataError(
+                f"{folder}: no file of split '{split}'; expected {split}.jsonl, {split}.parquet or "
+                f"{split}-*.parquet; its problem files: {names}"
+            )
+        found = chosen
+    if not found:
+        raise DataError(f"{folder}: holds no .jsonl or .parquet file of problems")
+    return found
+
+
+def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[Row]:
+    """Rows of a set that ``datasets`` can load. Raises DataError with what that said, or naming the splits."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{name}: no such file or folder here, and a set on the hub needs the package 'datasets': pip install "
+            "datasets, or give a local path"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # whatever it is: network, cache, unknown set or split
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise DataError(
+            f"{name}: no such file or folder here, and it could not be had from the Hugging Face hub{offline}: {error}"
+        ) from None
+    if isinstance(loaded, dict):
+        if len(loaded) != 1:
+            raise DataError(f"{name}: has splits {', '.join(loaded)}; expected one of them as 'split'")
+        split, loaded = next(iter(loaded.items()))
+    for number, row in enumerate(loaded, start=1):
+        yield f"{name}[{split}]:{number}", row
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    else:
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            origin = f"{path}:{number}"
+            try:
+                yield origin, from_json(line, allow_inf_nan=False)
+            except ValueError as error:
+                found = shown(line.decode("utf-8", "replace").strip())
+                raise DataError(f"{origin}: not a JSON object ({error}), found {found}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow as pa  # only here: most files are JSONL, and pyarrow takes a while to import
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for raw in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", raw
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file (after row {number}): {error}") from None

@@ -1,0 +1,253 @@
+"""The published sets' columns, read into one record. A row's empty values stay empty; wrong columns or types are named.
+
+Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
+KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
+code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from or1_megatron.data.livecodebench import test_cases
+from or1_megatron.data.rows import DataError, PlainRow, SkyworkRow, parse_row, shown
+
+LayoutName = Literal[
+    "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
+    "livecodebench",
+]  # fmt: skip
+
+READS_STDIN = (
+    "\n\nWrite a Python program that reads from standard input and writes to standard output. Put the whole program "
+    "into one ```python block."
+)
+BEGINS_WITH = "\n\nComplete this Python code and put the whole solution into one ```python block:\n\n```python\n{}\n```"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A row of any layout. ``source`` is what comes after the set's own name; "" where the row names none."""
+
+    ability: str
+    statement: str
+    ground_truth: str
+    """As Skywork-OR1-RL-Data has it; "" where the row has no answer or no tests."""
+    source: str = ""
+    instructions: str = ""
+    solutions: tuple[str, ...] = ()
+    difficulty: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
+    """The layout that has such columns; None: none that is known."""
+    names = columns.keys()
+    return next((layout for layout, telling in _TELLING if telling <= names), None)
+
+
+def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
+    """One decoded row. Raises DataError naming ``origin``, the column, what was found and what was expected."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{origin}: expected one problem's columns, found {shown(row)}")
+    if layout == "auto":
+        found = detect_layout(row)
+        if found is None:
+            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
+            raise DataError(f"{origin}: columns {sorted(row)} are of no known layout; expected one of: {known}")
+        layout = found
+    if layout in ("skywork", "plain"):
+        return _own_layout(row, origin)
+    return _READERS[layout](Columns(row, layout, origin))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A row's values by name, each checked for its type."""
+
+    row: Mapping[str, Any]
+    layout: str
+    origin: str
+
+    def text(self, *names: str) -> str:
+        """The value of the first of ``names`` that there is; "" when it is null."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise DataError(f"{self.origin}: column '{names[0]}': found {shown(value)}, expected text")
+        return value.strip()
+
+    def answer(self, *names: str) -> str:
+        """Text or a number, as text."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise DataError(f"{self.origin}: column '{names[0]}': found {shown(value)}, expected text or a number")
+        return str(value).strip()
+
+    def optional(self, name: str) -> str:
+        return self.text(name) if name in self.row else ""
+
+    def decoded(self, name: str, kind: type) -> Any:
+        """The JSON that a text column holds, or the value itself where it is decoded already; None when empty."""
+        value = self._value((name,))
+        if isinstance(value, str):
+            if not value.strip():
+                return None
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.origin}: column '{name}': not JSON ({error}), found {shown(value)}; expected the JSON of "
+                    f"a {kind.__name__}"
+                ) from None
+        if value is not None and not isinstance(value, kind):
+            raise DataError(f"{self.origin}: column '{name}': found {shown(value)}, expected a {kind.__name__}")
+        return value
+
+    def _value(self, names: tuple[str, ...]) -> Any:
+        for name in names:
+            if name in self.row:
+                return self.row[name]
+        raise DataError(
+            f"{self.origin}: no column '{' or '.join(names)}', which layout '{self.layout}' has; this row has "
+            f"{sorted(self.row)}"
+        )
+
+
+def _golds(answer: str) -> str:
+    return json.dumps([answer], ensure_ascii=False) if answer else ""
+
+
+def _some(*solutions: str) -> tuple[str, ...]:
+    return tuple(solution for solution in solutions if solution)
+
+
+def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
+    row = parse_row(dict(raw), origin)
+    if isinstance(row, SkyworkRow):
+        messages, truth, source = row.prompt, row.reward_model.ground_truth, row.data_source
+        measured = row.extra_info.model_difficulty or {}
+    else:
+        messages, truth, source, measured = row.messages(), _plain_truth(row, origin), row.source or "", {}
+    if len(messages) != 1 or messages[0].role != "user":
+        raise DataError(
+            f"{origin}: field 'prompt': found messages of {[message.role for message in messages]}; the pipeline "
+            "takes problems of one user message"
+        )
+    solution = raw.get("solution")
+    if solution is not None and not isinstance(solution, str):
+        raise DataError(f"{origin}: field 'solution': found {shown(solution)}, expected text")
+    difficulty = {model: failures for model, failures in measured.items() if failures is not None}
+    return Published(row.ability, messages[0].content, truth, source, "", _some(solution or ""), difficulty)
+
+
+def _plain_truth(row: PlainRow, origin: str) -> str:
+    try:
+        return row.ground_truth()
+    except ValueError as error:
+        raise DataError(f"{origin}: field 'answer': {error}") from None
+
+
+def _numinamath(row: Columns) -> Published:
+    notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
+    return Published(
+        "math",
+        row.text("problem"),
+        _golds(row.answer("answer")),
+        source=row.text("source"),
+        solutions=_some(row.text("solution")),
+        notes={name: value for name, value in notes.items() if value},
+    )
+
+
+def _problem_answer(row: Columns) -> Published:
+    statement = row.text("problem", "Problem", "question")
+    solution = row.optional("solution") or row.optional("Solution")
+    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
+
+
+def _still3(row: Columns) -> Published:
+    return Published("math", row.text("question"), _golds(row.answer("answer")))
+
+
+def _omni_math(row: Columns) -> Published:
+    return Published(
+        "math",
+        row.text("problem"),
+        _golds(row.answer("answer")),
+        source=row.optional("source"),
+        solutions=_some(row.text("solution")),
+    )
+
+
+def _taco(row: Columns) -> Published:
+    tests = row.decoded("input_output", dict)
+    solutions = row.decoded("solutions", list) or []
+    starter = row.optional("starter_code")
+    pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
+    return Published(
+        "code",
+        row.text("question"),
+        json.dumps(tests, ensure_ascii=False) if tests else "",
+        source=row.optional("difficulty").lower(),
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=_some(*(solution for solution in solutions if isinstance(solution, str))),
+        notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
+    )
+
+
+def _leetcode(row: Columns) -> Published:
+    test = row.text("test")
+    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
+    return Published(
+        "code",
+        row.text("problem_description"),
+        json.dumps(truth, ensure_ascii=False) if test else "",
+        source=row.optional("difficulty"),
+        instructions=BEGINS_WITH.format(row.text("starter_code")),
+        solutions=_some(row.text("completion")),
+    )
+
+
+def _livecodebench(row: Columns) -> Published:
+    tests = test_cases(row.row, row.origin)
+    starter = row.text("starter_code")
+    return Published(
+        "code",
+        row.text("question_content"),
+        json.dumps(tests, ensure_ascii=False) if tests["inputs"] else "",
+        source=row.optional("platform"),
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
+    )
+
+
+_READERS: Mapping[str, Callable[[Columns], Published]] = {
+    "numinamath": _numinamath,
+    "deepscaler": _problem_answer,
+    "still3": _still3,
+    "omni_math": _omni_math,
+    "taco": _taco,
+    "leetcode": _leetcode,
+    "aime": _problem_answer,
+    "livecodebench": _livecodebench,
+}
+
+_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
+    ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
+    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
+    ("taco", frozenset({"question", "input_output"})),
+    ("numinamath", frozenset({"problem", "question_type", "answer"})),
+    ("omni_math", frozenset({"problem", "domain", "answer"})),
+    ("plain", frozenset({"prompt", "answer"})),
+    ("aime", frozenset({"Problem", "Answer"})),
+    ("deepscaler", frozenset({"problem", "answer"})),
+    ("still3", frozenset({"question", "answer"})),
+)
+"""What tells a layout, the most particular first."""

@@ -1,0 +1,163 @@
+"""A whole build: the steps in order, each cached by what goes into it, then the dataset and one ledger of all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.data.pipeline.answers import Answers
+from or1_megatron.data.pipeline.code_solutions import CodeSolutions
+from or1_megatron.data.pipeline.contamination import Decontamination
+from or1_megatron.data.pipeline.dataset import write_dataset
+from or1_megatron.data.pipeline.difficulty import Difficulty
+from or1_megatron.data.pipeline.duplicates import ExactDuplicates, NearDuplicates
+from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates
+from or1_megatron.data.pipeline.judges import Judges
+from or1_megatron.data.pipeline.normalise import normalise
+from or1_megatron.data.pipeline.recipe import Recipe
+from or1_megatron.data.pipeline.sampling import OpenSampler
+from or1_megatron.data.pipeline.statements import Statements
+from or1_megatron.data.pipeline.steps import Manifest, Say, Step, run_step
+from or1_megatron.data.pipeline.verdicts import MakeVerifiers
+from or1_megatron.data.rows import DataError
+from or1_megatron.runtime.files import write_atomically
+
+STATE = "build.json"
+DATASET = "dataset"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step of the build, as ``build.json`` lists it. ``cached``: its result was there already."""
+
+    manifest: Manifest
+    cached: bool
+
+
+def build(
+    recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler, say: Say, until: str | None = None
+) -> list[Done]:
+    """Run what has not been run, and write the dataset. With ``until``, stop behind that step, without a dataset.
+
+    Raises:
+        DataError: of a source, a step that leaves nothing, a model that does not answer. Finished work is kept.
+        SandboxUnavailable and the like: what ``make`` raises.
+    """
+    names = ["normalise", *(step.name for step in steps_of(recipe, make, open_sampler))]
+    if until is not None and until not in names:
+        raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
+    recipe.out.mkdir(parents=True, exist_ok=True)
+    with _locked(recipe.out):
+        manifest, cached = normalise(recipe.out, recipe.sources, say)
+        done = [Done(manifest, cached)]
+        _report(done[-1], say)
+        _write_state(recipe, done, finished=False)
+        for number, step in enumerate(steps_of(recipe, make, open_sampler), start=1):
+            if until == done[-1].manifest.step:
+                return done
+            done.append(Done(*_run(recipe, number, step, done, say)))
+            _report(done[-1], say)
+            _write_state(recipe, done, finished=False)
+        if until is None:
+            counts = write_dataset(recipe.out / DATASET, done[-1].manifest.candidate_shards(recipe.out))
+            say("dataset: " + ", ".join(f"{count} {ability}" for ability, count in sorted(counts.items())))
+            _write_state(recipe, done, finished=True)
+    return done
+
+
+def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[Step]:
+    """The recipe's steps behind ``normalise``, in order."""
+    steps: list[Step] = [Statements(recipe.statements)]
+    if recipe.answers is not None:
+        steps.append(Answers(recipe.answers, make))
+    steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
+    if recipe.duplicates.embedding is not None:
+        steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
+    if recipe.decontaminate.against:
+        steps.append(Decontamination(recipe.decontaminate))
+    if recipe.code is not None:
+        steps.append(CodeSolutions(recipe.code, make))
+    results = recipe.out / "results"
+    if recipe.difficulty is not None:
+        steps.append(Difficulty(recipe.difficulty, results / "difficulty", open_sampler, make))
+    if recipe.judges is not None:
+        steps.append(Judges(recipe.judges, results / "votes", open_sampler))
+    return steps
+
+
+def prune(out: Path) -> list[str]:
+    """Delete the results of steps that the newest build does not use; their folders' names."""
+    state = read_state(out)
+    with _locked(out):
+        used = {Path(step["folder"]).name for step in state["steps"]}
+        unused = sorted(folder for folder in (out / "steps").iterdir() if folder.name not in used)
+        for folder in unused:
+            shutil.rmtree(folder)
+    return [folder.name for folder in unused]
+
+
+def read_state(out: Path) -> dict[str, Any]:
+    """``build.json`` of the newest build in a folder. Raises DataError when there is none."""
+    path = out / STATE
+    try:
+        state = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; expected the folder ('out') of an or1 data build") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}); run or1 data build again") from None
+    assert isinstance(state, dict)
+    return state
+
+
+def manifests(out: Path) -> list[Manifest]:
+    """Of the newest build's steps, in order."""
+    return [Manifest(**step) for step in read_state(out)["steps"]]
+
+
+def _run(recipe: Recipe, number: int, step: Step, done: Sequence[Done], say: Say) -> tuple[Manifest, bool]:
+    try:
+        return run_step(recipe.out, number, step, done[-1].manifest, say)
+    except DataError:
+        folder = f"steps/{number:02d}-{step.name}-*"
+        finished = sorted(recipe.out.glob(f"{folder}/manifest.json"), key=lambda path: path.stat().st_mtime)
+        if finished:  # it came to its end and left nothing: its ledger must be found
+            stored = json.loads(finished[-1].read_text())
+            stored["folder"] = str(finished[-1].parent.relative_to(recipe.out))
+            _write_state(recipe, [*done, Done(Manifest(**stored), False)], finished=False)
+        raise
+
+
+def _report(done: Done, say: Say) -> None:
+    manifest = done.manifest
+    how = "cached" if done.cached else f"{manifest.seconds:.1f} s"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items()))
+    say(f"{manifest.step}: {manifest.rows_in} -> {manifest.rows_out} ({how}){': ' + reasons if reasons else ''}")
+
+
+def _write_state(recipe: Recipe, done: Sequence[Done], finished: bool) -> None:
+    state = {
+        "finished": finished,
+        "recipe": recipe.model_dump(mode="json"),
+        "steps": [asdict(step.manifest) for step in done],
+        "cached": [step.cached for step in done],
+    }
+    write_atomically(recipe.out / STATE, json.dumps(state, indent=1).encode(), "the state of the build")
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Raises DataError when another build works in the folder."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{out}: another or1 data build works in this folder; wait for it, or set another out"
+            ) from None
+        yield

@@ -1,0 +1,254 @@
+"""Duplicates within and across the sets: the first of them, in the order of the sources, stays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from or1_megatron.data.pipeline.recipe import DuplicatesConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
+from or1_megatron.data.pipeline.text import (
+    UInt64Array,
+    band_keys,
+    comparable,
+    decisive,
+    jaccard,
+    plain,
+    shingles,
+    signatures,
+    text_key,
+)
+
+_TEXT_BYTES = 256 << 20  # of statements compared at once
+_BATCH_ROWS = 2048
+_MOST_COMPARED = 8  # rows with which one is compared: those that share most bands, or templates would be quadratic
+
+_CODE = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
+
+
+class Original(NamedTuple):
+    """The row that stays, as the evidence names it."""
+
+    id: str
+    source: str
+    origin: str
+    ground_truth: str
+
+
+class FirstStays:
+    """What the kinds of duplicates share: ``_find`` says which row repeats which, ``apply`` excludes them."""
+
+    name: str
+    code: tuple[str, ...] = _CODE
+    reason: str
+
+    def __init__(self) -> None:
+        self._original_of: dict[int, tuple[int, float]] = {}
+        self._originals: dict[int, Original] = {}
+
+    def prepare(self, shards: Sequence[Path]) -> None:
+        self._original_of = self._find(shards)
+        wanted = {original for original, _ in self._original_of.values()}
+        columns = ("id", "source", "origin", "ground_truth")
+        self._originals = {row: Original(*values) for row, values in _numbered(shards, columns) if row in wanted}
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        return [self._judged(row, number) for number, row in enumerate(rows, start=first)]
+
+    def close(self) -> None:
+        self._original_of, self._originals = {}, {}
+
+    def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
+        """Row to (the earlier row that it repeats, similarity)."""
+        raise NotImplementedError
+
+    def _judged(self, row: Candidate, number: int) -> Outcome:
+        if number not in self._original_of:
+            return row
+        at, similarity = self._original_of[number]
+        original = self._originals[at]
+        evidence = {
+            "of": original.id,
+            "of_origin": original.origin,
+            "of_source": original.source,
+            "similarity": round(similarity, 4),
+            "scope": "within" if original.source == row.source else "across",
+            "same_answer": original.ground_truth == row.ground_truth,
+        }
+        return Exclusion(row, self.reason, evidence)
+
+
+class ExactDuplicates(FirstStays):
+    """Statements that are equal once formatting, numbering and white space are taken off."""
+
+    name = "exact_duplicates"
+    reason = "exact_duplicate"
+
+    def settings(self) -> Mapping[str, Any]:
+        return {}
+
+    def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
+        found = []
+        for shard in shards:
+            for abilities, statements in read_column(shard, ("ability", "statement"), _BATCH_ROWS):
+                keys = [text_key(plain(text) or text) for text in statements]
+                found.append(np.array(keys, dtype=np.uint64) ^ _of_abilities(abilities))
+        keys = np.concatenate(found)
+        return {row: (original, 1.0) for original, row in _equal_pairs(keys)}
+
+
+class NearDuplicates(FirstStays):
+    """MinHash finds who may be alike, the Jaccard similarity of the shingles decides.
+
+    Two statements with other numbers, or other words of those that turn a meaning (largest, smallest, odd, even, ...),
+    are different problems however alike they look. A row is compared with rows that stay, so of a chain of ever less
+    similar rows the ends may both stay.
+    """
+
+    name = "near_duplicates"
+    reason = "near_duplicate"
+
+    def __init__(self, config: DuplicatesConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._config.model_dump(mode="json", exclude={"embedding"})
+
+    def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
+        keys = np.concatenate([self._keys(*columns) for columns in self._batches(shards)])
+        groups = _groups(keys)
+        original_of: dict[int, tuple[int, float]] = {}
+        for members in _parts(groups, _lengths(shards), _TEXT_BYTES):
+            wanted = {row for group in members for row in group}
+            texts = {
+                row: comparable(text) or text for row, (text,) in _numbered(shards, ("statement",)) if row in wanted
+            }
+            for group in members:
+                self._compare(group, texts, keys, original_of)
+        return original_of
+
+    def _batches(self, shards: Sequence[Path]) -> Iterator[list[list[str]]]:
+        for shard in shards:
+            yield from read_column(shard, ("ability", "statement"), _BATCH_ROWS)
+
+    def _keys(self, abilities: Sequence[str], statements: Sequence[str]) -> UInt64Array:
+        """Band keys [rows, bands]."""
+        config = self._config
+        texts = [comparable(text) or text for text in statements]
+        found = signatures(texts, config.shingle_chars, config.bands * config.rows_per_band)
+        guards = np.array([_short_hash("\0".join(decisive(text))) for text in texts], dtype=np.uint64)
+        return band_keys(found, config.bands, guards ^ _of_abilities(abilities))
+
+    def _compare(
+        self,
+        group: Sequence[int],
+        texts: Mapping[int, str],
+        keys: UInt64Array,
+        original_of: dict[int, tuple[int, float]],
+    ) -> None:
+        own = keys[np.array(group)]
+        stays = np.zeros(len(group), dtype=bool)
+        sets: dict[int, UInt64Array] = {}
+        for place, row in enumerate(group):
+            shared = (own[:place] == own[place]).sum(axis=1) * stays[:place]
+            likely = np.argsort(-shared, kind="stable")[:_MOST_COMPARED]
+            mine = shingles(texts[row], self._config.shingle_chars)
+            best = (-1, 0.0)
+            for other in likely[shared[likely] > 0].tolist():
+                similarity = jaccard(mine, sets[other])
+                if similarity > best[1]:
+                    best = (group[other], similarity)
+            if best[1] >= self._config.threshold:
+                original_of[row] = best
+            else:
+                stays[place] = True
+                sets[place] = mine
+
+
+def _short_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _of_abilities(abilities: Sequence[str]) -> UInt64Array:
+    """A hash per row: a math and a code problem are never the same."""
+    known = {ability: _short_hash(ability) for ability in set(abilities)}
+    return np.array([known[ability] for ability in abilities], dtype=np.uint64)
+
+
+def _equal_pairs(keys: UInt64Array) -> Iterator[tuple[int, int]]:
+    """(first row of a key, later row of the same key)."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    first_of = np.repeat(order[starts], np.diff(np.append(starts, len(order))))
+    later = np.flatnonzero(first_of != order)
+    return zip(first_of[later].tolist(), order[later].tolist(), strict=True)
+
+
+def _groups(keys: UInt64Array) -> list[NDArray[np.int64]]:
+    """Rows that are linked by shared keys, directly or through others: each group in order, of two rows at least."""
+    rows = len(keys)
+    ends = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
+    for band in range(keys.shape[1]):
+        order = np.argsort(keys[:, band], kind="stable")
+        same = np.flatnonzero(keys[order[1:], band] == keys[order[:-1], band])
+        ends.append((order[same], order[same + 1]))
+    one = np.concatenate([pair[0] for pair in ends])
+    other = np.concatenate([pair[1] for pair in ends])
+    label = np.arange(rows)
+    while True:  # everybody takes the smallest label in reach until nothing changes
+        lowest = np.minimum(label[one], label[other])
+        after = label.copy()
+        np.minimum.at(after, one, lowest)
+        np.minimum.at(after, other, lowest)
+        after = after[after]
+        if np.array_equal(after, label):
+            break
+        label = after
+    linked = np.unique(np.concatenate((one, other)))
+    order = linked[np.lexsort((linked, label[linked]))]
+    if not len(order):
+        return []
+    cuts = np.flatnonzero(label[order][1:] != label[order][:-1]) + 1
+    return [np.sort(group) for group in np.split(order, cuts)]
+
+
+def _parts(groups: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], limit: int) -> Iterator[list[list[int]]]:
+    """The groups in portions whose statements fit into ``limit`` bytes (one group at least)."""
+    portion: list[list[int]] = []
+    size = 0
+    for group in groups:
+        weight = int(lengths[group].sum())
+        if portion and size + weight > limit:
+            yield portion
+            portion, size = [], 0
+        portion.append(group.tolist())
+        size += weight
+    if portion:
+        yield portion
+
+
+def _lengths(shards: Sequence[Path]) -> NDArray[np.int64]:
+    """Characters of each statement."""
+    found = [
+        np.fromiter((len(text) for text in texts), dtype=np.int64)
+        for shard in shards
+        for (texts,) in read_column(shard, ("statement",))
+    ]
+    return np.concatenate(found)
+
+
+def _numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """(number among all rows, the named columns) of every row."""
+    number = 0
+    for shard in shards:
+        for batch in read_column(shard, columns):
+            for values in zip(*batch, strict=True):
+                yield number, values
+                number += 1

@@ -1,0 +1,187 @@
+"""Judges: several models vote, several times each, on how a problem is put; with too few votes for it, it goes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.data.pipeline.recipe import JudgesConfig, SampledModel
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_candidates
+from or1_megatron.data.pipeline.results import ResultStore
+from or1_megatron.data.pipeline.sampling import (
+    REFUSED,
+    Failures,
+    OpenSampler,
+    Questions,
+    ask_seed,
+    identity,
+    replies,
+    result_key,
+    statuses,
+)
+from or1_megatron.data.rows import DataError
+from or1_megatron.types import Ask, Message, Sampling
+
+CRITERIA = (
+    ("clear", "the wording is clear: it can be read in one way only"),
+    ("complete", "the information is complete: nothing that the answer depends on is missing"),
+    ("formatted", "the formatting is good: formulas, symbols and text are readable and nothing is garbled"),
+    ("focused", "there are no distractions: no hints, solutions, advertising, translation notes or unrelated text"),
+)
+"""The paper's four; the wording is ours."""
+
+UNREADABLE = "unreadable"
+"""A result: an answer that holds no vote."""
+
+_QUESTION = """You are asked whether a {kind} problem is fit for an exam. Do not solve it. Judge only how it is put:
+
+{criteria}
+
+The problem stands between the two lines of equals signs.
+
+==========
+{statement}
+==========
+
+Think it over, then end your answer with exactly four lines, one for each point, each with yes or no:
+
+{lines}"""
+_LINE = re.compile(rf"^[\s*\-#>]*({'|'.join(name for name, _ in CRITERIA)})[\s*]*[:=][\s*]*(yes|no)\b", re.I | re.M)
+_GARBAGE_SHOWN = 3
+
+
+def question(row: Candidate) -> tuple[Message, ...]:
+    """What a judge is asked about a problem."""
+    criteria = "\n".join(f"- {name}: {meaning}." for name, meaning in CRITERIA)
+    lines = "\n".join(f"{name}: yes or no" for name, _ in CRITERIA)
+    kind = "programming" if row.ability == "code" else "mathematics"
+    text = _QUESTION.format(kind=kind, criteria=criteria, statement=row.statement, lines=lines)
+    return (Message("user", text),)
+
+
+def read_vote(answer: str) -> str:
+    """The four criteria as y and n, such as "yyny"; UNREADABLE unless each is answered after the reasoning.
+
+    What is said last counts.
+    """
+    said = answer.rpartition("</think>")[2]
+    found = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
+    return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else UNREADABLE
+
+
+class Judges:
+    """``steps.Step``. Votes stay in a folder of their own: only what a judge has not voted on yet is asked."""
+
+    name = "judges"
+    code = ("data/pipeline/judges.py",)
+
+    def __init__(self, config: JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
+        self._config, self._results, self._open_sampler = config, results, open_sampler
+        self._stores: dict[str, ResultStore] = {}
+
+    def settings(self) -> Mapping[str, Any]:
+        config = self._config
+        ours = config.model_dump(mode="json", include={"votes", "keep_at_least"})
+        return {**ours, **self._asked_how(), "models": [identity(model) for model in config.models]}
+
+    def prepare(self, shards: Sequence[Path]) -> None:
+        """Ask every judge for the votes that it has not given yet. Raises DataError when requests failed."""
+        for model in self._config.models:
+            how = {**self._asked_how(), **identity(model)}
+            store = self._stores[model.name] = ResultStore(self._results, model.name, how)
+            self._vote(model, shards, store)
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        return [self._judged(row) for row in rows]
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        self._stores = {}
+
+    def _vote(self, model: SampledModel, shards: Sequence[Path], store: ResultStore) -> None:
+        """A vote that cannot be read is asked for again, with another seed, up to ``retries`` times."""
+        config = self._config
+        sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
+        garbage: list[str] = []
+        with ExitStack() as opened:
+            sampler = None
+            for attempt in range(config.retries + 1):
+                questions = Questions(_rows(shards), partial(self._asks, store, attempt))
+                asks = iter(questions)
+                if (one := next(asks, None)) is None:
+                    continue  # nothing is missing: no engine needs to start
+                if sampler is None:
+                    sampler = opened.enter_context(self._open_sampler(model, sampling, config.max_prompt_tokens))
+                failures = Failures(model.name)
+                for _, reply in replies(sampler, questions, chain([one], asks), failures):
+                    vote = read_vote(reply.text)
+                    if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
+                        garbage.append(reply.text[-80:])
+                    store.add(reply.ask.key, reply.ask.sample, {"vote": vote, "attempt": attempt})
+                failures.settle(self.name, store, {"vote": REFUSED, "attempt": attempt})
+        self._refuse_garbage(model, shards, store, garbage)
+
+    def _refuse_garbage(
+        self, model: SampledModel, shards: Sequence[Path], store: ResultStore, garbage: Sequence[str]
+    ) -> None:
+        votes = Counter(result["vote"] for row in _rows(shards) for result in self._given(row, store))
+        if votes[UNREADABLE] > self._config.max_unreadable * votes.total():
+            ends = f"; some end in {list(garbage)}" if garbage else ""
+            raise DataError(
+                f"step 'judges': {votes[UNREADABLE]} of {votes.total()} answers of '{model.name}' hold no vote, each "
+                f"after {self._config.retries} retries (expected four lines such as 'clear: yes'{ends}); that is more "
+                f"than judges.max_unreadable = {self._config.max_unreadable:g}: is it the right model, with its chat "
+                f"template, and max_response_tokens = {self._config.max_response_tokens} enough? The votes are kept in "
+                f"{store.path}"
+            )
+
+    def _given(self, row: Candidate, store: ResultStore) -> list[Any]:
+        return statuses(store.of(result_key(row)), self._config.votes)
+
+    def _asks(self, store: ResultStore, attempt: int, row: Candidate) -> list[Ask]:
+        key = result_key(row)
+        known = store.of(key)
+        missing = []
+        for sample in range(self._config.votes):
+            result = known.get(sample)
+            if result is None or (result["vote"] == UNREADABLE and result["attempt"] < attempt):
+                missing.append(sample)
+        if not missing or any(result["vote"] == REFUSED for result in known.values()):
+            return []
+        asked = question(row)
+        return [Ask(key, n, asked, ask_seed(self._config.seed, key, n, attempt)) for n in missing]
+
+    def _judged(self, row: Candidate) -> Outcome:
+        config = self._config
+        given = {name: [result["vote"] for result in self._given(row, store)] for name, store in self._stores.items()}
+        every = [vote for votes in given.values() for vote in votes]
+        readable = [vote for vote in every if vote not in (UNREADABLE, REFUSED)]
+        favourable = sum("n" not in vote for vote in readable)
+        counted = {"for": favourable, "readable": len(readable), "of": config.votes * len(config.models)}
+        if favourable >= config.keep_at_least:
+            return replace(row, notes={**row.notes, "votes": counted})
+        against = {name: sum(vote[place] == "n" for vote in readable) for place, (name, _) in enumerate(CRITERIA)}
+        by_model = {name: sum(set(vote) == {"y"} for vote in votes) for name, votes in given.items()}
+        evidence = {**counted, "needed": config.keep_at_least, "for_by_model": by_model, "against": against}
+        if REFUSED in every and not readable:
+            return Exclusion(row, "prompt_too_long", evidence)
+        enough = len(readable) >= config.keep_at_least
+        return Exclusion(row, "voted_out" if enough else "too_few_votes", evidence)
+
+    def _asked_how(self) -> dict[str, Any]:
+        asked = hashlib.sha256((_QUESTION + str(CRITERIA)).encode()).hexdigest()[:12]
+        names = {"temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed"}
+        return {**self._config.model_dump(mode="json", include=names), "question": asked}
+
+
+def _rows(shards: Sequence[Path]) -> Iterator[Candidate]:
+    return (row for shard in shards for batch in read_candidates(shard) for row in batch)

@@ -1,0 +1,134 @@
+"""A build on one page that needs no network: the funnel, the sources, lengths and difficulty, as inline SVG."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.data.pipeline.build import manifests, read_state
+from or1_megatron.data.pipeline.ledger import entries
+from or1_megatron.data.pipeline.records import read_candidates
+from or1_megatron.data.problems import DIFFICULTY_TRIES
+from or1_megatron.runtime.files import write_atomically
+
+_EXAMPLES = 3  # of each reason
+_BAR = "#2f6f9f"
+_LIGHT = "#bcd3e3"
+_ROW_PX = 26
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430 }
+h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #dde3ea }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .25rem .6rem; vertical-align: top }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } tr + tr td { border-top: 1px solid #eef1f4 }
+code { font-size: .85em; background: #f3f5f7; padding: 0 .25em; overflow-wrap: anywhere } svg { max-width: 100% }
+.note { color: #667 }
+"""
+
+
+def write_page(build: Path, path: Path) -> None:
+    """Draw the newest build in folder ``build``. Raises DataError when there is none."""
+    state, steps = read_state(build), manifests(build)
+    lengths, difficulty = _of_the_kept(build)
+    reasons = Counter[tuple[str, str]]()
+    examples: dict[tuple[str, str], list[Any]] = {}
+    for entry in entries(build):
+        key = (entry.step, entry.reason)
+        reasons[key] += 1
+        if len(examples.setdefault(key, [])) < _EXAMPLES:
+            examples[key].append(entry)
+    last = steps[-1]
+    parts = [
+        f"<h1>{escape(str(build))}: {last.rows_out:,} of {steps[0].rows_in:,} problems</h1>",
+        "" if state["finished"] else f"<p><b>Not finished</b>: as far as step “{escape(last.step)}”.</p>",
+        "<h2>From step to step</h2>",
+        _bars([(step.step, step.rows_out, f"−{step.rows_in - step.rows_out:,}") for step in steps]),
+        "<h2>Sources</h2>",
+        _sources_table(steps[0].sources, last.sources),
+        "<h2>Statement lengths, characters</h2>",
+        *(f"<p>{escape(name)}</p>{_histogram(_binned(counts))}" for name, counts in sorted(lengths.items())),
+        "<h2>Difficulty: failures in 16 tries</h2>",
+        *(
+            f"<p>{escape(model)}</p>" + _histogram([(str(n), counts[n]) for n in range(DIFFICULTY_TRIES + 1)])
+            for model, counts in sorted(difficulty.items())
+        ),
+        "" if difficulty else '<p class="note">Not measured.</p>',
+        "<h2>Why problems were left out</h2>",
+        _reasons_table(reasons, examples),
+    ]
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(str(build))}</title>'
+    write_atomically(path, f"{head}<style>{_STYLE}</style>{''.join(parts)}</html>\n".encode(), "the report")
+
+
+def _of_the_kept(build: Path) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]]]:
+    """(statement lengths by ability, failures by model) of what is left."""
+    lengths: dict[str, Counter[int]] = {}
+    difficulty: dict[str, Counter[int]] = {}
+    for shard in manifests(build)[-1].candidate_shards(build):
+        for rows in read_candidates(shard):
+            for row in rows:
+                lengths.setdefault(row.ability, Counter())[len(row.statement)] += 1
+                for model, failures in row.difficulty.items():
+                    difficulty.setdefault(model, Counter())[failures] += 1
+    return lengths, difficulty
+
+
+def _binned(counts: Mapping[int, int]) -> list[tuple[str, int]]:
+    """Powers of two: lengths are spread over orders of magnitude."""
+    bins: Counter[int] = Counter()
+    for length, count in counts.items():
+        bins[max(length, 1).bit_length() - 1] += count
+    return [(f"{1 << n:,}", bins[n]) for n in range(min(bins, default=0), max(bins, default=0) + 1)]
+
+
+def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
+    """Horizontal bars: name, length, and a remark at the right."""
+    longest = max((value for _, value, _ in rows), default=0) or 1
+    drawn = []
+    for place, (name, value, remark) in enumerate(rows):
+        y, width = place * _ROW_PX, 480 * value / longest
+        drawn.append(
+            f'<text x="0" y="{y + 17}">{escape(name)}</text>'
+            f'<rect x="170" y="{y + 4}" width="{width:.1f}" height="{_ROW_PX - 8}" fill="{_BAR}"/>'
+            f'<text x="{176 + width:.1f}" y="{y + 17}">{value:,} <tspan fill="#889">{escape(remark)}</tspan></text>'
+        )
+    height = len(rows) * _ROW_PX
+    return f'<svg viewBox="0 0 860 {height}" width="860" height="{height}" font-size="13">{"".join(drawn)}</svg>'
+
+
+def _histogram(bars: Sequence[tuple[str, int]]) -> str:
+    highest = max((count for _, count in bars), default=0) or 1
+    step = 840 / max(len(bars), 1)
+    drawn = []
+    for place, (label, count) in enumerate(bars):
+        x, height = place * step, 110 * count / highest
+        middle = x + step / 2
+        drawn.append(
+            f'<rect x="{x + 2:.1f}" y="{130 - height:.1f}" width="{step - 4:.1f}" height="{height:.1f}" '
+            f'fill="{_LIGHT}"/>'
+            f'<text x="{middle:.1f}" y="{126 - height:.1f}" text-anchor="middle">{count:,}</text>'
+            f'<text x="{middle:.1f}" y="148" text-anchor="middle" fill="#667">{escape(label)}</text>'
+        )
+    return f'<svg viewBox="0 0 860 156" width="860" height="156" font-size="12">{"".join(drawn)}</svg>'
+
+
+def _sources_table(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="n">{count:,}</td><td class="n">{after.get(name, 0):,}</td>'
+        f'<td class="n">{100 * after.get(name, 0) / count:.1f}%</td></tr>'
+        for name, count in sorted(before.items(), key=lambda item: -item[1])
+    )
+    return f'<table><tr><th>source<th class="n">read<th class="n">kept<th class="n">share</tr>{rows}</table>'
+
+
+def _reasons_table(reasons: Mapping[tuple[str, str], int], examples: Mapping[tuple[str, str], Sequence[Any]]) -> str:
+    rows = []
+    for (step, reason), count in reasons.items():
+        shown = "<br>".join(
+            f"<code>{entry.id}</code> {escape(' '.join(entry.statement.split())[:110])}"
+            for entry in examples[step, reason]
+        )
+        rows.append(f'<tr><td>{escape(step)}<td>{escape(reason)}<td class="n">{count:,}<td>{shown}</tr>')
+    return f'<table><tr><th>step<th>reason<th class="n">problems<th>such as</tr>{"".join(rows)}</table>'

@@ -1,0 +1,178 @@
+"""The recipe of ``or1 data build``: typed and strict, as a run's configuration is. Figures are the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from or1_megatron.config import Fraction, NonNegative, Positive, PositiveFloat, RolloutConfig, Section
+from or1_megatron.data.layouts import LayoutName
+
+
+class BuildSource(Section):
+    """One problem set as published."""
+
+    path: Path
+    """A .jsonl or .parquet file, a folder of them, or a Hugging Face hub id."""
+    layout: LayoutName = "auto"
+    """Which columns it has; auto: told from their names."""
+    name: str | None = None
+    """Stands in ``data_source``; the file's or folder's name if not given. Layouts with a source or difficulty of
+    their own add it, as in train-math-numinamath1.5_olympiads."""
+    split: str | None = None
+    """Of a folder or hub id, e.g. train."""
+    subset: str | None = None
+    """Configuration of a hub id."""
+    select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Rows whose column has one of these values, e.g. {source: [olympiads, aops_forum]}; others are left aside."""
+    limit: Positive | None = None
+    """Only the first rows: for a trial."""
+
+
+class StatementsConfig(Section):
+    """What can be told from the statement alone."""
+
+    proofs: bool = True
+    multiple_choice: bool = True
+    links: bool = True
+    figures: bool = True
+    min_chars: Positive = 12
+    """Shorter statements are incomplete."""
+
+
+class AnswersConfig(Section):
+    """Re-extract the answer from the worked solution, and keep agreements."""
+
+    without_solution: Literal["keep", "drop"] = "keep"
+    """What becomes of a problem whose source gives an answer and no solution."""
+    workers: Positive = 1
+    timeout_s: PositiveFloat = 5.0
+
+
+class EmbeddingConfig(Section):
+    """Duplicates by meaning: cosine of mean-pooled hidden states."""
+
+    model: Path
+    """A local folder: any transformers encoder or decoder, or a sentence-transformers model."""
+    backend: Literal["transformers", "sentence_transformers"] = "transformers"
+    threshold: Fraction = 0.95
+    batch: Positive = 64
+    abilities: tuple[str, ...] = ("code",)
+    """The paper removes near-duplicates of code by embeddings, and gives no model and no threshold."""
+
+
+class DuplicatesConfig(Section):
+    """Near-duplicates by MinHash; our figures, the paper gives none."""
+
+    threshold: Fraction = 0.5
+    """Jaccard similarity of the character shingles."""
+    shingle_chars: Positive = 5
+    bands: Positive = 32
+    rows_per_band: Positive = 3
+    embedding: EmbeddingConfig | None = None
+
+
+class DecontaminationConfig(Section):
+    against: tuple[BuildSource, ...] = ()
+    ngram_words: Positive = 8
+    overlap: Fraction = 0.5
+    """Share of the n-grams of the shorter of the two texts that the other has too."""
+
+
+class CodeConfig(Section):
+    """Reference solutions must pass every test in the sandbox."""
+
+    timeout_s: PositiveFloat = 5.0
+    workers: Positive = 1
+    max_solutions: Positive = 3
+    """Reference solutions tried; one that passes all tests is enough."""
+    without_solution: Literal["keep", "drop"] = "drop"
+
+
+class SampledModel(Section):
+    """A model that answers: an HF folder on our own engines, or an OpenAI-compatible endpoint."""
+
+    name: str
+    """Its key in ``model_difficulty``, and of its results on disk."""
+    hf: Path | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    engines: RolloutConfig = RolloutConfig(placement="separate")
+    endpoint: str | None = None
+    """E.g. http://host:8000/v1; its /chat/completions is asked."""
+    model: str | None = None
+    """The endpoint's name of the model; ``name`` if not given."""
+    api_key_variable: str | None = None
+    """The environment variable that holds the endpoint's key."""
+    concurrent: Positive = 64
+    """Requests under way at the endpoint."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one request to the endpoint."""
+    tries: Positive = 4
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.hf is None) == (self.endpoint is None):
+            raise ValueError(f"model '{self.name}': expected either hf (our engines) or endpoint, and not both")
+        return self
+
+
+class DifficultyConfig(Section):
+    """How often each model fails; RECIPE section 7."""
+
+    models: tuple[SampledModel, ...] = Field(min_length=1)
+    samples_math: Positive = 16
+    samples_code: Positive = 8
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    max_prompt_tokens: Positive = 2048
+    max_response_tokens: Positive = 32768
+    timeout_s: PositiveFloat = 5.0
+    """Of one verdict."""
+    workers: Positive = 1
+    """Verifiers at once."""
+    seed: NonNegative = 1
+
+
+class JudgesConfig(Section):
+    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32."""
+
+    models: tuple[SampledModel, ...] = Field(min_length=1)
+    votes: Positive = 16
+    """Of each model."""
+    keep_at_least: Positive = 9
+    """Votes for the problem, of all models together."""
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    max_prompt_tokens: Positive = 4096
+    max_response_tokens: Positive = 2048
+    retries: NonNegative = 2
+    """Of a vote that cannot be read."""
+    max_unreadable: Fraction = 0.5
+    """A judge of whose votes more than this share cannot be read is no judge: the build stops and says so."""
+    seed: NonNegative = 1
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.keep_at_least > self.votes * len(self.models):
+            raise ValueError(
+                f"judges: keep_at_least = {self.keep_at_least} is more than votes * models = {self.votes} * "
+                f"{len(self.models)}; nothing could be kept"
+            )
+        return self
+
+
+class Recipe(Section):
+    """A whole build. Steps whose section needs a model (difficulty, judges) are left out unless it is given."""
+
+    out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
+    sources: tuple[BuildSource, ...] = Field(min_length=1)
+    statements: StatementsConfig = StatementsConfig()
+    answers: AnswersConfig | None = AnswersConfig()
+    duplicates: DuplicatesConfig = DuplicatesConfig()
+    decontaminate: DecontaminationConfig = DecontaminationConfig()
+    code: CodeConfig | None = CodeConfig()
+    difficulty: DifficultyConfig | None = None
+    judges: JudgesConfig | None = None

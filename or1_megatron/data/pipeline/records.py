@@ -1,0 +1,162 @@
+"""What flows from step to step: candidates, and the exclusions that a ledger remembers. Both live in Parquet shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from or1_megatron.data.problems import problem_id
+from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_megatron.types import Message, Problem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SHARD_ROWS = 20_000
+SHARD_CHARS = 64 << 20  # tests of code problems can be megabytes
+"""Limits of a shard of the first step: what is in memory at once, and what a killed step does again."""
+
+_EXCERPT_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A problem on its way through the pipeline.
+
+    ``statement`` is what the source says and what duplicates are found by; ``instructions`` are added to it for the
+    model. ``solutions`` are reference solutions, possibly none: worked text (math) or source code (code). ``notes`` is
+    what the source or a step says about it (JSON-able), such as ``question_type`` or the votes.
+    """
+
+    id: str
+    source: str
+    ability: str
+    statement: str
+    instructions: str
+    ground_truth: str
+    solutions: tuple[str, ...]
+    difficulty: Mapping[str, int]
+    notes: Mapping[str, Any]
+    origin: str
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return (Message("user", self.statement + self.instructions),)
+
+    def problem(self, ground_truth: str | None = None) -> Problem:
+        """As verifiers see it; with another ground truth, if one is given."""
+        truth = self.ground_truth if ground_truth is None else ground_truth
+        return Problem(self.id, self.source, self.ability, self.messages, truth, dict(self.difficulty), self.origin)
+
+
+def candidate_id(source: str, statement: str, instructions: str) -> str:
+    """The id that the problem will have in training."""
+    return problem_id(source, (Message("user", statement + instructions),))
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Why a candidate goes no further: a short ``reason`` to count by, and the evidence for it (JSON-able)."""
+
+    candidate: Candidate
+    reason: str
+    evidence: Mapping[str, Any]
+
+
+Outcome = Candidate | Exclusion
+
+
+def candidate_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    texts = ("id", "source", "ability", "statement", "instructions", "ground_truth")
+    return pa.schema(
+        [
+            *((name, pa.string()) for name in texts),
+            ("solutions", pa.list_(pa.string())),
+            *((name, pa.string()) for name in ("difficulty", "notes", "origin")),  # the first two as JSON
+        ]
+    )
+
+
+def ledger_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    names = ("id", "step", "reason", "evidence", "source", "ability", "origin", "statement")
+    return pa.schema([(name, pa.string()) for name in names])
+
+
+def write_candidates(path: Path, rows: Sequence[Candidate]) -> None:
+    columns: dict[str, list[Any]] = {
+        name: [getattr(row, name) for row in rows]
+        for name in ("id", "source", "ability", "statement", "instructions", "ground_truth", "solutions", "origin")
+    }
+    columns["difficulty"] = ["{}" if not row.difficulty else _json(row.difficulty) for row in rows]
+    columns["notes"] = ["{}" if not row.notes else _json(row.notes) for row in rows]
+    write_table(path, columns, candidate_schema())
+
+
+def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candidate]]:
+    """Batches of a shard, in its order."""
+    import pyarrow.parquet as pq
+
+    names = candidate_schema().names
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=batch_rows, columns=names):
+            columns = [batch.column(name).to_pylist() for name in names]
+            yield [
+                Candidate(*texts, tuple(solutions), _parsed(difficulty), _parsed(notes), origin)  # type: ignore[call-arg]
+                for *texts, solutions, difficulty, notes, origin in zip(*columns, strict=True)
+            ]
+
+
+def read_column(path: Path, names: Sequence[str], batch_rows: int = 8192) -> Iterator[list[list[Any]]]:
+    """The named columns of a shard, in batches: [column][row]."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=batch_rows, columns=list(names)):
+            yield [batch.column(name).to_pylist() for name in names]
+
+
+def write_ledger(path: Path, step: str, exclusions: Sequence[Exclusion]) -> None:
+    rows = [exclusion.candidate for exclusion in exclusions]
+    columns = {
+        "id": [row.id for row in rows],
+        "step": [step] * len(rows),
+        "reason": [exclusion.reason for exclusion in exclusions],
+        "evidence": [_json(exclusion.evidence) for exclusion in exclusions],
+        "source": [row.source for row in rows],
+        "ability": [row.ability for row in rows],
+        "origin": [row.origin for row in rows],
+        "statement": [row.statement[:_EXCERPT_CHARS] for row in rows],
+    }
+    write_table(path, columns, ledger_schema())
+
+
+def write_table(path: Path, columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> None:
+    """A zstd Parquet file, whole or not there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    aside = path.with_name(path.name + PARTIAL_SUFFIX)
+    with naming_disk_full(path, "a shard"):
+        pq.write_table(pa.table(dict(columns), schema=schema), aside, compression="zstd", row_group_size=4096)
+        aside.replace(path)
+
+
+def rows_in(path: Path) -> int:
+    import pyarrow.parquet as pq
+
+    return int(pq.read_metadata(path).num_rows)
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    return {} if text == "{}" else json.loads(text)

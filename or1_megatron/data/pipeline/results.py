@@ -1,0 +1,45 @@
+"""Answers of models, kept for good: sampled once, used by every later build, whatever else of the recipe changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+
+
+class ResultStore:
+    """One JSONL file per model and way of asking; a line per answer, written at once. Survives kill -9.
+
+    What is asked for again is looked up by (problem, sample).
+    """
+
+    def __init__(self, folder: Path, model: str, asked_how: Mapping[str, Any]) -> None:
+        """``asked_how``: what a result depends on beside the problem, such as sampling and prompt."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([model, dict(asked_how)], sort_keys=True)
+        safe = re.sub(r"[^\w.-]+", "_", model)
+        self.path = folder / f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+        self._writer = JsonlWriter(self.path)
+        self._known: dict[str, dict[int, Any]] = {}
+        for row in read_rows(self.path):
+            self._known.setdefault(str(row["problem"]), {})[int(row["sample"])] = row["result"]
+
+    def __len__(self) -> int:
+        """Problems of which something is known."""
+        return len(self._known)
+
+    def of(self, problem: str) -> Mapping[int, Any]:
+        """The problem's results by sample."""
+        return self._known.get(problem, {})
+
+    def add(self, problem: str, sample: int, result: Any) -> None:
+        self._writer.write({"problem": problem, "sample": sample, "result": result})
+        self._known.setdefault(problem, {})[sample] = result
+
+    def close(self) -> None:
+        self._writer.close()

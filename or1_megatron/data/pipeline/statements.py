@@ -1,0 +1,155 @@
+"""What can be told from a statement alone: proofs, choices that are missing, links, figures, nothing to answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.data.pipeline.recipe import StatementsConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
+
+_SENTENCE = r"(?:^|[.!?;:)\n]\s*(?:\(?[a-z0-9]{1,3}[.)]\s*)?)"  # also behind "(a)" or "2."
+_PROVE = re.compile(
+    _SENTENCE + r"\s*(?:please |then |hence |now )?(?:prove|show|demonstrate|verify)\b(?! (?:your|all|the) work)", re.I
+)
+_ASKS = re.compile(
+    r"\b(?:find|determine|compute|calculate|evaluate|solve|how (?:many|much|long|far|old|often)|what|which|who|when)\b"
+    r"|\?",
+    re.I,
+)
+_NO_ANSWER = frozenset({"", "notfound", "not found", "none", "n/a", "null", "unknown"})
+_CHOOSES = re.compile(
+    r"which (?:one )?of the following|which of (?:these|the (?:options|choices|answers))|(?:the|which) (?:correct )?"
+    r"(?:option|choice)s? (?:is|are|below)|choose the (?:correct|right|best)|select the (?:correct|right|best)",
+    re.I,
+)
+_LETTER = re.compile(r"\(?\\?(?:text(?:bf)?\{)?\(?([A-E])\)?\}?\)?\.?")
+_OPTION = re.compile(
+    r"(?:^|[\s({}$~\\])\(?([A-E])\s*[).:]\s*\}?|\\text(?:bf)?\{\s*\(?([A-E])[).]?\s*\)?\}?|\(([A-E])\)"
+)
+_LINK = re.compile(r"https?://\S+|\bwww\.\S+", re.I)
+_FIGURE = re.compile(
+    r"!\[[^\]]*\]|\\includegraphics|<img\b|\[asy\]|\[img\]"
+    r"|\b(?:in|see|from|to|on|of) (?:the )?(?:figure|fig\.|diagram|picture|drawing|image|graph|sketch) "
+    r"?(?:\d|above|below|shown|here|on the (?:right|left))"
+    r"|\b(?:figure|fig\.|diagram|picture|drawing|image) (?:above|below|shown|on the (?:right|left)|shows)"
+    r"|\bas (?:shown|pictured|illustrated|depicted)\b|\bshown (?:above|below|in the)\b|\bpictured (?:above|below)\b",
+    re.I,
+)
+_PROVE_WORDS = ("prove", "show", "demonstrate", "verify")
+_FIGURE_WORDS = (
+    *(
+        "figure",
+        "fig.",
+        "diagram",
+        "picture",
+        "drawing",
+        "image",
+        "graph",
+        "sketch",
+        "shown",
+        "illustrated",
+        "depicted",
+    ),
+    *("![", "<img", "[asy]", "[img]"),
+)
+_LINK_WORDS = ("http", "www.")
+_CHOICE_WORDS = ("which", "choose", "select", "option", "choice")
+_SHOWN_CHARS = 120
+
+
+class Statements:
+    """``steps.Step``: no state, one look at each statement."""
+
+    name = "statements"
+    code = ("data/pipeline/statements.py",)
+
+    def __init__(self, config: StatementsConfig) -> None:
+        self._config = config
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._config.model_dump(mode="json")
+
+    def prepare(self, shards: Sequence[Path]) -> None:
+        pass
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        return [self._judged(row) for row in rows]
+
+    def close(self) -> None:
+        pass
+
+    def _judged(self, row: Candidate) -> Outcome:
+        found = self._of_any(row) or (self._of_math(row) if row.ability == "math" else _of_code(row, self._config))
+        return row if found is None else Exclusion(row, *found)
+
+    def _of_any(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
+        if len(row.statement) < self._config.min_chars:
+            return "statement_too_short", {"chars": len(row.statement), "expected_at_least": self._config.min_chars}
+        return None
+
+    def _of_math(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
+        config, text = self._config, row.statement
+        answer = _only_answer(row.ground_truth)
+        kind = str(row.notes.get("question_type", ""))
+        if config.proofs and (kind == "proof" or answer.lower() == "proof"):
+            return "proof", {"question_type": kind, "answer": answer}
+        lower = text.lower()  # a regular expression is tried only where a word of it occurs: ten times faster
+        if (
+            config.proofs
+            and _has(lower, _PROVE_WORDS)
+            and (asked := _PROVE.search(text))
+            and not _ASKS.search(text, asked.end())
+        ):
+            return "proof", {"found": _around(text, asked)}
+        if answer.lower() in _NO_ANSWER:
+            return "no_answer", {"answer": answer}
+        if config.figures and _has(lower, _FIGURE_WORDS) and (figure := _FIGURE.search(text)):
+            return "figure", {"found": _around(text, figure)}
+        if config.links and _has(lower, _LINK_WORDS) and (link := _LINK.search(text)):
+            return "link", {"found": _around(text, link)}
+        if config.multiple_choice and (why := _chooses(text, answer, kind)) and len(_options(text)) < 2:
+            return "choices_missing", {"found": why, "options": sorted(_options(text))}
+        return None
+
+
+def _of_code(row: Candidate, config: StatementsConfig) -> tuple[str, dict[str, Any]] | None:
+    if config.figures and row.notes.get("pictures"):
+        return "figure", {"pictures": row.notes["pictures"]}
+    return None
+
+
+def _has(lower: str, parts: Sequence[str]) -> bool:
+    return any(part in lower for part in parts)
+
+
+def _only_answer(ground_truth: str) -> str:
+    """The answer, where there is just one; "" without any."""
+    if not ground_truth:
+        return ""
+    try:
+        golds = json.loads(ground_truth)
+    except ValueError:
+        return ground_truth
+    return str(golds[0]).strip() if isinstance(golds, list) and len(golds) == 1 else ground_truth
+
+
+def _chooses(text: str, answer: str, kind: str) -> str:
+    """What says that one of several choices is asked for; "" when nothing does."""
+    if kind == "MCQ":
+        return "question_type MCQ"
+    if _has(text.lower(), _CHOICE_WORDS) and (chosen := _CHOOSES.search(text)):
+        return _around(text, chosen)
+    return f"the answer {answer}" if _LETTER.fullmatch(answer) and answer.strip("().") in "ABCDE" else ""
+
+
+def _options(text: str) -> frozenset[str]:
+    return frozenset(next(filter(None, groups)) for groups in _OPTION.findall(text) if any(groups))
+
+
+def _around(text: str, match: re.Match[str]) -> str:
+    start = max(0, match.start() - 20)
+    return " ".join(text[start : start + _SHOWN_CHARS].split())

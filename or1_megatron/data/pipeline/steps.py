@@ -1,0 +1,205 @@
+"""What a step is, and how one is run: shard by shard, each shard's result on disk before the next is begun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from or1_megatron.data.pipeline.records import (
+    Candidate,
+    Exclusion,
+    Outcome,
+    read_candidates,
+    read_column,
+    rows_in,
+    write_candidates,
+    write_ledger,
+)
+from or1_megatron.data.rows import DataError
+from or1_megatron.runtime.files import write_atomically
+
+MANIFEST = "manifest.json"
+PACKAGE = Path(__file__).resolve().parents[2]
+
+Say = Callable[[str], None]
+
+
+class Step(Protocol):
+    """One step. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Files and folders of this package, relative to it, whose change makes an earlier result invalid."""
+        ...
+
+    def settings(self) -> Mapping[str, Any]:
+        """JSON-able: whatever else the result depends on."""
+        ...
+
+    def prepare(self, shards: Sequence[Path]) -> None: ...
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        """An outcome for each row; ``first`` is the number of the first among all rows of the input."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished step has done; written last, so a step without it is not finished."""
+
+    step: str
+    key: str
+    settings: Mapping[str, Any]
+    rows_in: int
+    rows_out: int
+    reasons: Mapping[str, int]
+    sources: Mapping[str, int]
+    """Rows that went on, by ``source``."""
+    shards: Mapping[str, int]
+    """File name to bytes, of candidates and ledgers."""
+    digest: str
+    """Of the candidates that went on: the next step's input."""
+    seconds: float = 0.0
+    folder: str = field(default="", compare=False)
+
+    def candidate_shards(self, out: Path) -> list[Path]:
+        return [out / self.folder / name for name in self.shards if name.startswith("part-")]
+
+    def ledger_shards(self, out: Path) -> list[Path]:
+        return [out / self.folder / name for name in self.shards if name.startswith("ledger-")]
+
+
+def step_key(name: str, settings: Mapping[str, Any], code: Sequence[str], inputs: Any) -> str:
+    """The cache key: the step's name and settings, the code that implements it, and what goes in."""
+    shared = ("data/pipeline/records.py", "data/pipeline/steps.py")
+    text = json.dumps([name, settings, _code_digest((*code, *shared)), inputs], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code_digest(parts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for part in sorted(parts):
+        path = PACKAGE / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(PACKAGE)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def read_manifest(out: Path, folder: str, key: str) -> Manifest | None:
+    """Of a step that is finished and whose files are all there, with the sizes that they had; else None."""
+    try:
+        stored = json.loads((out / folder / MANIFEST).read_text())
+        manifest = Manifest(**{**stored, "folder": folder})
+        whole = all((out / folder / name).stat().st_size == size for name, size in manifest.shards.items())
+    except (OSError, ValueError, TypeError):
+        return None
+    return manifest if whole and manifest.key == key else None
+
+
+def run_step(out: Path, number: int, step: Step, before: Manifest, say: Say) -> tuple[Manifest, bool]:
+    """(what the step has done, whether that was so already). Raises DataError when nothing is left.
+
+    A killed step goes on behind its last finished shard.
+    """
+    key = step_key(step.name, step.settings(), step.code, before.digest)
+    folder = f"steps/{number:02d}-{step.name}-{key}"
+    if (done := read_manifest(out, folder, key)) is not None:
+        _refuse_empty(done)
+        return done, True
+    here = out / folder
+    here.mkdir(parents=True, exist_ok=True)
+    shards = before.candidate_shards(out)
+    started_s = time.perf_counter()
+    first, left = 0, []
+    for shard in shards:
+        left.append((shard, first))
+        first += rows_in(shard)
+    waiting = [(shard, at) for shard, at in left if not _is_done(here, shard)]
+    if len(waiting) < len(left):
+        say(f"{step.name}: {len(left) - len(waiting)} of {len(left)} shards are done already")
+    try:
+        if waiting:
+            step.prepare(shards)
+        for shard, at in waiting:
+            _apply_to_shard(step, shard, at, here)
+            say(f"{step.name}: {shard.name}")
+    finally:
+        step.close()
+    manifest = finish_step(out, folder, step.name, key, step.settings(), first, time.perf_counter() - started_s)
+    _refuse_empty(manifest)
+    return manifest, False
+
+
+def _apply_to_shard(step: Step, shard: Path, first: int, folder: Path) -> None:
+    rows = [row for batch in read_candidates(shard) for row in batch]
+    outcomes = step.apply(rows, first)
+    assert len(outcomes) == len(rows)
+    kept = [outcome for outcome in outcomes if not isinstance(outcome, Exclusion)]
+    excluded = [outcome for outcome in outcomes if isinstance(outcome, Exclusion)]
+    write_shard(folder, shard.name, step.name, kept, excluded)
+
+
+def write_shard(folder: Path, name: str, step: str, kept: Sequence[Candidate], excluded: Sequence[Exclusion]) -> None:
+    """The ledger first: a shard whose candidates are there is done."""
+    write_ledger(folder / name.replace("part-", "ledger-"), step, excluded)
+    write_candidates(folder / name, kept)
+
+
+def _is_done(folder: Path, shard: Path) -> bool:
+    """Whether a shard's result can be read; a torn one is made again."""
+    import pyarrow as pa
+
+    try:
+        rows_in(folder / shard.name)
+        rows_in(folder / shard.name.replace("part-", "ledger-"))
+    except (OSError, pa.ArrowException):
+        return False
+    return True
+
+
+def finish_step(
+    out: Path, folder: str, name: str, key: str, settings: Mapping[str, Any], rows: int, seconds: float
+) -> Manifest:
+    """Count what is on disk and write the manifest."""
+    here = out / folder
+    reasons: Counter[str] = Counter()
+    sources: Counter[str] = Counter()
+    digest = hashlib.sha256()
+    kept = 0
+    shards = {}
+    for path in sorted(here.glob("*.parquet")):
+        shards[path.name] = path.stat().st_size
+        if path.name.startswith("ledger-"):
+            for (column,) in read_column(path, ["reason"]):
+                reasons.update(column)
+        else:
+            for (column,) in read_column(path, ["source"]):
+                sources.update(column)
+                kept += len(column)
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    manifest = Manifest(
+        name, key, settings, rows, kept, dict(reasons), dict(sources), shards, digest.hexdigest(), seconds, folder
+    )
+    write_atomically(here / MANIFEST, json.dumps(asdict(manifest), indent=1).encode(), "a step's manifest")
+    return manifest
+
+
+def _refuse_empty(manifest: Manifest) -> None:
+    if manifest.rows_out == 0:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items())) or "none"
+        raise DataError(
+            f"step '{manifest.step}' leaves none of {manifest.rows_in} problems (excluded: {reasons}); its ledger is "
+            f"in {manifest.folder}: see or1 data why, then loosen the step or give other sources"
+        )

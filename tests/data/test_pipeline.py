@@ -1,0 +1,203 @@
+"""``or1 data build`` on the example's sets against the ledger known from how they are made; caching, kills, bad input.
+
+Difficulty and judges are in test_pipeline_models.py. How well near-duplicates are found is measured by
+benchmarks/data_quality.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from or1_megatron.cli import app
+from or1_megatron.data.pipeline.ledger import entries, kept
+from or1_megatron.data.problems import load_problems
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def make_sets() -> Iterator[Any]:
+    sys.path.insert(0, str(EXAMPLE))
+    import make_sets
+
+    yield make_sets
+    sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, make_sets: Any) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    for made in make_sets.make_all():
+        (folder / made.name).write_text("".join(json.dumps(row) + "\n" for row in made.rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, built once. Who changes it works on a copy."""
+    out = tmp_path_factory.mktemp("build")
+    result = build(sets, out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def build(sets: Path, out: Path, *overrides: str) -> Result:
+    import os
+
+    os.environ["SETS"] = str(sets)
+    try:
+        arguments = [part for override in (f"out={out}", *overrides) for part in ("--set", override)]
+        return invoke("data", "build", EXAMPLE / "recipe.yaml", *arguments)
+    finally:
+        del os.environ["SETS"]
+
+
+def test_the_ledger_is_the_one_known_from_how_the_sets_are_made(built: Path, make_sets: Any) -> None:
+    """Step, reason and of what: of every row, those that stay included (nothing else is in the ledger)."""
+    found = {}
+    for entry in entries(built):
+        of = {"of": Path(entry.evidence["of_origin"]).name} if "of_origin" in entry.evidence else {}
+        origin = Path(entry.origin).name
+        assert origin not in found
+        found[origin] = {"origin": origin, "step": entry.step, "reason": entry.reason, **of}
+    committed = [json.loads(line) for line in (EXAMPLE / "expected_ledger.jsonl").read_text().splitlines()]
+    assert found == {row["origin"]: row for row in committed}
+    assert committed == [row for made in make_sets.make_all() for row in made.expected]
+    rows = sum(len(made.rows) for made in make_sets.make_all() if made.name != "exam.jsonl")
+    assert len(list(kept(built))) + len(found) == rows
+
+
+def test_the_dataset_is_what_training_loads(built: Path, sets: Path) -> None:
+    problems = load_problems(built / "dataset")
+    assert {problem.ability for problem in problems} == {"math", "code"}
+    by_id = {problem.id: problem for problem in problems}
+    assert by_id.keys() == {row.id for row in kept(built)}
+    assert "train-math-numinamath1.5_olympiads" in {problem.source for problem in problems}
+    first = json.loads((sets / "olympiads.jsonl").read_text().splitlines()[0])
+    (loaded,) = [problem for problem in problems if problem.messages[0].content == first["problem"]]
+    assert json.loads(loaded.ground_truth) == [first["answer"]]
+    schema = pq.read_schema(built / "dataset" / "math.parquet")
+    assert schema.names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+
+
+def test_why_tells_of_excluded_and_kept_problems(built: Path) -> None:
+    entry = next(entry for entry in entries(built) if entry.reason == "near_duplicate")
+    shown = invoke("data", "why", entry.id, "--build", built).output
+    for words in ("excluded by step 'near_duplicates': near_duplicate", entry.evidence["of"], "similarity: "):
+        assert words in shown
+    assert shown == invoke("data", "why", Path(entry.origin).name, "--build", built).output
+    assert "  kept" in invoke("data", "why", entry.evidence["of"], "--build", built).output
+    result = invoke("data", "why", "ffffffffff", "--build", built)
+    assert result.exit_code == 2 and "no such problem" in result.output
+    result = invoke("data", "why", "a", "--build", built)
+    assert result.exit_code == 2 and "problems are meant" in result.output
+
+
+def test_the_report_names_every_step_reason_and_source_and_needs_no_network(built: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert invoke("data", "report", built, "--out", page).exit_code == 0
+    text = page.read_text()
+    for entry in entries(built):
+        assert entry.step in text and entry.reason in text and entry.source in text
+    assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text and "<script" not in text
+
+
+def cached(result: Result) -> list[str]:
+    return [line.split(":")[0] for line in result.output.splitlines() if "(cached)" in line]
+
+
+def test_steps_run_again_only_when_what_goes_into_them_changed(built: Path, sets: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "sets"
+    shutil.copytree(built, out)
+    shutil.copytree(sets, again)
+    every = [step["step"] for step in json.loads((out / "build.json").read_text())["steps"]]
+    assert cached(build(sets, out)) == every
+    looser = build(sets, out, "decontaminate.overlap=0.6", "code=null", "answers=null")
+    assert cached(looser) == ["normalise", "statements"]  # answers is gone, so what reached the others changed
+    with (again / "distilled.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "What is the sum of all primes below thirty?", "answer": "129"}) + "\n")
+    more = build(again, out, "answers=null", "code=null")
+    assert cached(more) == [] and "normalise: 269 -> 269" in more.output
+    before = {folder.name for folder in (out / "steps").iterdir()}
+    deleted = invoke("data", "prune", out).output.split()[1::2]
+    assert {*deleted} == before - {folder.name for folder in (out / "steps").iterdir()} != set()
+    assert cached(build(again, out, "answers=null", "code=null")) == [
+        step for step in every if step not in ("answers", "code")
+    ]
+
+
+def test_torn_and_missing_files_are_made_again_and_nothing_else(built: Path, sets: Path, tmp_path: Path) -> None:
+    """What a kill leaves: a step without its manifest, a shard that is cut off, a shard that is not there."""
+    out = tmp_path / "out"
+    shutil.copytree(built, out)
+    (step,) = (out / "steps").glob("*-near_duplicates-*")
+    before = {path.name: path.read_bytes() for path in step.glob("*.parquet")}
+    damages = (
+        lambda: (step / "manifest.json").unlink(),
+        lambda: (step / "part-00000.parquet").write_bytes(before["part-00000.parquet"][:100]),
+        lambda: (step / "ledger-00000.parquet").unlink(),
+    )
+    for damage in damages:
+        damage()
+        result = build(sets, out)
+        assert result.exit_code == 0, result.output
+        assert "near_duplicates" not in cached(result) and "decontaminate" in cached(result)
+        assert {path.name: path.read_bytes() for path in step.glob("*.parquet")} == before
+
+
+BAD = {
+    "missing column": ([{"problem": "What is 1 + 1, all told?", "answer": "2"}], {"layout": "numinamath"},
+                       r"bad.jsonl:1: no column 'source', which layout 'numinamath' has"),
+    "wrong type": ([{"problem": "What is 1 + 1, all told?", "answer": ["2"]}], {},
+                   r"bad.jsonl:1: column 'answer': found ['2'] (list), expected text or a number"),
+    "unknown layout": ([{"a": 1}], {}, "bad.jsonl:1: columns ['a'] are of no known layout"),
+    "no rows": ([], {}, "bad.jsonl: no row is left"),
+    "select": ([{"problem": "What is 1 + 1, all told?", "answer": "2"}], {"select": {"origin": ["x"]}},
+               "no column 'origin', by which 'select' chooses"),
+    "all gone": ([{"problem": "Prove that one is not two.", "answer": "1"}], {},
+                 "step 'statements' leaves none of 1 problems (excluded: proof 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case: str, tmp_path: Path) -> None:
+    rows, more, words = BAD[case]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"out": str(tmp_path / "out"), "sources": [{"path": str(path), **more}]}))
+    result = invoke("data", "build", recipe)
+    assert result.exit_code == 2
+    assert words in result.output and "Traceback" not in result.output
+    if case == "all gone":  # the ledger of the step that left nothing is there
+        assert (
+            "excluded by step 'statements': proof"
+            in invoke("data", "why", "bad.jsonl:1", "--build", tmp_path / "out").output
+        )
+
+
+def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sources: [{path: x.jsonl, layuot: plain}]\n")
+    result = invoke("data", "build", recipe)
+    assert result.exit_code == 2 and "did you mean sources.0.layout?" in result.output
+    recipe.write_text("sources: [{path: absent.jsonl}]\n")
+    result = invoke("data", "build", recipe, "--set", f"out={tmp_path}/out")
+    assert result.exit_code == 2 and "absent.jsonl: cannot be read" in result.output
+    result = invoke("data", "build", recipe, "--set", f"out={tmp_path}/out", "--until", "polish")
+    assert (
+        result.exit_code == 2 and "no such step in this recipe; expected one of: normalise, statements" in result.output
+    )

@@ -1,0 +1,246 @@
+"""Difficulty and judges for real: a vLLM engine on the quickstart's base model, an OpenAI-compatible server around an
+engine, and a server that answers, fails and babbles as told. That votes of a 70B judge are worth anything is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
+from openai_server import Reply, completion, serving
+
+from or1_megatron.data.pipeline.build import build
+from or1_megatron.data.pipeline.judges import UNREADABLE, read_vote
+from or1_megatron.data.pipeline.ledger import entries, kept
+from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel
+from or1_megatron.data.problems import filter_by_difficulty, load_problems
+from or1_megatron.data.rows import DataError
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data_build import make_verifiers, open_sampler
+from or1_megatron.rollout.asking import EngineSampler
+from or1_megatron.types import Answer, Ask, Message, Sampling, Unanswered
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+BASE = QUICKSTART / "base_model"
+
+
+def problems(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    sys.path.insert(0, str(QUICKSTART))
+    try:
+        import random
+
+        import task
+    finally:
+        sys.path.remove(str(QUICKSTART))
+    rng, rows = random.Random(seed), {}
+    while len(rows) < count:
+        expression = task.make_expression(rng, 2)
+        if expression is not None:
+            rows[f"Compute {expression.render()}."] = str(expression.value)
+    return [{"prompt": text, "answer": answer} for text, answer in rows.items()]
+
+
+def recipe(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> Recipe:
+    path = folder / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Recipe.model_validate({"out": folder / "out", "sources": [{"path": path}], "answers": None, **sections})
+
+
+def say(line: str) -> None:
+    pass
+
+
+class Counted:
+    """Opens samplers of one kind, and counts what is asked of them."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self.asked, self.opened = sampler, 0, 0
+
+    @contextmanager
+    def __call__(self, model: SampledModel, sampling: Sampling, max_prompt_tokens: int) -> Iterator[Any]:
+        self.opened += 1
+        inner = self._sampler(model, sampling, max_prompt_tokens)
+        outer = self
+
+        class Sampler:
+            def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
+                for reply in inner.sample(asks):
+                    outer.asked += 1
+                    yield reply
+
+        yield Sampler()
+
+
+@pytest.fixture(scope="module")
+def base_engine(ray_cluster: None) -> Iterator[Any]:
+    """One engine on the quickstart's base model, which solves a part of its sums."""
+    from or1_megatron.rollout.pool import EnginePool
+
+    pool = EnginePool(rollout_config(engines=1), BASE, "float32", 128, f"{RUN_ID}-data", on_cpu=True)
+    pool.wait_ready()
+    yield pool.handles
+    pool.close()
+
+
+def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: Any, tmp_path: Path) -> None:
+    """What the build says of each problem against the statuses that the engine's answers got; new problems alone are
+    sampled in a second build; one that does not fit is named."""
+    template = ChatTemplate(load_tokenizer(BASE))
+    opened = Counted(lambda _, sampling, longest: EngineSampler(base_engine, 32, template.token_ids, sampling, longest))
+    config = DifficultyConfig(
+        models=(SampledModel(name="base", hf=BASE, dtype="float32"),),
+        samples_math=6, max_prompt_tokens=40, max_response_tokens=72,
+    )  # fmt: skip
+    rows = problems(24)
+    long = {"prompt": f"Compute {'1+' * 40}1.", "answer": "41"}
+    made = recipe(tmp_path, [*rows[:16], long], difficulty=config)
+    build(made, make_verifiers, opened, say)
+    assert (opened.opened, opened.asked) == (1, 17 * 6)
+    (store,) = (made.out / "results" / "difficulty").glob("base-*.jsonl")
+    right: Counter[str] = Counter()
+    for line in map(json.loads, store.read_text().splitlines()):
+        right[line["problem"][:16]] += line["result"] == "right"
+    excluded = {entry.id: entry for entry in entries(made.out) if entry.step == "difficulty"}
+    for row in kept(made.out):
+        assert 0 < right[row.id] < 6
+        assert row.difficulty == {"base": round((6 - right[row.id]) * 16 / 6)}
+    for entry in excluded.values():
+        if "1+1+1" in entry.statement:
+            assert entry.reason == "prompt_too_long"
+        else:
+            assert right[entry.id] == {"always_solved": 6, "never_solved": 0}[entry.reason]
+            assert entry.evidence == {"base": f"{right[entry.id]} of 6 right"}
+    assert len(excluded) < 17  # some are in between: the base model is neither perfect nor hopeless
+    loaded = load_problems(made.out / "dataset")
+    assert len(filter_by_difficulty(loaded, "base")) == len(loaded) == 17 - len(excluded)
+    build(recipe(tmp_path, [*rows, long], difficulty=config), make_verifiers, opened, say)
+    assert (opened.opened, opened.asked) == (2, 17 * 6 + 8 * 6)
+
+
+def judging(url: str, *names: str, **more: Any) -> JudgesConfig:
+    models = tuple(SampledModel(name=name, endpoint=url, concurrent=4, tries=1) for name in names)
+    return JudgesConfig(models=models, **{"votes": 4, "keep_at_least": 5, **more})
+
+
+def vote(kinds: str) -> str:
+    names = ("clear", "complete", "formatted", "focused")
+    lines = (f"{name}: {'yes' if kind == 'y' else 'no'}" for name, kind in zip(names, kinds, strict=True))
+    return "Let me see.</think>\n" + "\n".join(lines)
+
+
+STATEMENTS = {
+    "good": "What is the sum of the first forty odd numbers?",
+    "vague": "What is the value of the number, more or less, as said above?",
+    "split": "How many zeros does one hundred factorial have at its end?",
+    "silly": "Which whole number is one more than forty-one, dear reader?",
+}
+
+
+def test_votes_of_several_judges_decide_and_garbage_is_asked_for_again(tmp_path: Path) -> None:
+    """Two judges, 4 votes each, 5 of 8 needed. By hand: good 8; split 4 (one judge is always against); vague 0 and
+    never complete; silly babbles at first, and each such vote is asked for again once."""
+    calls: Counter[tuple[str, str, int]] = Counter()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        text = body["messages"][0]["content"]
+        (name,) = (name for name, statement in STATEMENTS.items() if statement in text)
+        calls[name, body["model"], body["seed"]] += 1
+        tried = sum(count for (n, model, _), count in calls.items() if (n, model) == (name, body["model"]))
+        if name == "silly" and tried <= 4:
+            return completion("Beautiful! I vote yes.")
+        return completion(
+            vote({"vague": "ynyy", "split": "yyyy" if body["model"] == "a" else "yyyn"}.get(name, "yyyy"))
+        )
+
+    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
+    with serving(answer) as url:
+        made = recipe(tmp_path, rows, judges=judging(url, "a", "b"))
+        build(made, make_verifiers, open_sampler, say)
+    found = {row.statement: row.notes["votes"] for row in kept(made.out)}
+    assert found == {
+        STATEMENTS["good"]: {"for": 8, "readable": 8, "of": 8},
+        STATEMENTS["silly"]: {"for": 8, "readable": 8, "of": 8},
+    }
+    gone = {entry.statement: (entry.reason, entry.evidence) for entry in entries(made.out)}
+    reason, evidence = gone[STATEMENTS["split"]]
+    assert (reason, evidence["for"], evidence["for_by_model"]) == ("voted_out", 4, {"a": 4, "b": 0})
+    reason, evidence = gone[STATEMENTS["vague"]]
+    assert (reason, evidence["for"], evidence["against"]["complete"]) == ("voted_out", 0, 8)
+    assert sum(calls.values()) == 4 * 8 + 8
+    assert max(calls.values()) == 1  # another seed each time
+
+
+def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path) -> None:
+    asked = 0
+
+    def answer(body: dict[str, Any]) -> Reply:
+        nonlocal asked
+        asked += 1
+        return (
+            (500, b"out of memory")
+            if broken and "forty odd" in body["messages"][0]["content"]
+            else completion(vote("yyyy"))
+        )
+
+    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
+    with serving(answer) as url:
+        made = recipe(tmp_path, rows, judges=judging(url, "a", keep_at_least=4))
+        broken = True
+        with pytest.raises(DataError, match=r"step 'judges': 4 of 16 requests to 'a' were not answered \(first: .*500.*"
+                           r"out of memory.*\); the answers that came are kept"):  # fmt: skip
+            build(made, make_verifiers, open_sampler, say)
+        broken, asked = False, 0
+        build(made, make_verifiers, open_sampler, say)
+    assert asked == 4
+    assert len(list(kept(made.out))) == 4
+
+
+def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_pool: Any, tmp_path: Path) -> None:
+    """The tests' random model: every vote is unreadable, which stops the build, again and again, and asks no more."""
+    asked: list[Answer | Unanswered] = []
+
+    def answer(body: dict[str, Any]) -> Reply:
+        ask = Ask("q", len(asked), (Message("user", body["messages"][0]["content"]),), body["seed"])
+        prompt = np.array([2, 7, 9], dtype=np.int32)
+        sampler = EngineSampler(
+            engine_pool.handles[:1], 4, lambda messages: prompt, Sampling(1.0, 1.0, 24), MAX_MODEL_TOKENS
+        )
+        (reply,) = sampler.sample([ask])
+        asked.append(reply)
+        assert isinstance(reply, Answer)
+        return completion(reply.text, "length" if reply.truncated else "stop")
+
+    rows = [{"prompt": text, "answer": "1"} for text in list(STATEMENTS.values())[:2]]
+    with serving(answer) as url:
+        models = (SampledModel(name="tiny", endpoint=url, concurrent=1),)
+        config = JudgesConfig(models=models, votes=2, keep_at_least=1, retries=1)
+        made = recipe(tmp_path, rows, judges=config)
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"4 of 4 answers of 'tiny' hold no vote, each after 1 retries"):
+                build(made, make_verifiers, open_sampler, say)
+    assert len(asked) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (vote("yynn"), "yynn"),
+        ("**Clear**: Yes\n- complete: no\n* formatted = yes\nfocused: **no**", "ynyn"),
+        ("clear: no\n" + vote("yyyy"), "yyyy"),
+        ("clear: yes\ncomplete: yes\nformatted: yes\nfocused: yes and no\nfocused: no", "yyyn"),
+        ("clear: yes\ncomplete: yes\nformatted: yes", UNREADABLE),
+        ("clear: yes\ncomplete: yes\nformatted: yes\nfocused: yes</think> I cannot say.", UNREADABLE),
+        ("yes yes yes yes", UNREADABLE),
+        ("", UNREADABLE),
+    ],
+)
+def test_votes_are_read_strictly(answer: str, expected: str) -> None:
+    assert read_vote(answer) == expected

@@ -1,0 +1,192 @@
+"""Folders, hub sets, published layouts and weights. The hub itself is not reached: ``datasets`` loads a local folder of
+the same layout, through the call that a hub id goes through."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from or1_megatron.data.files import hub_rows, is_hub_id
+from or1_megatron.data.layouts import detect_layout, read_published
+from or1_megatron.data.problems import load_problems
+from or1_megatron.data.rows import DataError
+from or1_megatron.data.stream import MixtureStream, Source
+from or1_megatron.types import Message, Problem, Prompt
+from or1_megatron.verify.code_tests import parse_code_tests
+
+
+def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:
+    return {
+        "data_source": "train-math-numinamath1.5_olympiads",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"ground_truth": '["1"]', "style": "rule"},
+        "extra_info": {"index": 0, "model_difficulty": difficulty or {"M": 3}},
+    }
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder laid out as Skywork-OR1-RL-Data: data/SPLIT-NNNNN-of-NNNNN.parquet."""
+    (tmp_path / "data").mkdir()
+    for name, contents in {"math-00000-of-00002": "ab", "math-00001-of-00002": "c", "code-00000-of-00001": "d"}.items():
+        table = pa.Table.from_pylist([skywork(f"problem {content}") for content in contents])
+        pq.write_table(table, tmp_path / "data" / f"{name}.parquet")
+    return tmp_path
+
+
+def contents(problems: list[Problem]) -> list[str]:
+    return [problem.messages[0].content[-1] for problem in problems]
+
+
+def test_a_folder_is_read_by_split(published: Path) -> None:
+    assert contents(load_problems(published, split="math")) == ["a", "b", "c"]
+    assert contents(load_problems(published)) == ["d", "a", "b", "c"]
+    with pytest.raises(DataError, match=r"no file of split 'train'; expected train\.jsonl.*code-00000"):
+        load_problems(published, split="train")
+    (published / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no \.jsonl or \.parquet"):
+        load_problems(published / "empty")
+
+
+def test_datasets_gives_the_same_rows(
+    published: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    rows = list(hub_rows(str(published), "math"))
+    assert [row["prompt"][0]["content"][-1] for _, row in rows] == ["a", "b", "c"]
+    assert rows[2][0] == f"{published}[math]:3"
+    with pytest.raises(DataError, match=r"has splits .*math.*; expected one of them as 'split'"):
+        list(hub_rows(str(published), None))
+
+
+def test_a_hub_id_is_told_from_a_path_and_what_fails_is_said(tmp_path: Path, monkeypatch: Any) -> None:
+    assert is_hub_id(Path("Skywork/Skywork-OR1-RL-Data"))
+    assert not is_hub_id(Path("data/train.jsonl")) and not is_hub_id(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=r"nobody/nothing: no such file or folder here, and it could not be had"):
+        load_problems(Path("nobody/nothing"), split="math")
+
+
+LCB: dict[str, Any] = {
+    "question_title": "Twice", "question_content": "Read a number, print its double.", "platform": "atcoder",
+    "question_id": "abc001_a", "contest_date": "2024-08-10T00:00:00", "starter_code": "", "difficulty": "easy",
+    "public_test_cases": json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
+    "private_test_cases": "", "metadata": "{}",
+}  # fmt: skip
+
+
+def packed(value: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> None:
+    hidden = json.dumps([{"input": "5\n", "output": "10\n", "testtype": "stdin"}])
+    call = {"input": "3", "output": "6", "testtype": "functional"}
+    rows = [
+        LCB | {"private_test_cases": packed(hidden)},
+        LCB | {"question_content": "Complete it.", "starter_code": "class Solution:\n    def twice(self, n):",
+               "public_test_cases": json.dumps([call]), "metadata": json.dumps({"func_name": "twice"})},
+    ]  # fmt: skip
+    path = tmp_path / "lcb.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stdin, function = load_problems(path)
+    assert json.loads(stdin.ground_truth) == {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "10\n"]}
+    assert (stdin.ability, stdin.source) == ("code", "lcb_atcoder")
+    assert json.loads(function.ground_truth) == {"inputs": ["3"], "outputs": ["6"], "fn_name": "twice"}
+    assert "def twice(self, n):" in function.messages[0].content
+    assert len(parse_code_tests(stdin.ground_truth).tests) == 2
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("/should/never/be/called"),))
+
+
+@pytest.mark.parametrize(
+    "bad", [packed(Evil()), "no base64 !", base64.b64encode(b"no zlib").decode(), "[1]", '{"a": 1}']
+)
+def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str) -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl:4: column 'private_test_cases'"):
+        read_published(LCB | {"private_test_cases": bad}, "auto", "x.jsonl:4")
+
+
+def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:
+    forms = [
+        {"ID": "2024-I-1", "Problem": "Find it.", "Solution": "...", "Answer": 204},
+        {"id": 61, "problem": "Find that.", "solution": "...", "answer": "25", "url": "u", "year": "2024"},
+        {"question": "Find this.", "answer": "70"},
+    ]
+    path = tmp_path / "aime.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in forms))
+    assert [problem.ground_truth for problem in load_problems(path)] == ['["204"]', '["25"]', '["70"]']
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "numinamath": {"problem": "p", "solution": "s", "answer": "1", "question_type": "MCQ", "source": "olympiads"},
+    "deepscaler": {"problem": "p", "answer": "1", "solution": "s"},
+    "still3": {"question": "p", "answer": "1"},
+    "omni_math": {"problem": "p", "answer": "1", "solution": "s", "domain": ["x"], "source": "usamo"},
+    "taco": {"question": "p", "solutions": '["s"]', "input_output": '{"inputs": [], "outputs": []}',
+             "starter_code": "", "difficulty": "HARD"},
+    "leetcode": {"problem_description": "p", "starter_code": "class S:", "prompt": "import math", "completion": "s",
+                 "entry_point": "S().f", "test": "def check(candidate): ...", "difficulty": "Hard"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PUBLISHED)
+def test_layouts_are_told_by_their_columns_and_a_missing_or_wrong_one_is_named(layout: str) -> None:
+    row = PUBLISHED[layout]
+    assert detect_layout(row) == layout
+    read = read_published(row, "auto", "f:1")
+    assert read.statement == "p"
+    assert read.solutions == (() if layout == "still3" else ("s",))
+    first = next(iter(row))
+    without = {name: value for name, value in row.items() if name != first}
+    with pytest.raises(DataError, match=rf"f:1: no column '{first}.*layout '{layout}' has; this row has"):
+        read_published(without, layout, "f:1")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"f:1: column '{first}': found 7 \(int\), expected text"):
+        read_published({**row, first: 7}, layout, "f:1")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="are of no known layout; expected one of: skywork: data_source"):
+        read_published({"something": "else"}, "auto", "f:1")
+
+
+def prompts(prefix: str, count: int) -> list[Prompt]:
+    return [
+        Prompt(
+            Problem(f"{prefix}{n}", prefix, "math", (Message("user", "q"),), '["1"]', {}, f"{prefix}:{n}"),
+            np.array([n], dtype=np.int32),
+        )
+        for n in range(count)
+    ]
+
+
+def test_a_weight_is_the_share_of_an_epoch_and_everybody_has_a_turn() -> None:
+    """10 problems at 0.3 and 4 twice at 1: an epoch has 3 + 8 entries; after 10 epochs each of the 10 came 3 times."""
+    stream = MixtureStream([Source(prompts("a", 10), 1, 0.3), Source(prompts("b", 4), 2)], seed=3)
+    drawn: Counter[str] = Counter()
+    for _ in range(10 * 11):
+        drawn.update(prompt.problem.id for prompt in stream.take(1))
+    assert drawn == {**{f"a{n}": 3 for n in range(10)}, **{f"b{n}": 20 for n in range(4)}}
+    assert stream.epoch == 10
+    state = stream.state()
+    expected = [prompt.problem.id for prompt in stream.take(9)]
+    again = MixtureStream([Source(prompts("a", 10), 1, 0.3), Source(prompts("b", 4), 2)], seed=3)
+    again.restore(state)
+    assert [prompt.problem.id for prompt in again.take(9)] == expected
+    with pytest.raises(DataError, match="training data changed"):
+        MixtureStream([Source(prompts("a", 10), 1, 0.4), Source(prompts("b", 4), 2)], seed=3).restore(state)
+    with pytest.raises(DataError, match=r"weights are \[1.5\]"):
+        MixtureStream([Source(prompts("a", 10), 1, 1.5)], seed=3)

@@ -1,0 +1,50 @@
+"""A server that speaks as much of OpenAI's protocol as is asked of it, with whatever a function answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, Any]
+"""(HTTP status, body: bytes as they are, anything else as JSON)."""
+
+
+def completion(text: str, finish_reason: str = "stop", **more: Any) -> Reply:
+    return 200, {
+        "choices": [{"message": {"role": "assistant", "content": text, **more}, "finish_reason": finish_reason}]
+    }
+
+
+@contextmanager
+def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
+    """The server's URL, up to /v1; ``answer`` gets each request's body, on a thread of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, reply = answer({**body, "path": self.path, "key": self.headers.get("Authorization")})
+            sent = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(sent)))
+                self.end_headers()
+                self.wfile.write(sent)
+            except OSError:  # the client has given up
+                pass
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

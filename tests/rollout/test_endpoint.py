@@ -1,0 +1,98 @@
+"""Asking an endpoint over real HTTP: what is sent, what is retried and how often, what is given up. TLS and real
+servers' own habits are not tried."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from openai_server import Reply, completion, serving
+
+from or1_megatron.rollout.endpoint import Endpoint, EndpointSampler
+from or1_megatron.types import Answer, Ask, Message, Sampling, Unanswered
+
+SAMPLING = Sampling(0.7, 0.9, 55)
+
+
+def asks(count: int) -> list[Ask]:
+    return [Ask(f"p{n}", n, (Message("user", f"question {n}"),), 100 + n) for n in range(count)]
+
+
+def sampled(url: str, count: int, **more: Any) -> list[Answer | Unanswered]:
+    endpoint = Endpoint(url, "judge", **{"tries": 3, "backoff_s": 0.01, "concurrent": 4, **more})
+    return list(EndpointSampler(endpoint, SAMPLING).sample(iter(asks(count))))
+
+
+def test_requests_say_what_is_wanted_and_replies_come_back_to_their_asks() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> Reply:
+        seen.append(body)
+        number = body["messages"][0]["content"].split()[1]
+        if number == "3":
+            return completion("4", reasoning_content="two and two")
+        return completion(f"to {number}", "length" if number == "2" else "stop")
+
+    with serving(answer) as url:
+        replies = sampled(url, 9, api_key="secret")
+    found = {reply.ask.key: (reply.text, reply.truncated) for reply in replies if isinstance(reply, Answer)}
+    assert found == {f"p{n}": ("two and two</think>4", False) if n == 3 else (f"to {n}", n == 2) for n in range(9)}
+    one = next(body for body in seen if body["seed"] == 105)
+    assert one == {
+        "model": "judge", "messages": [{"role": "user", "content": "question 5"}], "temperature": 0.7, "top_p": 0.9,
+        "max_tokens": 55, "seed": 105, "path": "/v1/chat/completions", "key": "Bearer secret",
+    }  # fmt: skip
+
+
+def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() -> None:
+    tries: Counter[int] = Counter()
+
+    def answer(body: dict[str, Any]) -> Reply:
+        number = body["seed"] - 100
+        tries[number] += 1
+        if number == 0 and tries[0] < 3:
+            return 503, b"busy"
+        if number == 1:
+            return 200, b"<html>not JSON</html>"
+        if number == 2:
+            return 200, {"choices": []}
+        if number == 3:
+            return 400, {"error": "the prompt has 9000 tokens"}
+        if number == 4:
+            return 401, {"error": "no key"}
+        if number == 5:
+            time.sleep(0.8)
+        return completion("yes")
+
+    with serving(answer) as url:
+        replies = {reply.ask.sample: reply for reply in sampled(url, 6, timeout_s=0.3)}
+        assert isinstance(replies[0], Answer)
+        failed = {n: reply for n, reply in replies.items() if isinstance(reply, Unanswered)}
+    assert {n: tries[n] for n in range(6)} == {0: 3, 1: 3, 2: 3, 3: 1, 4: 1, 5: 3}
+    assert {n for n, reply in failed.items() if reply.for_good} == {3}
+    for n, words in {
+        1: "expected a chat completion, found '<html>not JSON</html>' (tried 3 times)",
+        3: 'answered 400: \'{"error": "the prompt has 9000 tokens"}\'',
+        4: "answered 401",
+        5: "did not answer within 0.3 s (tried 3 times)",
+    }.items():
+        assert words in failed[n].reason
+
+
+def test_a_dead_endpoint_is_given_up_soon() -> None:
+    """1,000 questions to a port where nobody listens: a few dozen are tried, the rest is not even taken."""
+    taken = 0
+
+    def counted() -> Any:
+        nonlocal taken
+        for ask in asks(1000):
+            taken += 1
+            yield ask
+
+    with serving(lambda body: completion("")) as url:
+        pass  # closed again
+    endpoint = Endpoint(url, "judge", concurrent=4, tries=2, backoff_s=0.01)
+    replies = list(EndpointSampler(endpoint, SAMPLING).sample(counted()))
+    assert all(isinstance(reply, Unanswered) and "cannot be reached" in reply.reason for reply in replies)
+    assert len(replies) == taken <= 24
