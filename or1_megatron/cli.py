@@ -15,6 +15,7 @@ from rich.console import Console
 
 from or1_megatron.ablate_commands import ablate
 from or1_megatron.data_commands import data_commands
+from or1_megatron.evaluate_commands import eval_command
 
 if TYPE_CHECKING:
     import torch
@@ -351,6 +352,7 @@ def _bytes(text: str) -> int:
 
 
 app.command()(ablate)
+app.command(name="eval")(eval_command(explained))
 
 
 if __name__ == "__main__":

@@ -92,10 +92,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_as(Config, path, overrides)
 
 
-def load_as(schema: type[Schema], path: Path, overrides: Sequence[str] = ()) -> Schema:
-    """As ``load_config``, for a file of another schema."""
+def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """As ``load_config``, for a file of another schema; None: its defaults and the overrides."""
     try:
-        data, origins = _read_with_bases(Path(path), ())
+        data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
         for override in overrides:
             _override(data, origins, override)
     except YamlError as error:

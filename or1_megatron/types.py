@@ -100,6 +100,8 @@ class Answer:
     ask: Ask
     text: str
     truncated: bool
+    tokens: int | None = None
+    """Of the response; None where an endpoint does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import pyarrow as pa
 from rich.console import Console
 from rich.text import Text
 
+from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.types import VerdictStatus
@@ -18,6 +19,8 @@ _COLUMNS = [
     *("step", "stage", "problem_id", "sample_index", "source", "ground_truth", "prompt", "response"),
     *("response_token_ids", "finish_reason", "versions", "reward", "status", "answer", "detail", "advantage", "kept"),
 ]
+
+T = TypeVar("T")
 
 _STATUS_STYLES = {"right": "green", "wrong": "red", "truncated": "yellow", "no_answer": "red"}
 
@@ -31,15 +34,41 @@ def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None
     """
     if status is not None and status not in get_args(VerdictStatus):
         raise ValueError(f"status '{status}' is not known; expected one of {', '.join(get_args(VerdictStatus))}")
+    if (run / "responses.jsonl").is_file():
+        return _show_evaluation(run / "responses.jsonl", limit=limit, status=status, console=console)
     table = read_rollouts(rollout_file(run, step), _COLUMNS)
     rows = [row for row in range(table.num_rows) if status is None or table["status"][row].as_py() == status]
-    chosen = [rows[place * len(rows) // min(limit, len(rows))] for place in range(min(limit, len(rows)))]
+    chosen = _evenly(rows, limit)
     of_status = "" if status is None else f" with status {status}"
     shown_step = step if table.num_rows == 0 else table["step"][0].as_py()
     _say(console, f"step {shown_step}: {len(rows)} responses{of_status}, {len(chosen)} shown", style="bold")
     for row in table.take(pa.array(chosen, pa.int64())).to_pylist():
         _show(row, console)
     return len(chosen)
+
+
+def _show_evaluation(path: Path, *, limit: int, status: str | None, console: Console) -> int:
+    """The same of an evaluation's responses (``or1 eval``)."""
+    found = sorted(read_rows(path), key=lambda row: (row["problem_id"], row["sample"]))
+    rows = _evenly([row for row in found if status is None or row["status"] == status], limit)
+    of_status = "" if status is None else f" with status {status}"
+    _say(console, f"{path}: {len(found)} responses, {len(rows)}{of_status} shown", style="bold")
+    for row in rows:
+        _say(console, "")
+        _say(console, f"{row['source']}  problem {row['problem_id']}  sample {row['sample']}", style="bold cyan")
+        verdict = Text(row["status"], style=_STATUS_STYLES.get(row["status"], "magenta"))
+        length = "" if row["tokens"] is None else f"  {row['tokens']} tokens"
+        verdict.append(
+            f"  reward {row['reward']:g}{length}{', truncated' if row['truncated'] else ''}", style="default"
+        )
+        console.print(verdict, soft_wrap=True, highlight=False)
+        _say_answer(row, console)
+    return len(rows)
+
+
+def _evenly(rows: Sequence[T], limit: int) -> list[T]:
+    count = min(limit, len(rows))
+    return [rows[place * len(rows) // count] for place in range(count)]
 
 
 def rollout_file(run: Path, step: int | None) -> Path:
@@ -78,6 +107,10 @@ def _show(row: Mapping[str, Any], console: Console) -> None:
         style="default",
     )
     console.print(verdict, soft_wrap=True, highlight=False)
+    _say_answer(row, console)
+
+
+def _say_answer(row: Mapping[str, Any], console: Console) -> None:
     answer = f"answer {row['answer']}" if row["answer"] else "no answer"
     _say(console, f"{answer}  expected {row['ground_truth']}" + (f"  ({row['detail']})" if row["detail"] else ""))
     _say(console, _indented("prompt", row["prompt"]), style="dim")

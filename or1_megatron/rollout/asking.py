@@ -66,7 +66,7 @@ class EngineSampler:
                     ask = under_way[index].pop((completion.problem_id, completion.sample_index), None)
                     answered_s = time.monotonic()
                     if ask is not None:  # else it belongs to a sampling that was broken off
-                        yield Answer(ask, completion.text, completion.truncated)
+                        yield Answer(ask, completion.text, completion.truncated, completion.token_ids.size)
 
     def _fill(
         self, waiting: Iterator[Ask], under_way: Sequence[dict[tuple[str, int], Ask]], refused: list[Unanswered]

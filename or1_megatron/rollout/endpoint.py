@@ -111,7 +111,8 @@ class _Garbage(ValueError):
 def _read(ask: Ask, body: bytes) -> Answer:
     """The first choice. Reasoning that the server has split off is put back before its closing tag."""
     try:
-        choice: Any = json.loads(body)["choices"][0]
+        decoded = json.loads(body)
+        choice: Any = decoded["choices"][0]
         message = choice["message"]
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -120,7 +121,10 @@ def _read(ask: Ask, body: bytes) -> Answer:
         raise _Garbage(f"expected a chat completion, found {_shown(body)}") from None
     if not isinstance(text, str) or not isinstance(reasoning, str):
         raise _Garbage(f"expected a text as message.content, found {_shown(body)}")
-    return Answer(ask, f"{reasoning}</think>{text}" if reasoning else text, truncated)
+    usage = decoded.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    text = f"{reasoning}</think>{text}" if reasoning else text
+    return Answer(ask, text, truncated, tokens if isinstance(tokens, int) else None)
 
 
 def _shown(body: bytes) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from or1_megatron.report.figure import _ticks, draw_run
+from or1_megatron.report.figure import draw_run
 from or1_megatron.report.rollouts import show_rollouts
+from or1_megatron.report.svg import ticks
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan
@@ -155,12 +156,12 @@ def test_the_picture_is_svg_with_every_curve_inside(run: Path, steps: int) -> No
 
 
 def test_ticks_are_round_and_reach_the_top() -> None:
-    assert _ticks(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert _ticks(0.37) == [0, 0.1, 0.2, 0.3, 0.4]
-    assert _ticks(120) == [0, 25, 50, 75, 100, 125]
-    assert _ticks(0) == [0, 1]
+    assert ticks(1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0.37) == [0, 0.1, 0.2, 0.3, 0.4]
+    assert ticks(120) == [0, 25, 50, 75, 100, 125]
+    assert ticks(0) == [0, 1]
     for top in (0.0013, 0.9, 7, 1024, 31_999):
-        ticks = _ticks(top)
+        ticks = ticks(top)
         assert ticks[-1] >= top > ticks[-2] and 4 <= len(ticks) <= 7
 
 

@@ -1,0 +1,108 @@
+"""What an evaluation came to: scores with intervals, by response length and by context budget, beside the report's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from or1_megatron.evaluate.responses import EvaluationError, Response
+from or1_megatron.evaluate.statistics import Score, average, passed
+
+BUDGETS: Final = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 24576, 28672, 32768, 49152, 65536)
+_BINS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """Responses of ``low`` up to and without ``high`` tokens."""
+
+    low: int
+    high: int
+    responses: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    problems: int
+    samples: int
+    average: Score
+    """avg@k."""
+    passed: Mapping[int, Score]
+    """pass@k for powers of two, and k itself."""
+    truncation_ratio: float
+    mean_tokens: float | None
+    statuses: Mapping[str, int]
+    by_length: Sequence[LengthBin]
+    """Bins of about equal counts, the paper's figure 5."""
+    by_budget: Mapping[int, float]
+    """avg@k if every response longer than so many tokens had been cut off there, the paper's figure 8."""
+
+    def as_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        fields["passed"] = {str(k): asdict(score) for k, score in self.passed.items()}
+        fields["by_budget"] = {str(budget): share for budget, share in self.by_budget.items()}
+        return fields
+
+
+def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Outcome:
+    """Of [P][n] responses. ``limit_tokens``: the context that they were given; budgets beyond it say nothing new."""
+    rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
+    flat = [response for row in responses for response in row]
+    n = rewards.shape[1]
+    sizes = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
+    lengths = [response.tokens for response in flat if response.tokens is not None]
+    return Outcome(
+        problems=rewards.shape[0],
+        samples=n,
+        average=average(rewards),
+        passed={k: passed(rewards, k) for k in sizes},
+        truncation_ratio=float(np.mean([response.truncated for response in flat])),
+        mean_tokens=float(np.mean(lengths)) if lengths else None,
+        statuses=dict(Counter(response.status for response in flat)),
+        by_length=_by_length(flat),
+        by_budget=_by_budget(flat, limit_tokens),
+    )
+
+
+def check_verdicts(outcome: Outcome, max_error_fraction: float) -> None:
+    """Raise EvaluationError when too many verdicts failed: the score would speak of the verifier."""
+    failed = outcome.statuses.get("error", 0) + outcome.statuses.get("timeout", 0)
+    if failed > max_error_fraction * outcome.problems * outcome.samples:
+        raise EvaluationError(
+            f"{failed} of {outcome.problems * outcome.samples} verdicts failed ({dict(outcome.statuses)}), more than "
+            f"max_error_fraction = {max_error_fraction:g}; the responses are kept: look at them with or1 rollouts, "
+            "raise verify_timeout_s, or score them again with or1 verify"
+        )
+
+
+def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
+    """Bins between quantiles; fewer where many responses have one length."""
+    known = [(response.tokens, response.reward) for response in responses if response.tokens is not None]
+    if not known:
+        return []
+    lengths, rewards = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
+    edges = np.unique(np.ceil(np.quantile(lengths, np.linspace(0, 1, _BINS + 1))).astype(int))
+    edges[-1] += 1
+    if len(edges) == 1:
+        edges = np.array([edges[0] - 1, edges[0]])
+    bins = []
+    for low, high in pairwise(edges.tolist()):
+        inside = (lengths >= low) & (lengths < high)
+        if inside.any():
+            bins.append(LengthBin(low, high, int(inside.sum()), float(rewards[inside].mean())))
+    return bins
+
+
+def _by_budget(responses: Sequence[Response], limit_tokens: int) -> dict[int, float]:
+    if any(response.tokens is None and response.status != "unasked" for response in responses):
+        return {}
+    budgets = [budget for budget in BUDGETS if budget < limit_tokens] + [limit_tokens]
+    right = np.array([response.reward for response in responses])
+    tokens = np.array([response.tokens or 0 for response in responses])
+    return {budget: float(np.where(tokens <= budget, right, 0.0).mean()) for budget in budgets}

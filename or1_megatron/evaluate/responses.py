@@ -1,0 +1,87 @@
+"""An evaluation's responses on disk: a JSON line each, written as it is judged, so that a killed evaluation goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be made, gone on with, or trusted; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response with its verdict: a line of ``responses.jsonl``."""
+
+    problem_id: str
+    sample: int
+    source: str
+    ability: str
+    ground_truth: str
+    prompt: str
+    response: str
+    tokens: int | None
+    """Of the response; None where an endpoint does not tell, or none was asked for."""
+    truncated: bool
+    reward: float
+    status: str
+    """As a verdict's, or ``unasked``: the prompt is too long."""
+    answer: str
+    detail: str
+    seed: int
+
+
+class ResponseStore:
+    """``responses.jsonl`` of one evaluation, and ``evaluation.json``: what was asked, and how."""
+
+    def __init__(self, folder: Path, asked_how: Mapping[str, Any]) -> None:
+        """``asked_how``: all that a response depends on beside problem and sample, JSON-able.
+
+        Raises:
+            EvaluationError: the folder holds an evaluation that asked otherwise.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "responses.jsonl"
+        settings = folder / "evaluation.json"
+        wanted = json.loads(json.dumps(dict(asked_how)))
+        begun = self.path.is_file() and self.path.stat().st_size > 0
+        if begun and settings.is_file():
+            self._check(settings, wanted)
+        else:
+            write_atomically(settings, (json.dumps(wanted, indent=2) + "\n").encode(), "the evaluation's settings")
+        self._writer = JsonlWriter(self.path)
+        self._known: dict[tuple[str, int], Response] = {}
+        for row in read_rows(self.path):
+            response = Response(**row)
+            self._known[response.problem_id, response.sample] = response
+
+    def has(self, problem_id: str, sample: int) -> bool:
+        return (problem_id, sample) in self._known
+
+    def get(self, problem_id: str, sample: int) -> Response | None:
+        return self._known.get((problem_id, sample))
+
+    def add(self, response: Response) -> None:
+        self._writer.write(asdict(response))
+        self._known[response.problem_id, response.sample] = response
+
+    def close(self) -> None:
+        self._writer.close()
+
+    @staticmethod
+    def _check(settings: Path, wanted: Mapping[str, Any]) -> None:
+        found = json.loads(settings.read_text())
+        keys = [key for key in dict.fromkeys((*found, *wanted)) if found.get(key) != wanted.get(key)]
+        if keys:
+            changed = "\n".join(f"  {key}: was {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+            raise EvaluationError(
+                f"{settings.parent} holds an evaluation that was made otherwise; name another --out, or put these "
+                f"back:\n{changed}"
+            )

@@ -1,0 +1,81 @@
+"""avg@k and pass@k with confidence intervals. Pure NumPy; rewards are [P, n], right 1 and wrong 0.
+
+avg@k is the mean reward of k samples per problem. pass@k is the chance that one of k samples is right, estimated
+without bias from n >= k samples of which c were right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+
+Two intervals, since two things are drawn. ``samples``: the same problems, other samples, which is what a second run of
+the same evaluation would vary by: 1.96 standard deviations of the estimate under each problem's own chance of success,
+taken as (c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not taken for certain.
+``problems``: another set of problems like these as well, which is what a claim about a skill needs; a percentile
+bootstrap over problems. It is the wider one, as a rule. (Resampling a problem's own samples instead would bias pass@k
+downwards: a drawn set repeats samples.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES: Final = 2000
+_SEED: Final = 20250522
+_TAIL: Final = 2.5  # per cent on either side
+_NORMAL: Final = 1.96
+
+Rewards = NDArray[np.float64]  # [P, n]
+Counts = NDArray[np.float64]  # [..., P]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A figure in [0, 1] with its 95% intervals."""
+
+    value: float
+    samples: Interval
+    problems: Interval
+
+
+def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
+    """The unbiased estimate of pass@k of each of ``right`` [...] successes in n. ValueError unless 1 <= k <= n."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
+    # C(wrong, k) / C(n, k) as a product of k factors; where fewer than k are wrong, one of them is 0
+    wrong = n - np.asarray(right, dtype=np.float64)
+    none = np.ones_like(wrong)
+    for i in range(k):
+        none *= np.clip(wrong - i, 0.0, None) / (n - i)
+    return 1.0 - none
+
+
+def average(rewards: Rewards) -> Score:
+    """avg@n."""
+    n = rewards.shape[1]
+    return _score(rewards, lambda right: right / n)
+
+
+def passed(rewards: Rewards, k: int) -> Score:
+    """pass@k."""
+    n = rewards.shape[1]
+    return _score(rewards, lambda right: pass_at(right, n, k))
+
+
+def _score(rewards: Rewards, estimate: Callable[[Counts], NDArray[np.float64]]) -> Score:
+    rng = np.random.default_rng(_SEED)
+    count, n = rewards.shape
+    right = rewards.sum(axis=1)  # [P]
+    found = estimate(right)  # [P]
+    value = float(found.mean())
+    drawn = rng.binomial(n, (right + 0.5) / (n + 1), (RESAMPLES, count)).astype(np.float64)
+    spread = _NORMAL * float(estimate(drawn).mean(axis=1).std())
+    others = found[rng.integers(0, count, (RESAMPLES, count))].mean(axis=1)
+    low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
+    return Score(value, Interval(max(0.0, value - spread), min(1.0, value + spread)), Interval(float(low), float(high)))

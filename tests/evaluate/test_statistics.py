@@ -1,0 +1,56 @@
+"""avg@k and pass@k by hand, and their intervals by what they promise.
+
+Not proven here: that real models' samples are independent; the intervals suppose it.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from or1_megatron.evaluate.statistics import average, pass_at, passed
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
+    """Of n = 6 samples with c right: count all subsets of size k, for every c and k."""
+    for right in range(7):
+        outcomes = [1] * right + [0] * (6 - right)
+        for k in range(1, 7):
+            subsets = list(combinations(outcomes, k))
+            expected = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at(np.array([float(right)]), 6, k)[0] == pytest.approx(expected)
+
+
+def test_scores_by_hand() -> None:
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 0]], dtype=np.float64)
+    assert average(rewards).value == pytest.approx(3 / 8)
+    assert passed(rewards, 1).value == pytest.approx(3 / 8)
+    assert passed(rewards, 2).value == pytest.approx(((1 - 3 / 6) + (1 - 1 / 6)) / 2)
+    assert passed(rewards, 4).value == 1.0
+    with pytest.raises(ValueError, match="pass@5 needs at least 5 samples"):
+        passed(rewards, 5)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    """150 evaluations of 40 problems whose chances are uniform: the truth of the very problems, and of their kind."""
+    rng = np.random.default_rng(0)
+    hits = {"avg samples": 0, "avg problems": 0, "pass samples": 0, "pass problems": 0}
+    rounds = 150
+    for _ in range(rounds):
+        chances = rng.random(40)
+        rewards = (rng.random((40, 8)) < chances[:, None]).astype(np.float64)
+        mean, four = average(rewards), passed(rewards, 4)
+        truth = 1 - (1 - chances) ** 4
+        hits["avg samples"] += mean.samples.low <= chances.mean() <= mean.samples.high
+        hits["avg problems"] += mean.problems.low <= 0.5 <= mean.problems.high
+        hits["pass samples"] += four.samples.low <= truth.mean() <= four.samples.high
+        hits["pass problems"] += four.problems.low <= 0.8 <= four.problems.high  # E[1 - (1 - u)^4] = 4/5
+    assert all(0.90 <= hit / rounds <= 1.0 for hit in hits.values()), hits
+
+
+def test_a_set_solved_entirely_is_not_certain() -> None:
+    score = average(np.ones((30, 4)))
+    assert score.value == 1.0
+    assert score.samples.low < 1.0 and score.samples.high == 1.0
