@@ -161,8 +161,8 @@ def test_ticks_are_round_and_reach_the_top() -> None:
     assert ticks(120) == [0, 25, 50, 75, 100, 125]
     assert ticks(0) == [0, 1]
     for top in (0.0013, 0.9, 7, 1024, 31_999):
-        ticks = ticks(top)
-        assert ticks[-1] >= top > ticks[-2] and 4 <= len(ticks) <= 7
+        found = ticks(top)
+        assert found[-1] >= top > found[-2] and 4 <= len(found) <= 7
 
 
 def test_a_picture_of_nothing_is_refused(run: Path) -> None:
