@@ -11,13 +11,16 @@ measured from start to end on clusters of their own: to be read as an order of m
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from result import figure, write_result
+from result import ROOT, figure, write_result
 
 from or1_megatron.config import ParallelConfig
-from or1_megatron.plan_handoff import forecast
+from or1_megatron.config_file import load_config
+from or1_megatron.plan_handoff import HandoffForecast, forecast, forecast_of
 
 GIGABITS_PER_S = 400.0
 NVLINK_GIGABITS_PER_S = 3600.0
@@ -97,14 +100,37 @@ RUNS: dict[str, Run] = {
 }
 
 
+RECIPES = {
+    # layout of configs/layouts: (recipe, shape, published)
+    "7b_4_nodes_h800": ("or1_7b", "deepseek_r1_distill_qwen_7b", None),
+    "7b_8_nodes_h800": ("or1_7b", "deepseek_r1_distill_qwen_7b", None),
+    "7b_2_nodes_h200": ("or1_7b", "deepseek_r1_distill_qwen_7b", None),
+    "32b_16_nodes_h800": ("or1_32b", "deepseek_r1_distill_qwen_32b", (11.0, 18.0)),
+    "32b_32_nodes_h800": ("or1_32b", "deepseek_r1_distill_qwen_32b", (11.0, 18.0)),
+    "32b_8_nodes_h200": ("or1_32b", "deepseek_r1_distill_qwen_32b", (11.0, 18.0)),
+    "72b_32_nodes_h800": ("or1_72b", "qwen2_5_72b", None),
+    "235b_32_nodes_h800": ("or1_235b", "qwen3_235b_a22b", (2.7, 3.1)),
+}
+
+
+def forecasts() -> Iterator[tuple[str, HandoffForecast, int, tuple[float, float] | None]]:
+    """(name, forecast, engines' tensor parallelism, published seconds), the configured layouts first."""
+    for layout, (recipe, shape, published_s) in RECIPES.items():
+        os.environ["LAYOUT"] = layout
+        config = load_config(ROOT / f"configs/recipes/{recipe}.yaml", [f"model.hf={ROOT}/configs/models/{shape}"])
+        yield f"configs/layouts/{layout}", forecast_of(config), config.rollout.tensor_parallel, published_s
+    for name, run in RUNS.items():
+        layout_of = ParallelConfig(**run.parallel)
+        made = forecast(run.shape, "bfloat16", layout_of, run.engines, run.tensor, BUCKET_BYTES, run.transport)
+        yield name, made, run.tensor, run.published_s
+
+
 def main() -> None:
     figures: dict[str, Any] = {}
-    for name, run in RUNS.items():
-        layout = ParallelConfig(**run.parallel)
-        made = forecast(run.shape, "bfloat16", layout, run.engines, run.tensor, BUCKET_BYTES, run.transport)
+    for name, made, tensor, published_s in forecasts():
         relays = {start for start, _ in made.links if start >= made.plan.trainers}
         shares = [made.received[rank] / wanted for rank, wanted in enumerate(made.wanted)]
-        whole = sum(made.wanted[: run.tensor])
+        whole = sum(made.wanted[:tensor])
         row = {
             "busiest rank": figure(made.busiest / (1 << 30), "GiB"),
             "at 400 Gb/s": figure(made.seconds(GIGABITS_PER_S), "s"),
@@ -113,9 +139,9 @@ def main() -> None:
             "engine ranks that pass on": figure(len(relays)),
             "received over shard, largest": figure(max(shares), at_most=1.05),
         }
-        if run.published_s is not None:
-            row["published, least"] = figure(run.published_s[0], "s")
-            row["published, most"] = figure(run.published_s[1], "s")
+        if published_s is not None:
+            row["published, least"] = figure(published_s[0], "s")
+            row["published, most"] = figure(published_s[1], "s")
         figures |= {f"{name}: {column}": value for column, value in row.items()}
         print(name, {column: value["value"] for column, value in row.items()}, flush=True)
     settings = {"Gb/s per rank": GIGABITS_PER_S, "NVLink Gb/s": NVLINK_GIGABITS_PER_S, "bucket bytes": BUCKET_BYTES}
