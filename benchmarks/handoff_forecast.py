@@ -1,6 +1,6 @@
 """Handoffs of large models on paper: the planner's bytes over the links of a cluster. Nothing is sent.
 
-    python benchmarks/handoff_forecast.py       (four minutes)
+    python benchmarks/handoff_forecast.py       (eight minutes)
 
 What the busiest rank's link needs, in or out, in bf16: at 400 Gb/s, a link of each rank's own, and at the 450 GB/s in
 each direction of a fourth-generation NVLink; packing, checksums and loading come on top. In two hops (engines on the
