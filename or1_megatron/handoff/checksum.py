@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from or1_megatron.handoff.plan import Slice
@@ -30,11 +32,25 @@ def checksum(cut: Slice, flat: Tensor, handoff: int) -> int:
     Args:
         flat: [bytes] uint8, starting at a multiple of 8 bytes, on any device.
     """
-    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    rows = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS).sum(0)
-    tail = words[rows.numel() * (words.numel() // _COLUMNS) :]
-    weights = _weights(flat.device)
-    total = int((rows * weights).sum()) + 3 * int((tail * weights[: tail.numel()]).sum())
-    total += int.from_bytes(flat[words.numel() * 8 :].cpu().numpy().tobytes(), "little")
+    total = _of_array(flat.numpy()) if flat.device.type == "cpu" else _of_tensor(flat)
+    total += int.from_bytes(flat[flat.numel() // 8 * 8 :].cpu().numpy().tobytes(), "little")
     identity = hashlib.blake2b(f"{handoff} {cut.name} {cut.box} {cut.dtype}".encode(), digest_size=8).digest()
     return (total + int.from_bytes(identity, "little")) & _MASK
+
+
+def _of_tensor(flat: Tensor) -> int:
+    """Of the whole words of [bytes] uint8."""
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    weights = _weights(flat.device)
+    rows, tail = words[:whole].view(-1, _COLUMNS).sum(0), words[whole:]
+    return int((rows * weights).sum()) + 3 * int((tail * weights[: tail.numel()]).sum())
+
+
+def _of_array(flat: NDArray[np.uint8]) -> int:
+    """The same, in two thirds of the time for large slices and less for small ones."""
+    words = flat[: flat.size // 8 * 8].view(np.int64)
+    whole = words.size // _COLUMNS * _COLUMNS
+    weights = _weights(torch.device("cpu")).numpy()
+    rows, tail = np.add.reduce(words[:whole].reshape(-1, _COLUMNS), axis=0), words[whole:]
+    return int(np.dot(rows, weights)) + 3 * int(np.dot(tail, weights[: tail.size]))
