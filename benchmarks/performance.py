@@ -85,6 +85,14 @@ SECTIONS = (
         ),
     ),
     Section(
+        "evaluation",
+        "What an evaluation takes beyond the engines' time",
+        "python benchmarks/evaluation.py",
+        "The same 2,048 requests on the same engines, by turns sampled bare, and sampled, judged and kept, start of "
+        "the verifiers included.",
+        (("evaluation / bare sampling", "≤ 1.05"),),
+    ),
+    Section(
         "verify_peers",
         "Code verifier beside others",
         "python benchmarks/verify.py --livecodebench CHECKOUT --verl CHECKOUT",

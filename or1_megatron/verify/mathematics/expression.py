@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from or1_megatron.verify.mathematics.text import Token, Unreadable
-from or1_megatron.verify.mathematics.tree import FUNCTIONS, GREEK, Node, integer, number_of
+from or1_megatron.verify.mathematics.text import FUNCTIONS, Token, Unreadable
+from or1_megatron.verify.mathematics.tree import GREEK, Node, integer, number_of
 
 _MAX_DEPTH = 60
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}

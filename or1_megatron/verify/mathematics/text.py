@@ -267,7 +267,7 @@ _TOKEN = re.compile(
     r"|(?P<sign>[-+*/^_!'|()\[\]{}<>=:,;%&¤€£¥])",
     re.ASCII,  # digits of other scripts are not digits here
 )
-_NAMES = frozenset(
+FUNCTIONS = frozenset(
     [
         "sin",
         "cos",
@@ -289,16 +289,10 @@ _NAMES = frozenset(
         "min",
         "gcd",
         "lcm",
-        "sqrt",
         "det",
-        "mod",
-        "bmod",
-        "pmod",
-        "pi",
-        "infty",
-        "inf",
     ]
 )
+_NAMES = FUNCTIONS | {"sqrt", "mod", "bmod", "pmod", "pi", "infty", "inf"}
 
 
 def tokens(cleaned: str) -> list[Token]:

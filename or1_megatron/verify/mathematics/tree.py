@@ -9,31 +9,6 @@ from fractions import Fraction
 from or1_megatron.verify.mathematics.text import Unreadable
 
 _MAX_DIGITS = 4000
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "lg",
-        "exp",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-        "det",
-    ]
-)
 GREEK = frozenset(
     [
         "alpha",
