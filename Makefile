@@ -1,6 +1,6 @@
 # Every target does its own set-up; all are safe to run twice. `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart base-model test test-slow lint format doctor clean
+.PHONY: help setup quickstart base-model browser test test-slow lint format doctor clean
 SHELL := /bin/bash
 export PYTHON
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
@@ -19,10 +19,14 @@ quickstart: setup  ## train a tiny model from the committed base to high accurac
 base-model: setup  ## make the quickstart's base model anew (up to an hour on 2 cores)
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" examples/quickstart/make_base.sh
 
+browser: setup  ## a headless Chromium in .venv/browser, for the tests that look at pages (needs node and npm)
+	@tools/browser.sh
+
 test: setup  ## the tests, some minutes
 	@$(PYTEST) -q -m "not slow and not gpu"
 
 test-slow: setup  ## a whole quickstart, and what it promises
+	@tools/browser.sh || echo "without a browser: its tests are skipped"
 	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800
 
 lint: setup  ## ruff, import rules, mypy; changes nothing

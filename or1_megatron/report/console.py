@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from or1_megatron.report.format import duration, fraction, number, quantity
-from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group
+from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 _HEADER_EVERY_LINES = 20
 _POLL_S = 0.25
@@ -99,7 +99,14 @@ class RunConsole:
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
 
-    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
         """Shown with the step's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

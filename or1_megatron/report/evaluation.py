@@ -12,6 +12,7 @@ from or1_megatron.report.svg import GREY, GRID, INK, line, path, ticks
 
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 36, 44
+_UPRIGHT_PX = 44  # of a label such as 131,072
 _COLOUR, _BAR = "#2f6fde", "#8fb4f2"
 
 
@@ -100,8 +101,8 @@ def _bars(bins: Sequence[Mapping[str, Any]]) -> list[str]:
             f"<title>{found['low']} to {found['high'] - 1} tokens: {found['accuracy']:.1%} of {found['responses']}"
             "</title></rect>"
         )
-        shapes.append(_below(x, f"{found['low']:,}"))
-    shapes.append(_below(_WIDTH - _RIGHT, f"{bins[-1]['high'] - 1:,}"))
+        shapes.append(_below(x, f"{found['low']:,}", width))
+    shapes.append(_below(_WIDTH - _RIGHT, f"{bins[-1]['high'] - 1:,}", width))
     return shapes
 
 
@@ -112,12 +113,16 @@ def _curve(budgets: Mapping[str, float]) -> list[str]:
     points = [(_LEFT + i * step, _y(share)) for i, share in enumerate(budgets.values())]
     shapes = [path(points, _COLOUR, 2)]
     shapes += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_COLOUR}"/>' for x, y in points]
-    shapes += [_below(x, f"{int(budget):,}") for (x, _), budget in zip(points, budgets, strict=True)]
+    shapes += [_below(x, f"{int(budget):,}", step) for (x, _), budget in zip(points, budgets, strict=True)]
     return shapes
 
 
-def _below(x: float, text: str) -> str:
-    y = _HEIGHT - _BOTTOM + 14
+def _below(x: float, text: str, room: float) -> str:
+    """Under the axis: upright where ``room`` pixels up to the next one are enough, else slanting."""
+    y = _HEIGHT - _BOTTOM + 16
+    if room >= _UPRIGHT_PX:
+        x = min(x, _WIDTH - _UPRIGHT_PX / 2)
+        return f'<text x="{x:.1f}" y="{y}" text-anchor="middle" font-size="11" fill="{GREY}">{text}</text>'
     return (
         f'<text x="{x:.1f}" y="{y}" text-anchor="end" font-size="10" fill="{GREY}" '
         f'transform="rotate(-30 {x:.1f} {y})">{text}</text>'

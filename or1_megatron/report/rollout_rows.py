@@ -1,0 +1,159 @@
+"""The responses of a run without their texts: a row each, as columns, read file by file in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from or1_megatron.runtime.rollout_store import open_rollouts
+from or1_megatron.runtime.run_folder import step_of
+
+_BATCH_ROWS = 256
+"""Read at a time: a response may have 32,000 tokens."""
+
+_NEEDED = ("problem_id", "sample_index", "reward")
+_LISTS = ("prompt_token_ids", "response_token_ids", "log_probs", "log_prob_differences", "entropies")
+_WORDS = ("stage", "problem", "source", "status")
+_FIELDS = {"problem": "problem_id"}
+_NUMBERS = ("sample_index", "reward", "advantage", "started_s", "finished_s", "truncated", "kept")
+
+Column = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Columns [n], the rows in the order of steps and of the groups within. What a file lacks is nan or "" there.
+
+    ``file`` and ``place`` say where in ``files`` a row's text lies.
+    """
+
+    files: Sequence[Path]
+    columns: Mapping[str, Column]
+    """file, place, step, sample, reward, advantage, tokens, prompt_tokens, seconds, log_prob, difference (mean of |.|),
+    entropy, truncated, kept; and stage, problem, source, status as places in ``words``."""
+    words: Mapping[str, Sequence[str]]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def stages(self) -> list[tuple[int, str, NDArray[np.bool_]]]:
+        """(first step, name, which rows [n]) of each stage, in the order of steps."""
+        codes, first = np.unique(self["stage"], return_index=True)
+        found = sorted((int(self["step"][place]), int(code)) for code, place in zip(codes, first, strict=True))
+        return [(step, self.words["stage"][code], self["stage"] == code) for step, code in found]
+
+    def groups(self) -> NDArray[np.int64]:
+        """[n]: the number of each row's group, from 0: neighbours of one step and problem, sample indices rising."""
+        step, problem, sample = self["step"], self["problem"], self["sample"]
+        begins = (step[1:] != step[:-1]) | (problem[1:] != problem[:-1]) | (sample[1:] <= sample[:-1])
+        return np.concatenate([[0], np.cumsum(begins)]).astype(np.int64)[: len(self)]
+
+
+def gather(files: Sequence[Path], notes: list[str]) -> Rows | None:
+    """The rows of these files; a file that cannot be read is named in ``notes``. None: there is no row."""
+    parts: list[dict[str, Column]] = []
+    lacking: dict[str, int] = {}
+    words: dict[str, dict[str, int]] = {name: {} for name in _WORDS}
+    for index, path in enumerate(files):
+        try:
+            parts += [
+                part | {"file": np.full(len(part["step"]), index, np.int32)} for part in _read(path, lacking, words)
+            ]
+        except (ValueError, OSError, pa.ArrowException) as error:
+            notes.append(f"{path.name} is left out: {str(error).splitlines()[0].removeprefix(f'{path}: ')}")
+    for name, count in lacking.items():
+        notes.append(f"{count} of {len(files)} rollout files lack '{name}', as those of older versions do")
+    if not parts:
+        return None
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return Rows(files, columns, {name: list(codes) for name, codes in words.items()})
+
+
+def _read(path: Path, lacking: dict[str, int], words: dict[str, dict[str, int]]) -> list[dict[str, Column]]:
+    """All of a file's rows or an exception: a file is taken whole or not at all."""
+    with open_rollouts(path) as file:
+        there = set(file.schema_arrow.names)
+        if missing := [name for name in _NEEDED if name not in there]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        fields = [_FIELDS.get(name, name) for name in _WORDS]
+        wanted = [name for name in (*fields, *_NUMBERS, *_LISTS) if name in there]
+        parts: list[dict[str, Column]] = []
+        done = 0
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted):
+            if batch.num_rows:
+                parts.append(_columns(batch, step_of(path) or 0, done, words))
+                done += batch.num_rows
+    for name in (*fields, *_NUMBERS, "response_token_ids", "log_probs"):
+        if name not in there:
+            lacking[name] = lacking.get(name, 0) + 1
+    return parts
+
+
+def _columns(batch: pa.RecordBatch, step: int, done: int, words: dict[str, dict[str, int]]) -> dict[str, Column]:
+    rows = batch.num_rows
+    there = set(batch.schema.names)
+
+    def numbers(name: str) -> Column:
+        if name not in there:
+            return np.full(rows, np.nan, np.float32)
+        kind = pa.float64() if name.endswith("_s") else pa.float32()
+        found: Column = batch[name].cast(kind).to_numpy(zero_copy_only=False)
+        return found
+
+    def codes(name: str) -> Column:
+        field = _FIELDS.get(name, name)
+        if field not in there:
+            return np.full(rows, words[name].setdefault("", len(words[name])), np.int32)
+        encoded = batch[field].cast(pa.string()).fill_null("").dictionary_encode()
+        known = words[name]
+        of_batch = np.array([known.setdefault(word, len(known)) for word in encoded.dictionary.to_pylist()], np.int32)
+        found: Column = of_batch[encoded.indices.to_numpy()]
+        return found
+
+    def lists(name: str) -> pa.Array:
+        return batch[name] if name in there else pa.nulls(rows, pa.list_(pa.float32()))
+
+    return {
+        "place": np.arange(done, done + rows, dtype=np.int32),
+        "step": np.full(rows, step, np.int32),
+        "stage": codes("stage"),
+        "problem": codes("problem"),
+        "source": codes("source"),
+        "status": codes("status"),
+        "sample": np.nan_to_num(numbers("sample_index")).astype(np.int32),
+        "reward": numbers("reward"),
+        "advantage": numbers("advantage"),
+        "truncated": numbers("truncated") == 1,
+        "kept": numbers("kept") == 1,
+        "tokens": _lengths(lists("response_token_ids")),
+        "prompt_tokens": _lengths(lists("prompt_token_ids")),
+        "seconds": (numbers("finished_s") - numbers("started_s")).astype(np.float32),
+        "log_prob": _means(lists("log_probs")),
+        "difference": _means(lists("log_prob_differences"), absolute=True),
+        "entropy": _means(lists("entropies")),
+    }
+
+
+def _lengths(lists: pa.Array) -> Column:
+    found: Column = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+    return found
+
+
+def _means(lists: pa.Array, absolute: bool = False) -> Column:
+    """The mean of each list; nan of none and of an empty one."""
+    lengths = _lengths(lists)
+    values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    sums = np.bincount(owner, weights=np.abs(values) if absolute else values, minlength=len(lengths))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (sums / lengths).astype(np.float32)

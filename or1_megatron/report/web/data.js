@@ -1,0 +1,24 @@
+// The page's data: packets of gzip in base64, written by report/embedding.py.
+
+const ARRAYS = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, uint32: Uint32Array, float32: Float32Array };
+
+/** When the whole page is there: texts lie behind this script, so that what they need not wait for is drawn before. */
+const parsed = new Promise((done) => (document.readyState === "loading" ? document.addEventListener("DOMContentLoaded", done) : done()));
+
+/** {header, columns} of a packet in this page. */
+async function packet(name) {
+  if (!document.getElementById(`data-${name}`)) await parsed;
+  const element = document.getElementById(`data-${name}`);
+  if (!element) throw new Error(`the page has no data '${name}': it is not whole`);
+  const text = atob(element.textContent);
+  const bytes = Uint8Array.from(text, (char) => char.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const length = new Uint32Array(buffer, 0, 1)[0];
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const columns = {};
+  for (const [column, [kind, first, size]] of Object.entries(header.columns)) {
+    columns[column] = new ARRAYS[kind](buffer, 4 + length + first, size);
+  }
+  return { header, columns };
+}

@@ -1,0 +1,93 @@
+// Where the steps' time goes: a bar per step, its verbs on top of one another, and the sums.
+
+const VERBS_APART = 7;
+
+/** {verb: seconds over all steps} of a run, the longest first. */
+function verbTotals(run) {
+  const totals = {};
+  for (const [name, [, values]] of Object.entries(run.metrics)) {
+    if (!name.startsWith("time/") || name === "time/step" || name === "time/other") continue;
+    totals[name.slice(5)] = values.reduce((sum, value) => sum + (value ?? 0), 0);
+  }
+  return Object.fromEntries(Object.entries(totals).sort((a, b) => b[1] - a[1]));
+}
+
+/** The verbs that get a colour of their own, over all runs; the others are one. */
+function verbsApart(page) {
+  const totals = {};
+  for (const run of page.runs) for (const [verb, seconds] of Object.entries(verbTotals(run))) totals[verb] = (totals[verb] ?? 0) + seconds;
+  return Object.entries(totals).sort((a, b) => b[1] - a[1]).slice(0, VERBS_APART).map(([verb]) => verb);
+}
+
+/** [{first, last, parts: [seconds per step of each verb apart, of the rest]}], at most `most` of them. */
+function timeBars(run, apart, most) {
+  const per = Math.max(1, Math.ceil(run.steps.length / most));
+  const bars = [];
+  for (let at = 0; at < run.steps.length; at += per) {
+    const last = Math.min(at + per, run.steps.length) - 1;
+    bars.push({ first: run.steps[at], last: run.steps[last], steps: last - at + 1, parts: new Array(apart.length + 1).fill(0) });
+  }
+  for (const verb of Object.keys(verbTotals(run))) {
+    const [places, values] = run.metrics[`time/${verb}`];
+    const part = apart.includes(verb) ? apart.indexOf(verb) : apart.length;
+    places.forEach((place, i) => {
+      const bar = bars[Math.floor(place / per)];
+      bar.parts[part] += (values[i] ?? 0) / bar.steps;
+    });
+  }
+  return bars;
+}
+
+function drawTimes(page, run, apart, width) {
+  const names = [...apart.map((verb) => verb.replaceAll("_", " ")), "the rest"];
+  const bars = timeBars(run, apart, Math.max(10, Math.floor(width / 6)));
+  const whole = (bar) => bar.parts.reduce((sum, part) => sum + part, 0);
+  const top = page.shares ? 1 : Math.max(...bars.map(whole)) * 1.03 || 1;
+  const x = [run.steps[0] - 0.5, run.steps[run.steps.length - 1] + 0.5];
+  const plot = frame({ width, height: 230, x, y: [0, top], top: STAGES_PX, whole: true, yText: page.shares ? (value) => `${Math.round(100 * value)}%` : null });
+  for (const bar of bars) {
+    const [left, right] = [plot.across(bar.first - 0.5), plot.across(bar.last + 0.5)];
+    const all = whole(bar);
+    let below = 0;
+    const stack = svg("g");
+    bar.parts.forEach((part, i) => {
+      const size = page.shares ? part / (all || 1) : part;
+      if (size <= 0) return;
+      const [high, low] = [plot.up(below + size), plot.up(below)];
+      stack.append(svg("rect", { x: left, y: high, width: Math.max(0.6, right - left - (right - left > 4 ? 1 : 0)), height: Math.max(0, low - high), fill: i < apart.length ? colourOf(i) : "var(--line)" }));
+      below += size;
+    });
+    const title = bar.first === bar.last ? `step ${bar.first}` : `steps ${bar.first} to ${bar.last}, mean`;
+    hint(stack, () => `${title}: ${duration(all)}\n` + bar.parts.map((part, i) => [part, names[i]]).filter(([part]) => part > 0).sort((a, b) => b[0] - a[0]).map(([part, name]) => `${name}: ${duration(part)} (${percent(part / all)})`).join("\n"));
+    plot.layer.append(stack);
+  }
+  drawStages({ runs: [run], shown: new Set([0]) }, plot, x);
+  return plot.root;
+}
+
+function timesTab(page) {
+  const timed = page.runs.map((run, index) => ({ run, index })).filter(({ run }) => Object.keys(verbTotals(run)).length);
+  if (!timed.length) return [el("p", { class: "note" }, "No times are recorded.")];
+  const apart = verbsApart(page);
+  const legend = el("div", { class: "legend" }, ...[...apart, "the rest"].map((verb, i) => el("span", {}, el("i", { style: `background:${i < apart.length ? colourOf(i) : "var(--line)"}` }), verb.replaceAll("_", " "))));
+  const shares = el("input", { type: "checkbox", onchange: (event) => { page.shares = event.target.checked; plots.forEach((plot) => plot.redraw()); } });
+  const plots = [];
+  const charts = timed.map(({ run, index }) => {
+    const plot = lazily(el("div", { class: "plot" }), (width) => drawTimes(page, run, apart, width));
+    plots.push(plot);
+    return el("section", { "data-run": index }, el("h3", {}, run.label, el("span", { class: "note" }, "  seconds per step")), plot);
+  });
+  return [el("div", { class: "controls" }, el("label", {}, shares, "as shares")), legend, ...charts, el("h2", {}, "All steps"), timesTable(timed)];
+}
+
+function timesTable(timed) {
+  const totals = timed.map(({ run }) => verbTotals(run));
+  const sums = totals.map((each) => Object.values(each).reduce((sum, value) => sum + value, 0));
+  const verbs = [...new Set(totals.flatMap(Object.keys))];
+  const head = el("tr", {}, el("th", {}, "verb"), ...timed.flatMap(({ run }) => [el("th", { class: "n" }, run.label), el("th", { class: "n" }, "share")]));
+  const rows = verbs.map((verb) => el("tr", {}, el("td", {}, verb.replaceAll("_", " ")), ...totals.flatMap((each, i) => [el("td", { class: "n" }, duration(each[verb])), el("td", { class: "n" }, percent(each[verb] / sums[i]))])));
+  const all = el("tr", {}, el("td", {}, "all"), ...sums.flatMap((sum) => [el("td", { class: "n" }, duration(sum)), el("td", { class: "n" }, "")]));
+  const other = timed.map(({ run }) => (run.metrics["time/other"]?.[1] ?? []).reduce((sum, value) => sum + (value ?? 0), 0));
+  const rest = el("tr", {}, el("td", {}, "of which neither decoding nor training"), ...other.flatMap((sum, i) => [el("td", { class: "n" }, duration(sum)), el("td", { class: "n" }, percent(sum / sums[i]))]));
+  return el("div", { class: "wide" }, el("table", {}, head, ...rows, all, rest));
+}

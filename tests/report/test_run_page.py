@@ -1,0 +1,310 @@
+"""``or1 report``: what the page holds, from run folders that the real store wrote, read back without a browser.
+
+That a browser can draw it, ``test_run_page_browser.py`` tests; how it looks, no test says.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from report_runs import NASTY, tokenizer_of_bytes, write_run
+from typer.testing import CliRunner
+
+from or1_megatron.cli import app
+from or1_megatron.report.aggregates import truncation_histogram
+from or1_megatron.report.choice import UnknownRollout, choose, named, thinned
+from or1_megatron.report.embedding import rounded
+from or1_megatron.report.recordings import labels
+from or1_megatron.report.run_page import Written, write_report
+from or1_megatron.report.tokens import TokenTexts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A run to spoil."""
+    return write_run(tmp_path / "own")
+
+
+def unpacked(page: str, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(header, columns) of a packet: the format read by hand."""
+    found = re.search(rf'<script type="text/plain" id="data-{name}">([A-Za-z0-9+/=]*)</script>', page)
+    assert found is not None, name
+    whole = gzip.decompress(base64.b64decode(found[1]))
+    length = int.from_bytes(whole[:4], "little")
+    header = json.loads(whole[4 : 4 + length])
+    columns = {
+        column: np.frombuffer(whole, kind, size, 4 + length + first)
+        for column, (kind, first, size) in header["columns"].items()
+    }
+    return header, columns
+
+
+def report(runs: list[Path], out: Path, **options: Any) -> tuple[str, Written]:
+    written = write_report(runs, out, **options)
+    page = out.read_text()
+    assert len(page.encode()) == written.size_bytes
+    return page, written
+
+
+def test_curves_histograms_and_rows(run: Path, tmp_path: Path) -> None:
+    """3 problems x 4 samples x 4 steps; p0 always truncated (4 of 4 in its groups), the others never."""
+    page, written = report([run], tmp_path / "r.html")
+    assert (written.rows, written.all_rows, written.texts, written.notes) == (48, 48, 48, ())
+    head = unpacked(page, "head")[0]
+    assert [metric[0] for metric in head["metrics"]][:2] == ["stage/index", "reward/mean"]
+    told = head["runs"][0]
+    assert told["steps"] == [0, 1, 2, 3, 4]
+    assert told["metrics"]["accuracy/all"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
+    assert told["metrics"]["evaluation/accuracy"] == [[0], [0.25]]
+    assert told["stages"] == [["short", 1, 8], ["long", 3, 16]]
+    assert told["entropy_target"] == 0.25
+    short = told["histograms"][0]
+    assert (short["stage"], short["responses"], short["steps"], short["limit"]) == ("short", 24, [1, 2], 8)
+    assert {kind: sum(counts) for kind, counts in short["lengths"]["counts"].items()} == {
+        "right": 2 + 3 + 2 + 4,  # p1 and p2 of steps 1 and 2
+        "not right": 2 + 1 + 2,
+        "truncated": 8,
+    }
+    assert short["lengths"]["counts"]["truncated"][0] == 8 and short["lengths"]["edges"][1:3] == [3, 6]
+    assert short["truncated"] == {"labels": ["0", "1", "2", "3", "4"], "counts": [4, 0, 0, 0, 2]}
+    header, rows = unpacked(page, "rows")
+    assert header["words"]["source"] == ["sums", "words"] and header["all"] == 48
+    assert rows["reward"].sum() == 4 * 2 + 3 + 3 * 4 and rows["truncated"].sum() == 16
+    assert rows["kept"].sum() == 4 * 4 + 4  # p1 in all steps, p2 in step 1
+    assert np.isnan(rows["difference"]).sum() == 48 - 20
+    assert np.nanmax(np.abs(rows["difference"] - 0.25)) == 0  # a power of two: exact in three digits
+
+
+def test_migration_between_stages(run: Path, tmp_path: Path) -> None:
+    """p0 stays at none, p1 at a half, p2 goes from 7 of 8 to all."""
+    page, _ = report([run], tmp_path / "r.html")
+    head, columns = unpacked(page, "head")
+    moved = head["runs"][0]["migration"]
+    assert moved["periods"] == ["short", "long"]
+    expected = np.zeros((7, 7), int)
+    expected[0, 0] = expected[3, 3] = expected[4, 5] = 1
+    assert moved["tables"] == {"0-1": expected.tolist()}
+    assert [columns[f"bins/0/{i}"].tolist() for i in (0, 1)] == [[0, 3, 4], [0, 3, 5]]
+
+
+def test_migration_within_one_stage_and_problems_not_seen_twice(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a" / "run", steps=2), write_run(tmp_path / "b" / "run", steps=1, problems=4)
+    page, _ = report([first, second], tmp_path / "r.html")
+    runs = unpacked(page, "head")[0]["runs"]
+    assert [each["label"] for each in runs] == ["a/run", "b/run"]
+    assert runs[0]["migration"]["periods"] == ["steps 1–1", "steps 2–2"]
+    assert np.sum(runs[0]["migration"]["tables"]["0-1"]) == 3  # p3 is of the other run
+    assert runs[1]["migration"] is None  # one step
+
+
+def test_a_text_token_by_token(run: Path, tmp_path: Path) -> None:
+    """The tokens' texts are the response, its special token included; a character of four bytes is its last token's."""
+    page, _ = report([run], tmp_path / "r.html", ids=["p1/2/0"], texts=0)
+    assert "window.broken" not in page and page.count("</script>") == page.count("<script")
+    header, columns = unpacked(page, "text-0")
+    assert header["response"] == f"x=0 {NASTY}<eos>" and header["prompt"].endswith(NASTY)
+    units = columns["units"]
+    assert units.sum() == len(header["response"].encode("utf-16-le")) // 2
+    assert units.size == len(f"x=0 {NASTY}".encode()) + 1 and units[-1] == len("<eos>")
+    scientist = header["response"].encode().index("👩".encode())
+    assert units[scientist : scientist + 4].tolist() == [0, 0, 0, 2]
+    np.testing.assert_allclose(columns["log_prob"], -np.linspace(0, 2, units.size), atol=2e-3)
+    assert set(columns["difference"].tolist()) == {0.25}
+    assert columns["entropy"].tolist() == list(range(units.size))
+    rows = unpacked(page, "rows")[1]
+    assert np.flatnonzero(rows["text"] == 0).tolist() == [12 + 4]
+
+
+def test_ids(run: Path, tmp_path: Path) -> None:
+    _, written = report([run], tmp_path / "r.html", ids=["p1", "p0/3", "p1/1/2"], texts=0)
+    assert written.texts == 16 + 4
+    for wanted, said in {
+        "q": "no rollout that is kept is of a problem 'q'",
+        "p1/9": "the problem was sampled in step 1, 2, 3, 4",
+        "p1/1/7": "no such rollout is kept",
+        "p1/x": "expected PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE",
+        "/1": "expected PROBLEM",
+    }.items():
+        with pytest.raises(UnknownRollout, match=said):
+            write_report([run], tmp_path / "r.html", ids=[wanted])
+
+
+def test_the_same_runs_give_the_same_page(run: Path, tmp_path: Path) -> None:
+    assert report([run], tmp_path / "a.html", texts=9)[0] == report([run], tmp_path / "b.html", texts=9)[0]
+
+
+def test_choice_covers_what_is_rare() -> None:
+    """10,000 rows: of 40 chosen every step, both rewards, the one truncated in a hundred and the small source; and in
+    each half of the steps of all kinds."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "run": np.zeros(10_000, np.int32),
+        "step": np.repeat(np.arange(20), 500),
+        "reward": (rng.random(10_000) < 0.9).astype(np.float32),
+        "truncated": rng.random(10_000) < 0.01,
+        "source": (rng.random(10_000) < 0.02).astype(np.int32),
+    }
+    chosen = choose(columns, 40)
+    assert len(set(chosen.tolist())) == 40
+    assert set(np.bincount(columns["step"][chosen])) <= {1, 2, 3}
+    for name in ("reward", "truncated", "source"):
+        assert 13 <= np.count_nonzero(columns[name][chosen]) <= 27, name
+        for half in (chosen[columns["step"][chosen] < 10], chosen[columns["step"][chosen] >= 10]):
+            assert 5 <= np.count_nonzero(columns[name][half]) <= 15, name
+    assert choose(columns, 40).tolist() == chosen.tolist()
+    few = {name: values[:7] for name, values in columns.items()}
+    assert sorted(choose(few, 200)) == list(range(7)) and choose(few, 0).size == 0
+
+
+def test_thinning_takes_whole_steps_and_keeps_what_is_named() -> None:
+    columns = {"run": np.zeros(100, np.int32), "step": np.repeat(np.arange(10), 10)}
+    left = thinned(columns, 50, np.array([3]))
+    assert sorted({int(step) for step in columns["step"][left]}) == [0, 1, 3, 5, 7, 9] and 3 in left
+    assert np.count_nonzero(columns["step"][left] == 9) == 10 and len(left) == 51
+    assert len(thinned(columns, 4, np.array([3]))) <= 5
+    assert thinned(columns, 100, np.array([3])).tolist() == list(range(100))
+
+
+def test_named_rows_come_once_and_in_order() -> None:
+    columns = {"problem": np.array([0, 1, 1]), "step": np.array([1, 1, 2]), "sample": np.array([0, 0, 0])}
+    assert named(columns, ["ab", "abc"], ["abc/2", "ab", "abc"]).tolist() == [2, 0, 1]
+
+
+def test_the_page_keeps_its_size(run: Path, tmp_path: Path) -> None:
+    """Texts go first, those chosen last; then rows, whole steps of them. Each time a note says so."""
+    page, whole = report([run], tmp_path / "r.html")
+    bare = report([run], tmp_path / "r.html", texts=0)[1].size_bytes
+    limit = (whole.size_bytes + bare) // 2 + 10_000
+    page, fewer = report([run], tmp_path / "r.html", limit_bytes=limit)
+    assert 0 < fewer.texts < 48 and fewer.size_bytes <= limit
+    assert fewer.notes == (f"{48 - fewer.texts} of 48 texts are left out: the page would be over {limit:,} bytes",)
+    assert list(fewer.notes) == unpacked(page, "rows")[0]["notes"]
+    page, thin = report([run], tmp_path / "r.html", most_rows=24, ids=["p0/1/0"])
+    assert (thin.rows, thin.all_rows) == (25, 48)
+    assert "25 of 48 responses are listed" in thin.notes[0]
+    assert unpacked(page, "head")[0]["runs"][0]["responses"] == 48
+    with pytest.raises(ValueError, match="the curves of 1 runs alone take"):
+        write_report([run], tmp_path / "r.html", limit_bytes=1000)
+
+
+def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) -> None:
+    rollouts = own / "rollouts"
+    (rollouts / "step_000002.parquet").write_bytes(b"PAR1 torn")
+    third = rollouts / "step_000003.parquet"
+    third.write_bytes(third.read_bytes()[:-100])
+    old = pq.read_table(rollouts / "step_000004.parquet").drop_columns(["entropies", "source", "log_probs"])
+    pq.write_table(old, rollouts / "step_000004.parquet")
+    pq.write_table(old.drop_columns(["reward"]), rollouts / "step_000006.parquet")
+    (rollouts / "step_000005.parquet.partial").write_bytes(b"half")
+    (own / "summary.json").write_text("{")
+    lines = (own / "metrics.jsonl").read_text().splitlines()
+    lines[2:2] = ["nonsense", '{"step": "x"}', '{"step": 2, "loss": NaN, "note": "hm", "alarm/grad_norm": Infinity}']
+    (own / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "accuracy/all": 0.']))
+    page, written = report([own], tmp_path / "r.html")
+    assert written.rows == 24
+    notes = "\n".join(written.notes)
+    for said in (
+        "metrics.jsonl:3: expected a JSON object, found b'nonsense",
+        "a row whose step is 'x', expected a whole number",
+        "not numbers, and left out: note",
+        "step_000002.parquet is left out: not a rollout file",
+        "step_000003.parquet is left out: not a rollout file",
+        "step_000006.parquet is left out: it lacks reward",
+        "1 of 5 rollout files lack 'source'",
+        "1 of 5 rollout files lack 'log_probs'",
+        "step_000005.parquet.partial: half-written",
+        "summary.json cannot be read",
+    ):
+        assert said in notes, said
+    told = unpacked(page, "head")[0]["runs"][0]
+    assert told["metrics"]["loss"] == [[2], [None]] and told["metrics"]["alarm/grad_norm"] == [[2], [None]]
+    assert told["metrics"]["accuracy/all"][1] == [0.1, 0.2, 0.3, 0.4]
+    assert told["notes"] == [note.removeprefix("own: ") for note in written.notes]
+
+
+def test_runs_without_rollouts_metrics_or_tokenizer(own: Path, tmp_path: Path) -> None:
+    (own / "metrics.jsonl").unlink()
+    (own / "hf" / "tokenizer.json").unlink()
+    page, written = report([own], tmp_path / "r.html")
+    assert unpacked(page, "head")[0]["runs"][0]["stages"] == [["short", 1, 8], ["long", 3, 16]]
+    assert any("its tokens have no text, since no tokenizer was found" in note for note in written.notes)
+    header, columns = unpacked(page, "text-0")
+    assert "units" not in columns and header["response"]
+    page, _ = report([own], tmp_path / "r.html", tokenizer=tokenizer_folder(tmp_path), ids=["p1"], texts=0)
+    assert "units" in unpacked(page, "text-0")[1]
+    for file in (own / "rollouts").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match="nothing to show yet, neither metrics nor rollouts"):
+        write_report([own], tmp_path / "r.html")
+    (own / "metrics.jsonl").write_text('{"step": 1, "accuracy/all": 0.5}\n')
+    page, written = report([own], tmp_path / "r.html")
+    assert (written.rows, written.texts) == (0, 0) and "no rollouts are kept" in written.notes[-1]
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    tokenizer_of_bytes(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    def said(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["report", *arguments])
+        return result.exit_code, result.output
+
+    status, text = said(
+        str(run), str(run), "--out", str(tmp_path / "new" / "r.html"), "--texts", "5", "--ids", "p0/1,p0/2"
+    )
+    assert status == 0, text
+    assert "48 responses, 1" in text and (tmp_path / "new" / "r.html").is_file()
+    assert said(str(tmp_path / "none")) == (2, f"or1: error: no run folder {tmp_path / 'none'}\n")
+    status, text = said(str(tmp_path))
+    assert status == 2 and "is not a run folder: it has neither config.yaml nor metrics.jsonl nor rollouts/" in text
+    (tmp_path / "evaluated").mkdir()
+    (tmp_path / "evaluated" / "responses.jsonl").touch()
+    status, text = said(str(tmp_path / "evaluated"))
+    assert status == 2 and "holds an evaluation" in text
+    status, text = said(str(run), "--ids", "zz", "--out", str(tmp_path / "r.html"))
+    assert status == 2 and "no rollout that is kept is of a problem 'zz'" in text
+
+
+def test_labels() -> None:
+    paths = [Path("/a/x/run"), Path("/b/x/run"), Path("/a/other")]
+    assert labels(paths) == ["a/x/run", "b/x/run", "other"]
+
+
+def test_truncation_of_groups_of_different_sizes() -> None:
+    """1 of 3, 2 of 2 and 0 of 1: 33%, 100%, 0%, in tenths."""
+    truncated = np.array([True, False, False, True, True, False])
+    found = truncation_histogram(truncated, np.array([4, 4, 4, 5, 5, 9]))
+    assert found["labels"][3] == "30%" and found["counts"] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_rounding_keeps_three_digits_and_what_is_no_number() -> None:
+    values = np.array([1.0, -0.123456, 1234.56, 0.0, np.nan, np.inf, -np.inf, 3e-8], np.float32)
+    found = rounded(values)
+    np.testing.assert_allclose(found[[0, 1, 2, 3, 7]], values[[0, 1, 2, 3, 7]], rtol=3e-4)
+    assert np.isnan(found[4]) and found[5] == np.inf and found[6] == -np.inf and found[0] == 1.0
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """A lone byte of a character becomes U+FFFD; an id beyond the vocabulary says so."""
+    tokenizer = tokenizer_of_bytes(tmp_path)
+    half = tokenizer.encode("é").ids[0]
+    text, units = TokenTexts(tmp_path).cut([half, tokenizer.encode("a").ids[0], 4711, half])
+    assert text == "\ufffda<4711?>\ufffd" and units.tolist() == [0, 2, 7, 1]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
+        TokenTexts(tmp_path)

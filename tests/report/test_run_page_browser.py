@@ -1,0 +1,231 @@
+"""The page of ``or1 report`` in a real Chromium: it draws itself, asks for nothing, and its controls do what they say.
+
+Skipped where there is none (``make browser`` installs one). How it looks is for people; other browsers are not tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chromium import Chromium, find_chromium
+from report_runs import NASTY, group, tokenizer_of_bytes, write_run
+
+from or1_megatron.report.run_page import write_report
+from or1_megatron.runtime.rollout_store import to_table
+from or1_megatron.runtime.run_folder import RunFolder
+
+TABS = ("overview", "metrics", "time", "lengths", "problems", "rollouts")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium: `make browser` installs one into .venv/browser")
+    with Chromium(executable, 1400, 900) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return write_run(folder / "one"), write_run(folder / "two", steps=6, stage_steps=4)
+
+
+@pytest.fixture(scope="module")
+def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the first run."""
+    path = tmp_path_factory.mktemp("page") / "one.html"
+    write_report([runs[0]], path, texts=20, ids=["p1/2/0"])
+    return path
+
+
+@pytest.fixture
+def opened(browser: Chromium, page: Path) -> Chromium:
+    show(browser, page)
+    return browser
+
+
+def show(browser: Chromium, page: Path, fragment: str = "") -> None:
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(page, fragment)
+    browser.wait_for("document.documentElement.dataset.ready")
+
+
+def go(browser: Chromium, tab: str) -> None:
+    browser.evaluate(f"document.getElementById('tab-{tab}').click()")
+    browser.wait_for(f"document.querySelector('[data-tab={tab}]')?.children.length")
+
+
+def pick(browser: Chromium, selector: str, value: str) -> None:
+    """Set a control and tell it so."""
+    browser.evaluate(
+        f"(() => {{ const node = document.querySelector({selector!r}); node.value = {value!r}; "
+        "for (const kind of ['input', 'change']) node.dispatchEvent(new Event(kind, {bubbles: true})); })()"
+    )
+
+
+def text(browser: Chromium, selector: str) -> str:
+    found: str = browser.evaluate(f"document.querySelector({selector!r}).textContent")
+    return found
+
+
+def assert_quiet(browser: Chromium, page: Path) -> None:
+    """Neither errors nor warnings, and nothing was asked for but the page itself."""
+    assert browser.complaints == []
+    assert {url.partition("#")[0] for url in browser.requests} <= {page.as_uri()}
+
+
+def test_every_part_draws_itself_and_asks_for_nothing(
+    browser: Chromium, runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Two runs of stages of their own, at two widths, light and dark; nothing is wider than the window."""
+    path = tmp_path / "both.html"
+    write_report(list(runs), path, texts=4)
+    for width, dark in ((1400, False), (420, True)):
+        browser.resize(width, 900, dark)
+        show(browser, path)
+        for tab in TABS:
+            go(browser, tab)
+            browser.wait_for(f"document.querySelector('[data-tab={tab}] :is(svg, table, .row)')")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, tab)
+        assert_quiet(browser, path)
+    browser.resize(1400, 900)
+    go(browser, "overview")
+    plot = '[data-tab=overview] [data-metric="accuracy/all"]'
+    browser.wait_for(f"document.querySelectorAll('{plot} polyline').length >= 2")
+    named = f"[...document.querySelectorAll('{plot} text')].filter(t => t.textContent === 'long').length"
+    assert browser.evaluate(named) == 2  # behind step 2 of the one and behind step 4 of the other
+    browser.evaluate("document.querySelector('#runs button').click()")
+    browser.wait_for(f"{named} === 1")
+
+
+def test_filters(opened: Chromium, page: Path) -> None:
+    """Numbers worked out from ``report_runs.write_run``: 48 responses, 23 right, 16 truncated, 16 of source 'words'."""
+    go(opened, "rollouts")
+
+    def told() -> str:
+        return text(opened, "[role=status]")
+
+    texts = page.read_text().count('id="data-text-')
+    assert told().startswith(f"48 of 48 responses, mean reward 0.479, {texts} in full")
+    controls = {
+        name: f"#filters label:has(:nth-child(1)):nth-of-type({place}) :is(select, input)"
+        for place, name in enumerate(("from", "to", "reward", "truncated", "source", "status", "problem"), start=1)
+    }
+    for changes, count in (
+        ({"reward": "1"}, 23),
+        ({"truncated": "1"}, 16),
+        ({"truncated": "0", "reward": "0"}, 9),
+        ({"source": "1"}, 16),
+        ({"from": "2", "to": "3"}, 24),
+        ({"problem": "p2", "to": "1"}, 4),
+        ({"problem": "none such"}, 0),
+    ):
+        opened.evaluate("[...document.querySelectorAll('#filters button')].pop().click()")
+        for name, value in changes.items():
+            pick(opened, controls[name], value)
+        assert told().startswith(f"{count} of 48 responses"), (changes, told())
+        assert int(opened.evaluate("document.querySelector('.scroller').getAttribute('aria-rowcount')")) == count + 1
+    assert_quiet(opened, page)
+
+
+def test_a_response_with_its_tokens(browser: Chromium, page: Path) -> None:
+    """Found by its address; every token is there and nothing of it is obeyed; shades follow the numbers."""
+    show(browser, page, "#rollouts/0/p1/2/0")
+    browser.wait_for("document.querySelectorAll('.tokens b').length")
+    turned = f"x=0 {NASTY}<eos>".replace("\u202e", "◌")
+    shown = "".join(c if c >= " " or c == "\n" else chr(0x2400 + ord(c)) for c in turned)
+    assert text(browser, ".tokens") == shown
+    assert text(browser, ".prompt").endswith(shown.removeprefix("x=0 ").removesuffix("<eos>"))
+    assert browser.evaluate("window.broken === undefined")
+    tokens = len(f"x=0 {NASTY}".encode()) + 1
+    assert browser.evaluate("document.querySelectorAll('.tokens b').length") == tokens
+    assert browser.evaluate("document.querySelectorAll('.tokens b.special').length") == 1
+
+    def shades(mode: str) -> list[float]:
+        pick(browser, "#detail select", mode)
+        found: list[float] = browser.evaluate(
+            "[...document.querySelectorAll('.tokens b')].map(b => "
+            "Number((/[/,] ([.\\d]+)\\)/.exec(getComputedStyle(b).backgroundColor) ?? [0, 1])[1]))"
+        )
+        return found
+
+    surprise = shades("engine log-prob")
+    assert surprise[0] == 0 and np.all(np.diff(surprise) >= 0) and surprise[-1] == pytest.approx(0.72, abs=0.01)
+    assert shades("log-prob difference") == pytest.approx([0.72] * tokens, abs=0.01)  # all alike
+    assert np.all(np.diff(shades("entropy")) >= 0)
+    assert shades("advantage") == pytest.approx([0.72] * tokens, abs=0.01)
+    assert set(shades("none")) == {0.0}
+    browser.evaluate(
+        "document.querySelector('.tokens b').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))"
+    )
+    tip = text(browser, "#tip")
+    assert "token 1 of" in tip and '"x"' in tip and "policy − engine 0.25" in tip and "advantage 1" in tip
+    assert_quiet(browser, page)
+
+
+def test_what_is_not_in_the_page_is_said(opened: Chromium, page: Path) -> None:
+    go(opened, "rollouts")
+    opened.evaluate("document.querySelectorAll('.head button')[0].click()")  # by whether the text is here
+    opened.evaluate("document.querySelectorAll('.head button')[0].click()")
+    opened.evaluate("document.querySelector('.row').click()")
+    opened.wait_for("!document.getElementById('detail').hidden")
+    assert "--ids p" in text(opened, "#detail")
+    assert_quiet(opened, page)
+
+
+def test_a_cell_of_the_migration_lists_its_responses(opened: Chromium, page: Path) -> None:
+    """p2 alone moves from 75–100% to 100%: 16 responses."""
+    go(opened, "problems")
+    cell = "document.querySelector('.matrix').rows[5].cells[6].querySelector('button')"
+    assert opened.evaluate(f"{cell}.textContent") == "1"
+    opened.evaluate(f"{cell}.click()")
+    opened.wait_for("document.querySelector('[role=status]')?.textContent.startsWith('16 of 48')")
+    assert_quiet(opened, page)
+
+
+def big_run(root: Path, responses: int) -> Path:
+    """Ten steps of the same responses, but for their step."""
+    folder = RunFolder(root)
+    folder.create()
+    tokenizer = tokenizer_of_bytes(folder.hf)
+    folder.write_config("{}")
+    one = group("p", [("a", "right"), ("b", "wrong")] * 8, tokenizer)
+    table = to_table(1, "only", [one] * (responses // 160), [])
+    for step in range(1, 11):
+        numbers = pa.array(np.full(table.num_rows, step, np.int32))
+        pq.write_table(table.set_column(0, "step", numbers), folder.rollouts / f"step_{step:06d}.parquet")
+    return root
+
+
+def test_ten_thousand_rows_with_few_in_the_document(browser: Chromium, tmp_path: Path) -> None:
+    page = tmp_path / "big.html"
+    assert write_report([big_run(tmp_path / "big", 12_800)], page, texts=3).rows == 12_800
+    show(browser, page, "#rollouts")
+    browser.wait_for("document.querySelector('.row')")
+
+    def shown() -> list[list[Any]]:
+        time.sleep(0.1)  # two frames
+        found: list[list[Any]] = browser.evaluate(
+            "[...document.querySelectorAll('.row')].map(r => [r.ariaRowIndex ?? r.getAttribute('aria-rowindex'), "
+            "r.children[1].textContent])"
+        )
+        assert len(found) < 100
+        return found
+
+    assert shown()[0] == ["2", "1"]
+    browser.evaluate("document.querySelector('.scroller').scrollTop = 1e9")
+    browser.wait_for("document.querySelector('.rows').lastChild.getAttribute('aria-rowindex') === '12801'")
+    assert shown()[-1] == ["12801", "10"]
+    browser.evaluate("document.querySelectorAll('.head button')[1].click()")  # by step, the last first
+    assert shown()[0] == ["2", "10"]
+    assert_quiet(browser, page)
