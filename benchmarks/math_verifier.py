@@ -1,19 +1,19 @@
 r"""How often the math verifier errs, in both directions, beside three other rules, and how many verdicts it gives.
 
-    python benchmarks/math_verifier.py [--suite DIR] [--errors]
+    python benchmarks/math_verifier.py [--suite NAME=DIR ...] [--errors]
 
-``--suite``: the unpacked source distribution of Math-Verify (``pip download --no-binary :all: --no-deps
-math-verify==0.9.0``), whose own tests are read as a further set; only those where gold and answer are each one formula,
-with its authors' labels, which are not all ours. ``--errors`` prints the errors on the tuning part and the suite, and
-never those on the frozen third. Verdicts per second are per second of CPU time, of the verifier and its child together.
+``--suite``: a folder with other people's tests of such rules (``math_suites`` says which are read), each a further set,
+with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip download
+--no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH data set's
+normaliser. Only where gold and answer are each one formula. ``--errors`` prints the errors on the tuning part and the
+suites, and never those on the frozen third. Verdicts per second are per second of CPU time, of the verifier and its
+child together.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ import math_pairs
 import psutil
 from math_baselines import RULES, Bounded
 from math_pairs import Pair
+from math_suites import suite_pairs
 from result import figure, write_result
 
 from or1_megatron.types import Message, Problem
@@ -34,13 +35,14 @@ Accepts = Callable[[Pair], bool]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--suite", type=Path)
+    parser.add_argument("--suite", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of the throughput measurement")
     arguments = parser.parse_args()
     sets = {"frozen third": math_pairs.load("frozen"), "tuning part": math_pairs.load("tuning")}
-    if arguments.suite:
-        sets["Math-Verify's tests"] = suite_pairs(arguments.suite)
+    for suite in arguments.suite:
+        name, _, folder = suite.partition("=")
+        sets[f"{name}'s tests"] = suite_pairs(Path(folder))
     verifier = MathVerifier(timeout_s=5.0)
     others = {name: Bounded(name) for name in RULES}
     judges: dict[str, Accepts] = {OURS: lambda pair: _accepts(verifier, pair)}
@@ -88,45 +90,6 @@ def error_rates(title: str, pairs: Sequence[Pair], judges: dict[str, Accepts], s
             ratio = rates[OURS] / rates["Math-Verify"]
             figures[f"{title}, {what} beside Math-Verify: {OURS}"] = figure(ratio, at_most=limit)
     return figures
-
-
-def suite_pairs(folder: Path) -> list[Pair]:
-    """(gold, prediction, expected) of the suite's parametrised tests, where both are one formula."""
-    pairs = []
-    for path in sorted((folder / "tests").glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize"):
-                continue
-            names = ast.unparse(node.args[0]).replace("'", "").split(",")
-            if [name.strip(" ()") for name in names[:2]] != ["gold", "pred"] or len(names) != 3:
-                continue
-            for row in getattr(node.args[1], "elts", []):
-                if pair := _suite_pair(row, path.stem):
-                    pairs.append(pair)
-    return list(dict.fromkeys(pairs))
-
-
-def _suite_pair(row: ast.expr, kind: str) -> Pair | None:
-    try:
-        gold, answer, expected = ast.literal_eval(row)
-    except ValueError:
-        return None
-    contents = [_formula(text) for text in (gold, answer)]
-    if None in contents or expected not in (0, 1):
-        return None
-    return Pair(kind, (str(contents[0]),), str(contents[1]), bool(expected))
-
-
-def _formula(text: str) -> str | None:
-    r"""What a text that is one ``$...$``, or one box in it, holds."""
-    inner = re.fullmatch(r"\s*(?:\$\$?|\\\[|\\\()?([^$]*?)(?:\$\$?|\\\]|\\\))?\s*", text, re.DOTALL)
-    if inner is None:
-        return None
-    content = inner[1].strip()
-    boxed = re.fullmatch(r"\\boxed\{(.*)\}", content, re.DOTALL)
-    if boxed:
-        content = boxed[1]
-    return None if "boxed" in content or not content or len(content) > 400 or "\n" in content else content
 
 
 def throughput(verifier: MathVerifier, other: Bounded, pairs: Sequence[Pair], rounds: int) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def verify_file(
             )
     done = _resumed(out, recorded)
     tally: dict[str, Counter[str]] = {}
-    judges = _Judges(config, abilities)
+    judges = _Judges(config.model_copy(update={"workers": workers}), abilities)
     try:
         judges.check(item.problem for item in recorded)
         with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(workers) as executor:

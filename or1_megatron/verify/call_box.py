@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MUTABLE = (list, dict, set, bytearray)
+ANSWERED = 42  # how a fork that has answered exits
 EXPRESSION = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 
@@ -185,11 +186,11 @@ def serve(box: Box, lines: Any, channel: int, fork: bool, keep: bool) -> None:
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 reply(channel, nonce, {"raised": complaint(error), "type": type(error).__name__})
             if fork:
-                os._exit(0)
+                os._exit(ANSWERED)
             continue
         _, status = os.waitpid(child, 0)
-        if status:
-            raised = "used up its CPU time" if status == signal.SIGXCPU else "killed: wait status " + str(status)
+        if status != ANSWERED << 8:  # nobody is kept waiting for an answer that will not come
+            raised = "used up its CPU time" if status == signal.SIGXCPU else "no answer: wait status " + str(status)
             reply(channel, nonce, {"raised": raised, "type": "Killed"})
 
 

@@ -18,6 +18,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 _NAME = "or1-verify"
 _CONTROLLERS = ("memory", "pids")
 _EMPTY_S = 5.0
+_numbers = itertools.count()  # of all pools of this process, so that no two want the same group
 
 
 @dataclass(slots=True)
@@ -80,7 +81,6 @@ class CgroupPool:
 
     def __init__(self, parents: dict[str, Path], unified: bool) -> None:
         self._parents, self._unified = parents, unified
-        self._numbers = itertools.count()
         self._idle: list[Cgroup] = []
         self._all: list[Cgroup] = []
 
@@ -117,7 +117,7 @@ class CgroupPool:
         try:
             return self._idle.pop()
         except IndexError:
-            name = f"{os.getpid()}-{next(self._numbers)}"
+            name = f"{os.getpid()}-{next(_numbers)}"
             folders = {controller: parent / name for controller, parent in self._parents.items()}
             for folder in set(folders.values()):
                 folder.mkdir()

@@ -69,7 +69,11 @@ class CheckerPrograms:
         """Raises CheckerFailed. Texts, and bytes for what was written; for calls values, and the result encoded."""
         if checker.kind == "python":
             found = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
-            return self._python(checker.parameters["source"], [encode(given), found, encode(expected)])
+            try:
+                arguments = json.dumps([encode(given), found, encode(expected)])
+            except RecursionError:  # only the output's depth is not the data's
+                return False
+            return self._python(checker.parameters["source"], arguments)
         files = {"checker": self._binary(checker), "input": given, "output": output, "answer": expected}
         program = Program(
             {name: part if isinstance(part, bytes) else part.encode() for name, part in files.items()},
@@ -82,8 +86,8 @@ class CheckerPrograms:
         how = describe_exit(result.exit_status) if result.ending == "exited" else result.ending
         raise CheckerFailed(f"the testlib checker failed: {how}: {result.errors.strip()[-200:]}")
 
-    def _python(self, source: str, arguments: list[Any]) -> bool:
-        texts = {"main.py": _BOX, "checker.py": source, "codec.py": CODEC, "arguments": json.dumps(arguments)}
+    def _python(self, source: str, arguments: str) -> bool:
+        texts = {"main.py": _BOX, "checker.py": source, "codec.py": CODEC, "arguments": arguments}
         command = ("{python}", "{box}/main.py", "{box}/checker.py", "{box}/codec.py", "{box}/arguments")
         result = self._sandbox.run(Program({name: text.encode() for name, text in texts.items()}, command))
         try:

@@ -99,8 +99,10 @@ def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
 
     The rule of LiveCodeBench's harness, except that white space within a line never matters.
     """
+    if not _as_many_lines(text, expected):
+        return False
     found_lines, expected_lines = text.strip().split("\n"), expected.strip().split("\n")
-    return len(found_lines) == len(expected_lines) and all(
+    return all(
         _tokens_match(found.split(), wanted.split()) for found, wanted in zip(found_lines, expected_lines, strict=True)
     )
 
@@ -149,7 +151,12 @@ def _close(found: float | int | None, expected: float | int | None, parameters: 
 
 
 def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
-    return _line_tokens(text) == _line_tokens(expected)
+    return _as_many_lines(text, expected) and _line_tokens(text) == _line_tokens(expected)
+
+
+def _as_many_lines(text: str, expected: str) -> bool:
+    """Counted before they are made, for an output may have millions."""
+    return text.strip().count("\n") == expected.strip().count("\n")
 
 
 def _line_tokens(text: str) -> list[list[str]]:
@@ -162,18 +169,24 @@ def _json_equal(found: Any, expected: Any, _: Mapping[str, Any]) -> bool:
 
 
 def _unordered(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _multiset(as_json(found, sets=True), 1) == _multiset(expected, 1)
+    return _same_multiset(as_json(found, sets=True), expected, 1)
 
 
 def _nested_unordered(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _multiset(as_json(found, sets=True), -1) == _multiset(expected, -1)
+    return _same_multiset(as_json(found, sets=True), expected, -1)
 
 
-def _multiset(value: Any, depth: int) -> Any:
-    """The value with its lists, down to ``depth``, sorted by their JSON text; -1: all of them."""
+def _same_multiset(found: Any, expected: Any, depth: int) -> bool:
+    if isinstance(found, list) and isinstance(expected, list) and len(found) != len(expected):
+        return False  # before millions of items are sorted
+    return _multiset(found, depth) == _multiset(expected, depth)
+
+
+def _multiset(value: Any, depth: int) -> str:
+    """The value's JSON with its lists, down to ``depth``, in the order of their items' own; -1: all of them."""
     if not isinstance(value, list) or depth == 0:
         return json.dumps(value, sort_keys=True)
-    return sorted(json.dumps(_multiset(item, depth - 1)) for item in value)
+    return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
 
 
 def _call_floats(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:

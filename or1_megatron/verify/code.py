@@ -23,7 +23,8 @@ from or1_megatron.verify.program import SandboxLimits
 from or1_megatron.verify.sandbox import Sandbox
 
 _MAX_SOURCE_CHARS = 200_000
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
+# Possessive, for without a match each part would be tried at every length: minutes for a line of a million spaces.
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n`]*+$", re.MULTILINE)
 _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 
 
@@ -51,6 +52,9 @@ class CodeVerifier:
         self._early_stop = early_stop
         self._tests: tuple[str, CodeTests] | None = None
 
+    def start(self) -> None:
+        """Nothing is left to do: each program starts in a sandbox of its own."""
+
     def check_ground_truth(self, problem: Problem) -> None:
         """Raises ValueError when the ground truth holds no tests that can be run, or a checker that cannot."""
         self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
@@ -61,7 +65,7 @@ class CodeVerifier:
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
             reward = 1.0 if status == "right" else 0.0
-            return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
+            return Verdict(reward, status, answer, printable(detail), time.perf_counter() - started_s)
 
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
@@ -104,6 +108,11 @@ def describe(outcomes: list[Outcome], tests: int) -> str:
     passed = sum(outcome.passed for outcome in outcomes)
     failed = next((f"; {outcome.name}: {outcome.failure}" for outcome in outcomes if not outcome.passed), "")
     return f"{passed} of {tests} tests passed [{marks}]{failed}"
+
+
+def printable(text: str) -> str:
+    """With what a terminal would obey, or no file take (lone surrogates), spelled out: parts are the submission's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def last_python_block(text: str) -> str | None:

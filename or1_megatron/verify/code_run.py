@@ -123,7 +123,7 @@ class CodeRun:
                 if "ask" not in message:
                     break
                 asked += 1
-                line = json.dumps(calls.ask(message["ask"])).encode()
+                line = _passed_on(calls.ask(message["ask"]))
             else:
                 return f"the test program took more than {self._budget_s:.0f} s"
         except SessionEnded as error:
@@ -210,6 +210,13 @@ def _from_program(judge: Session, line: bytes, timeout_s: float, asked: int) -> 
         if asked:
             raise SessionEnded(error.ending, f"the test program did not finish: {error}") from None
         raise SandboxFailure(f"the test program did not start: {error}") from None
+
+
+def _passed_on(answer: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer).encode()
+    except RecursionError:
+        raise SessionEnded("exited", "a result nested too deeply to be passed on") from None
 
 
 def _object(line: bytes) -> Mapping[str, Any]:

@@ -40,6 +40,10 @@ class MathVerifier:
     def worker_pid(self) -> int | None:
         return self._process.pid
 
+    def start(self) -> None:
+        """Begin to start the child process."""
+        self._process.start()
+
     def check_ground_truth(self, problem: Problem) -> None:
         """Raises ValueError unless the ground truth is a JSON list of answers that can be read."""
         for gold in parse_golds(problem.ground_truth):

@@ -49,6 +49,11 @@ class MathProcess:
         """Of the child, when one runs."""
         return None if self._child is None else self._child.pid
 
+    def start(self) -> None:
+        """Start the child, if none runs; its imports go on while the caller does."""
+        with self._lock:
+            self._launched()
+
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send one request and wait ``timeout_s`` at most. Raises MathTimeout, MathExhausted or MathCrash; the
         next call works."""
@@ -78,14 +83,10 @@ class MathProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         """The child, started if need be, after its imports."""
-        if self._owner_pid != os.getpid():  # forked: the child and its pipes belong to the parent
-            self._child, self._owner_pid = None, os.getpid()
-        if self._child is None or self._child.poll() is not None:
-            self._stop()
-            self._child = self._start()
+        child = self._launched()
         if not self._ready:
             try:
-                self._reply(self._child, _START_TIMEOUT_S)
+                self._reply(child, _START_TIMEOUT_S)
             except (MathTimeout, MathCrash, MathExhausted) as error:
                 ending = self._stop()
                 raise RuntimeError(
@@ -93,6 +94,15 @@ class MathProcess:
                     f"or1_megatron.verify.math_worker` to import math_verify within {_START_TIMEOUT_S:.0f} s"
                 ) from None
             self._ready = True
+        return child
+
+    def _launched(self) -> subprocess.Popen[bytes]:
+        """The child, which may still be at its imports."""
+        if self._owner_pid != os.getpid():  # forked: the child and its pipes belong to the parent
+            self._child, self._owner_pid = None, os.getpid()
+        if self._child is None or self._child.poll() is not None:
+            self._stop()
+            self._child = self._start()
         return self._child
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -1,61 +1,55 @@
-"""Verifiers in Ray actors, and the pool that spreads samples over them. The only Ray user in this package.
+"""The pool that spreads samples over verifier processes: Ray actors over several nodes, local processes on one.
 
-``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each actor has one feeder task that takes what is
-queued and gives it to its actor: an idle actor pulls, so the work goes to whoever is free. It takes as many samples at
-once as should be done within ``CALL_S``, so that quick ones share a call and slow ones hold nobody up.
+``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each worker has one feeder task that takes what is
+queued and gives it to its worker: an idle worker pulls, so the work goes to whoever is free. It takes as many samples
+at once as should be done within ``CALL_S``, so that quick ones share a call and slow ones hold nobody up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayError
+from typing import Protocol, TypeVar
 
 from or1_megatron.config import VerifyConfig
 from or1_megatron.types import Completion, Problem, Verdict
-from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.pool_worker import Claim, Judged
 
 MAX_BATCH = 16
-"""Samples in one call of an actor: a few milliseconds of work to amortise Ray's overhead of about one."""
+"""Samples in one call of a worker: a few milliseconds of work to amortise a call's overhead of about one."""
 
 CALL_S = 0.2
-"""What one call of an actor should take."""
+"""What one call of a worker should take."""
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
 _RECENT = 0.2  # weight of the newest sample in the mean time of an ability's verdicts
 
-Claim = tuple[Problem, str, bool]
-"""(problem, response text, truncated): what a verifier needs of a completion, without its token arrays."""
+T = TypeVar("T")
 
 
-@ray.remote(num_cpus=0)
-class VerifierActor:
-    """Holds one verifier per ability, in a process of its own."""
+class WorkerLost(Exception):
+    """A worker died or raised; the message says how. What it was given has no verdict."""
 
-    def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
-        self._verifiers = build_verifiers(config, abilities)
 
-    def ready(self) -> bool:
-        """Returns when construction succeeded; raises what it raised otherwise."""
-        return True
+class Worker(Protocol):
+    """One process that judges, on its way up since it was made; ``ready`` comes first. Its calls raise WorkerLost."""
 
-    def verify_batch(self, claims: Sequence[Claim]) -> tuple[list[Verdict], int]:
-        """Verdicts in the order of the claims, and this process's resident memory in bytes."""
-        verdicts = [self._verifiers[problem.ability].verify(problem, text, cut) for problem, text, cut in claims]
-        return verdicts, int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    async def ready(self) -> None:
+        """Returns when the verifiers are built; WorkerLost says why they could not be."""
+        ...
 
-    def close(self) -> None:
-        """End what the verifiers have started."""
-        for verifier in self._verifiers.values():
-            verifier.close()
+    async def verify_batch(self, claims: Sequence[Claim]) -> Judged: ...
+
+    async def close(self) -> None:
+        """End in order what the verifiers have started; only ``kill`` comes after it."""
+        ...
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,50 +59,52 @@ class _Job:
     group: Hashable = None
     attempts: int = 0
     failed_at: int | None = None
-    """The slot whose actor failed on it."""
+    """The slot whose worker failed on it."""
 
 
 class VerifierPool:
-    """``config.workers`` verifier actors, spread over the cluster's nodes, behind one awaitable call.
+    """``config.workers`` workers, each made by ``make_worker``, behind one awaitable call.
 
-    ``ray_options`` go to every actor (run id, node affinity, ...). An actor that dies, or does not return in time
-    (``call_timeout_s``; None: ``config.budget_s`` and a minute for each sample of the call), is replaced; its samples
-    are tried once more, each alone and by another actor where there is one, so that one sample that kills its verifier
-    takes no other with it, and then get status ``error``. ``retries`` counts the second tries. An actor that has grown
-    beyond ``config.worker_memory_bytes`` is replaced between two calls; ``recycled`` counts those.
+    A worker that dies, or does not return in time (``call_timeout_s``; None: ``config.budget_s`` and a minute for each
+    sample of the call), is replaced; its samples are tried once more, each alone and by another worker where there is
+    one, so that one sample that kills its verifier takes no other with it, and then get status ``error``. ``retries``
+    counts the second tries. A worker that has grown beyond ``config.worker_memory_bytes`` is replaced between two
+    calls; ``recycled`` counts those.
     """
 
     def __init__(
         self,
         config: VerifyConfig,
         abilities: frozenset[str],
-        ray_options: Mapping[str, Any] | None = None,
+        make_worker: Callable[[], Worker],
         call_timeout_s: float | None = None,
     ) -> None:
         self.retries = 0
         self.recycled = 0
         self._config = config
         self._abilities = abilities
-        self._ray_options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **(ray_options or {})}
+        self._make_worker = make_worker
         self._call_timeout_s = call_timeout_s
         self._jobs: list[_Job] = []
         self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, undecoded ones included
         self._mean_s: dict[str, float] = {}  # by ability: of one verdict
         self._room = asyncio.Semaphore(config.max_pending)
         self._wake = asyncio.Condition()
-        self._actors: list[Any] = [self._new_actor() for _ in range(config.workers)]
+        self._workers = [make_worker() for _ in range(config.workers)]
+        self._unready = set(range(config.workers))  # slots whose worker has not been waited for
         self._feeders: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until every actor is up. Raises RuntimeError with what a verifier's construction raised, or that
-        an actor took too long."""
-        calls = [_outcome(actor.ready.remote(), _START_TIMEOUT_S) for actor in self._actors]
+        """Wait until every worker is up. Raises RuntimeError with what a verifier's construction raised, or that
+        a worker took too long."""
+        calls = [_within(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
         try:
             await asyncio.gather(*calls)
         except TimeoutError:
-            raise RuntimeError(f"{len(calls)} verifier actors: not all up within {_START_TIMEOUT_S} s") from None
-        except RayError as error:
-            raise RuntimeError(f"a verifier actor did not start: {error}") from error
+            raise RuntimeError(f"{len(calls)} verifiers: not all up within {_START_TIMEOUT_S} s") from None
+        except WorkerLost as error:
+            raise RuntimeError(f"a verifier did not start: {error}") from error
+        self._unready.clear()
         self._start_feeders()
 
     async def verify(
@@ -138,30 +134,27 @@ class VerifierPool:
 
     @property
     def pending(self) -> int:
-        """Samples that wait for an actor."""
+        """Samples that wait for a worker."""
         return len(self._jobs)
 
     async def close(self) -> None:
-        """End the actors; verdicts still awaited are cancelled."""
+        """End the workers; verdicts still awaited are cancelled."""
         for feeder in self._feeders:
             feeder.cancel()
         await asyncio.gather(*self._feeders, return_exceptions=True)
         self._feeders = []
-        calls = [_outcome(actor.close.remote(), _CLOSE_S) for actor in self._actors]
+        calls = [_within(worker.close(), _CLOSE_S) for worker in self._workers]
         await asyncio.gather(*calls, return_exceptions=True)  # one that is busy or dead is killed as it is
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors = []
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
         for job in self._jobs:
             job.verdict.cancel()
         self._jobs = []
 
-    def _new_actor(self) -> Any:
-        return VerifierActor.options(**self._ray_options).remote(self._config, self._abilities)  # type: ignore[attr-defined]
-
     def _start_feeders(self) -> None:
         if not self._feeders:
-            self._feeders = [asyncio.create_task(self._feed(slot)) for slot in range(len(self._actors))]
+            self._feeders = [asyncio.create_task(self._feed(slot)) for slot in range(len(self._workers))]
 
     async def _put(self, job: _Job) -> None:
         async with self._wake:
@@ -169,7 +162,7 @@ class VerifierPool:
             self._wake.notify_all()
 
     async def _take(self, slot: int) -> list[_Job]:
-        """What this slot's actor should do next: see ``_choose``."""
+        """What this slot's worker should do next: see ``_choose``."""
         async with self._wake:
             await self._wake.wait_for(lambda: any(self._may_take(slot, job) for job in self._jobs))
             batch = self._choose(slot)
@@ -187,7 +180,7 @@ class VerifierPool:
         )
         if waiting[0].attempts:
             return waiting[:1]
-        share = min(MAX_BATCH, -(-len(self._jobs) // len(self._actors)))
+        share = min(MAX_BATCH, -(-len(self._jobs) // len(self._workers)))
         batch, left_s = waiting[:1], CALL_S
         for job in waiting[1:share]:
             left_s -= self._mean_s.get(job.claim[0].ability, CALL_S)
@@ -197,20 +190,23 @@ class VerifierPool:
         return batch
 
     def _may_take(self, slot: int, job: _Job) -> bool:
-        return job.failed_at != slot or len(self._actors) == 1
+        return job.failed_at != slot or len(self._workers) == 1
 
     async def _feed(self, slot: int) -> None:
         while True:
             batch = await self._take(slot)
             limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
-                call = self._actors[slot].verify_batch.remote([job.claim for job in batch])
-                verdicts, resident_bytes = await _outcome(call, limit_s)
+                if slot in self._unready:  # its start is no part of the call's time
+                    await _within(self._workers[slot].ready(), _START_TIMEOUT_S)
+                    self._unready.discard(slot)
+                claims = [job.claim for job in batch]
+                verdicts, resident_bytes = await _within(self._workers[slot].verify_batch(claims), limit_s)
             except asyncio.CancelledError:
                 for job in batch:
                     job.verdict.cancel()
                 raise
-            except (RayError, TimeoutError) as error:  # the actor died, hung or raised: its result, not ours
+            except (WorkerLost, TimeoutError) as error:  # it died, hung or raised: its result, not ours
                 self._replace(slot)
                 await self._again(slot, batch, error)
             else:
@@ -226,14 +222,15 @@ class VerifierPool:
         self._mean_s[ability] = mean_s + _RECENT * (wall_s - mean_s)
 
     def _replace(self, slot: int) -> None:
-        ray.kill(self._actors[slot], no_restart=True)
-        self._actors[slot] = self._new_actor()
+        self._workers[slot].kill()
+        self._workers[slot] = self._make_worker()
+        self._unready.add(slot)
 
     async def _retire(self, slot: int) -> None:
-        """Replace an idle actor; what its verifiers have started is ended in order, if that can be."""
+        """Replace an idle worker; what its verifiers have started is ended in order, if that can be."""
         try:
-            await _outcome(self._actors[slot].close.remote(), _GRACE_S)
-        except (RayError, TimeoutError):  # it is killed next
+            await _within(self._workers[slot].close(), _GRACE_S)
+        except (WorkerLost, TimeoutError):  # it is killed next
             pass
         self._replace(slot)
 
@@ -254,6 +251,6 @@ def _settle(job: _Job, verdict: Verdict) -> None:
         job.verdict.set_result(verdict)
 
 
-async def _outcome(call: Any, timeout_s: float) -> Any:
-    """The result of an actor's call. Raises TimeoutError, or what the call raised."""
-    return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
+async def _within(call: Awaitable[T], timeout_s: float) -> T:
+    """The result of a worker's call. Raises TimeoutError, or what the call raised."""
+    return await asyncio.wait_for(call, timeout_s)

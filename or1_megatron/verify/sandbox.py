@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -143,11 +144,14 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
         processes=config.processes,
     )
     node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return Sandbox(limits, config.sandbox, node_bytes)
+    sandbox = Sandbox(limits, config.sandbox, node_bytes)
+    if not sandbox.cgroups:  # nothing sees their sum, so each worker's programs get the worker's share
+        sandbox.limits = replace(limits, memory_bytes=min(limits.memory_bytes, node_bytes // config.workers))
+    return sandbox
 
 
 def _interpreters() -> list[Path]:
     """Pythons to try, this one's base first: the submission should see the version that the user runs."""
     base = getattr(sys, "_base_executable", None) or sys.executable
     candidates = [Path(os.path.realpath(base)), Path(os.path.realpath("/usr/bin/python3"))]
-    return [path for path in dict.fromkeys(candidates) if path.is_file()]
+    return [path for path in dict.fromkeys(candidates) if os.access(path, os.R_OK | os.X_OK)]

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -119,8 +120,9 @@ class Launched:
             return self._spent_s
         if self.pid and self.pid != self.process.pid and not _exited(self.process.pid, 0):
             # The program is killed first, not bubblewrap, so that bubblewrap reaps it: in many containers the first
-            # process reaps nothing.
-            os.kill(self.pid, signal.SIGKILL)
+            # process reaps nothing. It may have done so just now, and be about to end itself.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
             _exited(self.process.pid, _REAP_S)
         # not reaped yet, so the number is still its own
         (os.killpg if self.whole_group else os.kill)(self.process.pid, signal.SIGKILL)

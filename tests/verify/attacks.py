@@ -105,6 +105,23 @@ ATTACKS = {
     "raised limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "32-bit calls": "import mmap, ctypes\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')\n"
     "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\nf()\nprint(1)",
+    "calls by other doors": _C
+    + "import os\nfd = os.open('/bin/true', os.O_RDONLY)\nassert libc.syscall(322, fd, b'', None, None, 0x1000) >= 0",  # execveat
+    "bytecode of the library": "import importlib.util, json, os, site, sys\nplaces = [importlib.util.cache_from_source(json."
+    "__file__), json.__file__]\nfor folder in (*sys.path, site.getusersitepackages(), '/usr/lib/python3'):\n    places += [folder + "
+    "'/usercustomize.py', folder + '/x.pth']\nmade = 0\nfor place in places:\n    try:\n        os.makedirs(os.path.dirname"
+    "(place), exist_ok=True)\n        open(place, 'ab').write(b'print(42)')\n        made += place.startswith(('/usr', sys.prefix"
+    "))\n    except OSError: pass\nif made: print(42)",
+    "descriptors shut and opened again": "import os\nos.closerange(0, 256)\nfor _ in range(8): os.open('/dev/null', os.O_RDWR)\n"
+    "os.write(1, b'42')",
+    "answer into its own input": "import os\nos.ftruncate(0, 0)\nos.lseek(0, 0, 0)\nos.write(0, b'42')",
+    "descriptors in flight": "import array, os, socket\nfor _ in range(60):\n    a, b = socket.socketpair()\n    for _ in range(200):\n"
+    "        a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0] * 100))], socket.MSG_DONTWAIT)",
+    "folders without end": "import os\nfor n in range(10 ** 5):\n    os.mkdir('d')\n    os.chdir('d')",
+    "locks on what is read": "import fcntl\nfcntl.flock(open(__file__), fcntl.LOCK_EX)\nfcntl.lockf(open('/dev/null', 'r+'), 2)",
+    "dump of memory": "import os, resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nos.abort()",
+    "niced up": "import os\nfor do in (lambda: os.nice(-20), lambda: os.sched_setaffinity(0, range(64)), lambda: os.setpriority(0, "
+    "0, -20)):\n    try: do()\n    except (OSError, AttributeError): pass\nprint(os.getpriority(0, 0) < 0 and 42)",
     "broken stdin": "import os\nos.close(0)\nos.close(1)\nos.close(2)",
 }
 
@@ -139,7 +156,11 @@ PROBES = {
     "    call('prlimit of the parent', 302, os.getppid() or 2, 7, 0, ctypes.create_string_buffer(16))\n"
     "    call('priority of others', 141, 0, os.getppid(), 19)\n    call('inotify', 294, 0)\n    call('fanotify', 300, 0, 0)\n"
     "    call('chroot', 161, b'/')\n    call('personality', 135, 0x0400000)\n    call('death signal', 157, 1, 0, 0, 0, 0)\n"
-    "    call('typed into a terminal', 16, 0, 0x5412, b'x')\nprint(found)",
+    "    call('typed into a terminal', 16, 0, 0x5412, b'x')\n"
+    "    for number in (10 ** 9, 103, 129, 144, 151, 154, 155, 159, 163, 164, 167, 169, 170, 172, 175, 188, 203, 222, 227, 246, 249,\n"
+    "                   251, 256, 275, 278, 285, 303, 304, 308, 311, 312, 322, 424, 425, 429, 430, 435, 438, 440, 444, 447, 449):\n"
+    "        call(number, number, 0, 0, 0, 0, 0)\n"
+    "    for option in (4, 8, 22, 24, 28, 36, 38, 47, 55, 59):\n        call(f'prctl {option}', 157, option, 0, 0, 0, 0)\nprint(found)",
     "descriptors": _FOUND + "import os\nfor fd in range(3, 512):\n    reach(fd, lambda: os.fstat(fd))\nprint(found)",
     "identity": "import os\nprint([os.getuid()] if os.getuid() < 1000 or os.getgroups() else [])",
     "signals": "import os\n" + _FOUND + "reach('parent', lambda: os.getppid() and os.kill(os.getppid(), 0) or 1 / "

@@ -12,7 +12,7 @@ import ray
 def small_ray() -> Iterator[None]:
     started_here = not ray.is_initialized()
     if started_here:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # whatever else runs here
     yield
     if started_here:
         ray.shutdown()

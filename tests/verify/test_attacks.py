@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -133,3 +134,52 @@ def test_a_killed_verifier_leaves_no_sandbox(sandbox: Sandbox) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert Sandbox(LIMITS, sandbox.tier).run(python(HONEST), b"4\n").output == b"8\n"
     assert list(Path(tempfile.gettempdir()).glob(f"or1-sandbox-{child.pid}-*")) == []
+
+
+AS_AN_ORDINARY_USER = """
+import ctypes, json, os, sys
+from test_attacks import *
+chosen = dict(list(ATTACKS.items())[::5])
+paths = [sys.argv[1], '/proc/self/status', f'/proc/{os.getpid()}/environ', f'/proc/{os.getpid()}/mem']
+def all_of_it():
+    found = {}
+    for tier in TIERS:
+        try:
+            sandbox = Sandbox(LIMITS, tier)
+        except SandboxUnavailable as error:
+            found[tier] = f'unavailable: {error}'
+            continue
+        with sandbox:
+            judged = verdicts(sandbox, READING, SECRET) | verdicts(sandbox, chosen, '42')
+            judged |= {'honest': verdicts(sandbox, {'': HONEST}, '42')['']}
+            for name, source in PROBES.items():
+                judged['probe: ' + name] = repr(sandbox.run(python(source.replace('{paths!r}', repr(paths)))).output)
+            odd = {name: said for name, said in judged.items() if said not in ('wrong', repr(b'[]\\n'))}
+            found[tier] = {'cgroups': sandbox.cgroups, 'odd': odd}
+    return found
+with Sandbox(LIMITS) as warm:  # whatever is imported late is now; the user below may not be able to read this Python
+    verdicts(warm, {'': HONEST}, '42')
+os.setgroups([])
+os.setresgid(23456, 23456, 23456)
+os.setresuid(23456, 23456, 23456)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as for any process that was started by that user
+os.environ.update(HOME='/nowhere', OR1_ATTACK_SECRET=SECRET)
+print(json.dumps(all_of_it()))
+"""
+
+
+def test_the_sandbox_of_an_ordinary_user(tmp_path: Path) -> None:
+    """Every fifth attack and all probes, by a verifier that is not root: no cgroups, and in the second tier no uid of
+    the submission's own."""
+    if os.geteuid() != 0:
+        pytest.skip("the tests above are run by an ordinary user already")
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", AS_AN_ORDINARY_USER, str(secret)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=place)
+    found = json.loads(done.stdout or "null")
+    expected = {"cgroups": 0, "odd": {"honest": "right"}}
+    assert found == dict.fromkeys(TIERS, expected), (found, done.stderr[-2000:])

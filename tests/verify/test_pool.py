@@ -1,6 +1,7 @@
-"""The pool with real Ray actors and real verifiers: order, spread, and what happens when a verifier dies.
+"""The pool with real workers and real verifiers: order, spread, and what happens when a verifier dies.
 
-Deaths are caused by killing processes from outside; that Ray notices a whole lost node is not shown.
+Most of it with local processes, which start quickly; what is the Ray actors' own, with these. Deaths are caused by
+killing processes from outside; that Ray notices a whole lost node is not shown.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,13 +21,18 @@ import psutil
 import pytest
 import ray
 from math_table import HANGS
+from verify_soak import MAY_BE, judged, sample
 
 from or1_megatron.config import VerifyConfig
+from or1_megatron.rollout.client import ManagerActor
 from or1_megatron.types import Completion, Message, Problem, VersionSpan
 from or1_megatron.verify.pool import VerifierPool
+from or1_megatron.verify.pool_local import local_workers
+from or1_megatron.verify.pool_ray import on_one_node, ray_workers
 
-pytestmark = pytest.mark.usefixtures("small_ray")
-
+KINDS = ("local", "ray")
+MAKERS = {"local": local_workers, "ray": ray_workers}
+PROCESS = {"local": "pool_worker", "ray": "VerifierActor"}
 
 HANG = "</think>" + HANGS[0][1]
 """Against the gold z: it keeps the verifier busy until its time is up."""
@@ -55,11 +63,13 @@ def with_pool(
     workers: int = 2,
     timeout_s: float = 10.0,
     call_timeout_s: float = 60.0,
+    kind: str = "local",
     **options: Any,
 ) -> None:
     async def main() -> None:
         config = VerifyConfig(workers=workers, timeout_s=timeout_s, **options)
-        pool = VerifierPool(config, frozenset({"math"}), {}, call_timeout_s)
+        abilities = frozenset({"math"})
+        pool = VerifierPool(config, abilities, MAKERS[kind](config, abilities), call_timeout_s)
         try:
             await pool.start()
             await body(pool)
@@ -70,7 +80,7 @@ def with_pool(
 
 
 def processes_of(word: str) -> list[psutil.Process]:
-    """Living descendants of this process, Ray's workers among them, with this word in their command line."""
+    """Living descendants of this process with this word in their command line."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -81,9 +91,16 @@ def processes_of(word: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_each_caller_gets_its_own_verdict(workers: int) -> None:
-    """200 at once, labels by construction; whatever the number of workers."""
+def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
+    """Math and code, right, wrong, cut off, without an answer and hostile, as in the soak."""
+    statuses = {workers: asyncio.run(judged(24, workers, "auto", frozenset())).statuses for workers in (1, 2, 4)}
+    assert statuses[1] == statuses[2] == statuses[4]
+    assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_caller_gets_its_own_verdict(kind: str, small_ray: None) -> None:
+    """200 at once, labels by construction."""
 
     async def body(pool: VerifierPool) -> None:
         calls = [
@@ -96,7 +113,7 @@ def test_each_caller_gets_its_own_verdict(workers: int) -> None:
         assert pool.retries == 0
         assert pool.pending == 0
 
-    with_pool(body, workers)
+    with_pool(body, kind=kind)
 
 
 def test_one_hang_does_not_hold_up_the_others() -> None:
@@ -115,17 +132,18 @@ def test_one_hang_does_not_hold_up_the_others() -> None:
     with_pool(body, workers=2, timeout_s=4.0)
 
 
-def test_a_killed_verifier_is_replaced_and_its_samples_retried() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_verifier_is_replaced_and_its_samples_retried(kind: str, small_ray: None) -> None:
     async def body(pool: VerifierPool) -> None:
         hang = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
         await asyncio.sleep(1.0)
-        (actor,) = processes_of("VerifierActor")
-        os.kill(actor.pid, signal.SIGKILL)
+        (worker,) = processes_of(PROCESS[kind])
+        os.kill(worker.pid, signal.SIGKILL)
         assert (await hang).status == "timeout"  # tried again elsewhere, and judged there
         assert pool.retries == 1
         assert (await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))).status == "right"
 
-    with_pool(body, workers=1, timeout_s=4.0)
+    with_pool(body, workers=1, timeout_s=4.0, kind=kind)
 
 
 def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along() -> None:
@@ -181,22 +199,61 @@ def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None
     with_pool(body, workers=1, worker_memory_bytes=1)
 
 
-def test_close_ends_the_actors() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_ends_the_workers(kind: str, small_ray: None) -> None:
     async def body(pool: VerifierPool) -> None:
         await pool.verify(problem("x+y"), completion(r"</think>\boxed{y+x}"))
-        assert len(processes_of("VerifierActor")) == 2
+        assert len(processes_of(PROCESS[kind])) == 2
         assert processes_of("math_worker")
 
-    with_pool(body)
+    def left() -> list[psutil.Process]:
+        return processes_of(PROCESS[kind]) + processes_of("math_worker")
+
+    with_pool(body, kind=kind)
     deadline = time.monotonic() + 10
-    while processes_of("VerifierActor") + processes_of("math_worker") and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes_of("VerifierActor") + processes_of("math_worker") == []
+    assert left() == []
 
 
-def test_what_cannot_be_built_is_refused_at_the_start(small_ray: None) -> None:
+def test_workers_die_with_a_pool_that_is_killed() -> None:
+    """SIGKILL while one is busy with a response that takes a minute: it does not get to see that its input ended."""
+    source = (
+        "import asyncio, sys\nfrom or1_megatron.config import VerifyConfig\nfrom test_pool import *\n"
+        "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), completion(HANG)))\n"
+        "    await asyncio.sleep(0.5)\n"
+        "    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
+        "    await busy\nwith_pool(body, workers=2, timeout_s=60.0)\n"
+    )
+    place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=place)
+    assert owner.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(children) >= 2
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ray: None) -> None:
+    """The RolloutManager, without engines: its verifiers are plain processes, and none stays when it is killed."""
+    options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
+    manager = ManagerActor.remote(*options)
+    ray.get(manager.start.remote(), timeout=120)
+    workers = processes_of("pool_worker")
+    assert len(workers) == 2 and not processes_of("VerifierActor")
+    ray.kill(manager)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_built_is_refused_at_the_start(kind: str, small_ray: None) -> None:
     async def main() -> None:
-        pool = VerifierPool(VerifyConfig(), frozenset({"cooking"}))
+        config, abilities = VerifyConfig(), frozenset({"cooking"})
+        pool = VerifierPool(config, abilities, MAKERS[kind](config, abilities))
         try:
             with pytest.raises(RuntimeError, match=r"no verifier for ability \['cooking'\]"):
                 await pool.start()
@@ -204,7 +261,7 @@ def test_what_cannot_be_built_is_refused_at_the_start(small_ray: None) -> None:
             await pool.close()
 
     asyncio.run(main())
-    assert ray.is_initialized()
+    assert on_one_node()
 
 
 def test_an_ability_that_the_pool_lacks_is_refused() -> None:

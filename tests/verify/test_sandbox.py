@@ -1,12 +1,16 @@
 """The sandbox's promises to honest programs and to its callers, in every tier that this machine has.
 
-What hostile programs make of it is in test_attacks. Not shown: cgroups v2 where this machine has v1, and aarch64.
+What hostile programs make of it is in test_attacks. As an ordinary user: test_attacks. Not shown: cgroups v2
+where this machine has v1, and aarch64.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from or1_megatron.config import VerifyConfig
+from or1_megatron.verify.cgroups import CgroupPool
 from or1_megatron.verify.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox import Sandbox, SessionEnded
+from or1_megatron.verify.sandbox import Sandbox, SessionEnded, open_sandbox
+from or1_megatron.verify.sandbox_watch import Launched
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
 TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
@@ -126,6 +132,76 @@ def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
     )
     assert sandbox.run(python(source), limits=replace(LIMITS, wall_s=60.0)).ending == "memory"
     assert sandbox.run(python("print(1)")).output == b"1\n"
+
+
+TWO_TOGETHER = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from or1_megatron.verify import cgroups
+from or1_megatron.verify.sandbox import Program, Sandbox, SandboxFailure, SandboxLimits
+for base in cgroups._split_bases().values():  # a group of our own, so that no one else's sandboxes share the budget
+    group = base / sys.argv[1]
+    group.mkdir(exist_ok=True)
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+source = "import time; x = bytearray(200 << 20); time.sleep(1.5); print(len(x))"
+program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+for budget_mib in (1024, 320):
+    with Sandbox(SandboxLimits(20, 60, 300 << 20), "auto", budget_mib << 20) as sandbox:
+        def run(_):
+            try:
+                return sandbox.run(program).ending
+            except SandboxFailure as error:
+                return str(error)
+        with ThreadPoolExecutor(2) as pool:
+            print(sorted(pool.map(run, range(2))), flush=True)
+"""
+
+
+def test_the_budget_of_the_node_is_kept_by_all_together_and_blames_no_submission() -> None:
+    """Each program is within its own limit, both within one budget but not within another."""
+    pool = CgroupPool.open(None)
+    if pool is None or pool.version != 1:
+        pytest.skip("cgroups v1 cannot be written here")
+    pool.close()
+    name = f"or1-test-{os.getpid()}"
+    done = subprocess.run([sys.executable, "-c", TWO_TOGETHER, name], capture_output=True, text=True, check=False)
+    for group in Path("/sys/fs/cgroup").glob(f"**/{name}"):
+        group.rmdir()
+    together, apart = done.stdout.splitlines()
+    assert together == "['exited', 'exited']", done
+    assert "killed for want of memory on this node, within its own limit" in apart, done
+
+
+def test_two_sandboxes_of_a_process_have_groups_of_their_own() -> None:
+    first = CgroupPool.open(None)
+    if first is None:
+        pytest.skip("no cgroups can be made here")
+    second = CgroupPool.open(None)
+    assert second is not None
+    groups = [pool.take() for pool in (first, second, first, second)]
+    assert len({group.folders["pids"] for group in groups}) == 4
+    first.close()
+    second.close()
+
+
+def test_a_program_that_bubblewrap_has_just_reaped_is_ended_quietly() -> None:
+    """Its number is gone while bubblewrap still runs; no load is needed to see what becomes of that."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["sleep", "0.3"]) as bubblewrap:
+        launched = Launched(bubblewrap, ours, None, LIMITS, pid=gone.pid)
+        launched.close()
+    assert bubblewrap.returncode is not None and ours.fileno() == -1
+
+
+def test_without_cgroups_each_worker_has_its_share_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CgroupPool, "open", lambda node_memory_bytes: None)
+    found = {}
+    for workers in (1, 4):
+        with open_sandbox(VerifyConfig(workers=workers, node_memory_bytes=1 << 30, memory_bytes=2 << 30)) as sandbox:
+            found[workers] = sandbox.run(python("x = bytearray(500 << 20)\nprint(len(x))"))
+    assert found[1].output == b"524288000\n" and "MemoryError" in found[4].errors, found
 
 
 def test_a_sandbox_that_cannot_be_set_up_is_a_failure_not_a_result(sandbox: Sandbox) -> None:

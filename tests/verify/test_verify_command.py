@@ -136,12 +136,36 @@ def test_bad_rows_are_named(place: Path) -> None:
     (place / "rows.jsonl").write_text('{"prompt": \n')
     assert "rows.jsonl:1: not a JSON object" in run(place / "rows.jsonl", "--out", place / "out.jsonl").output
     assert "no such file" in run(place / "none.jsonl", "--out", place / "out.jsonl").output
-    file = write(place / "rows.jsonl", [row("x", ability="code", truth='{"inputs": [], "outputs": []}')])
-    if shutil.which("bwrap"):
-        assert "rows.jsonl:1: field 'ground_truth': no tests" in run(file, "--out", place / "o.jsonl").output
     write(place / "other.jsonl", [{"status": "right"}])
     file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
     assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", place / "other.jsonl").output
+
+
+BAD_TRUTHS = {
+    "{inputs: 1}": "expected a string that holds a JSON list of answers",
+    "[1]": "found the JSON of a list",
+    '{"inputs": [], "outputs": []}': "no tests",
+    '{"tests": []}': "unknown kind: an object with keys ['tests']",
+    '{"inputs": ["1", "2"], "outputs": ["1"]}': "mismatched: 2 inputs, 1 outputs",
+    '{"inputs": ["1"], "outputs": ["1"], "checker": "magic"}': "checker: found 'magic'",
+    '{"inputs": [], "outputs": [], "assert_case": ["assert ("]}': "assert_case[0]: not Python",
+    '{"private_test_cases": "AAAA"}': "private_test_cases: neither JSON nor base64 of zlib",
+}
+
+
+@needs_bubblewrap
+def test_ground_truths_that_cannot_be_used_are_named_by_row(place: Path) -> None:
+    """Before any verdict; after a good row, so that the row's number is the file's."""
+    good = row("x", ability="code", truth=CODE)
+    for truth, words in BAD_TRUTHS.items():
+        file = write(place / "rows.jsonl", [good, row("x", ability="code", truth=truth)])
+        result = run(file, "--out", place / "out.jsonl")
+        said = " ".join(result.output.split())
+        assert result.exit_code == 2 and "rows.jsonl:2: field '" in said and words in said, (truth, result.output)
+        assert not (place / "out.jsonl").exists()
+    file = write(place / "rows.jsonl", [row("x", ability="math", truth="12"), row("x", ability="math", truth="[]")])
+    said = " ".join(run(file, "--out", "o").output.split())
+    assert "rows.jsonl:1: field 'reward_model.ground_truth': found the JSON of a int" in said, said
 
 
 def test_a_verifier_of_ones_own(place: Path) -> None:
