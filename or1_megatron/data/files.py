@@ -17,6 +17,7 @@ SUFFIXES = (".jsonl", ".parquet")
 Row = tuple[str, Any]
 """(origin, decoded row); the origin is file:line, file:row for Parquet (from 1), or hub id[split]:row."""
 
+_SCRIPTED = "Dataset scripts are no longer supported"  # a part of what datasets says of such a set
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -72,16 +73,45 @@ def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterato
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # whatever it is: network, cache, unknown set or split
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise DataError(
-            f"{name}: no such file or folder here, and it could not be had from the Hugging Face hub{offline}: {error}"
-        ) from None
+        if _SCRIPTED in str(error):
+            yield from _downloaded_rows(name, split)
+            return
+        raise DataError(_unreachable(name, error)) from None
     if isinstance(loaded, dict):
         if len(loaded) != 1:
             raise DataError(f"{name}: has splits {', '.join(loaded)}; expected one of them as 'split'")
         split, loaded = next(iter(loaded.items()))
     for number, row in enumerate(loaded, start=1):
         yield f"{name}[{split}]:{number}", row
+
+
+def _downloaded_rows(name: str, split: str | None) -> Iterator[Row]:
+    """Of a set that has a loading script, as LiveCodeBench's: ``datasets`` runs none, but its files can be read."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, repo_type="dataset", allow_patterns=[f"*{suffix}" for suffix in SUFFIXES])
+    except Exception as error:  # as above
+        raise DataError(_unreachable(name, error)) from None
+    for file in files_of(Path(folder), split):
+        for origin, row in _file_rows(file):
+            yield f"{name}{origin.removeprefix(folder)}", row
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    """Says where an earlier download is, which ``datasets`` does not look for, and which may be a part only."""
+    from huggingface_hub import snapshot_download
+
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+    try:
+        folder = snapshot_download(name, repo_type="dataset", local_files_only=True)
+        instead = f"files of it are in {folder}: give that path if they are all there"
+    except Exception:  # none was made
+        instead = f"without a network: hf download --repo-type dataset {name} where there is one, and its path"
+    return (
+        f"{name}: no such file or folder here, and it could not be had from the Hugging Face hub{offline}: {error} "
+        f"({instead})"
+    )
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

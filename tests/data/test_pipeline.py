@@ -164,7 +164,7 @@ BAD = {
     "wrong type": ([{"problem": "What is 1 + 1, all told?", "answer": ["2"]}], {},
                    r"bad.jsonl:1: column 'answer': found ['2'] (list), expected text or a number"),
     "unknown layout": ([{"a": 1}], {}, "bad.jsonl:1: columns ['a'] are of no known layout"),
-    "no rows": ([], {}, "bad.jsonl: no row is left"),
+    "no rows": ([], {}, "bad.jsonl: holds no rows"),
     "select": ([{"problem": "What is 1 + 1, all told?", "answer": "2"}], {"select": {"origin": ["x"]}},
                "no column 'origin', by which 'select' chooses"),
     "all gone": ([{"problem": "Prove that one is not two.", "answer": "1"}], {},
@@ -194,6 +194,10 @@ def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     recipe.write_text("sources: [{path: x.jsonl, layuot: plain}]\n")
     result = invoke("data", "build", recipe)
     assert result.exit_code == 2 and "did you mean sources.0.layout?" in result.output
+    recipe.write_text(
+        "sources: [{path: x.jsonl}]\njudges: {votes: 1, keep_at_least: 1, models: [{name: j, endpoint: 'host:80'}]}\n"
+    )
+    assert "endpoint: found 'host:80', expected http://host:port/v1" in invoke("data", "build", recipe).output
     recipe.write_text("sources: [{path: absent.jsonl}]\n")
     result = invoke("data", "build", recipe, "--set", f"out={tmp_path}/out")
     assert result.exit_code == 2 and "absent.jsonl: cannot be read" in result.output

@@ -26,7 +26,8 @@ from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.data_build import make_verifiers, open_sampler
 from or1_megatron.rollout.asking import EngineSampler
-from or1_megatron.types import Answer, Ask, Message, Sampling, Unanswered
+from or1_megatron.types import Answer, Ask, Message, Problem, Sampling, Unanswered, Verdict
+from or1_megatron.verify.math import MathVerifier
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 BASE = QUICKSTART / "base_model"
@@ -227,6 +228,43 @@ def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_
             with pytest.raises(DataError, match=r"4 of 4 answers of 'tiny' hold no vote, each after 1 retries"):
                 build(made, make_verifiers, open_sampler, say)
     assert len(asked) == 2 * 2 * 2
+
+
+class BrokenOnOne(MathVerifier):
+    """As a sandbox out of processes: it says nothing of the answer."""
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        if "forty odd" in problem.messages[-1].content:
+            return Verdict(0.0, "error", "", "no process left", 0.0)
+        return super().verify(problem, response, truncated)
+
+
+def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> None:
+    """2 of 8 verdicts fail: the build stops, the other 6 are kept, and only the 2 are asked for again. More samples
+    are more questions, and another decision."""
+    asked = 0
+
+    def answer(body: dict[str, Any]) -> Reply:
+        nonlocal asked
+        asked += 1
+        return completion(f"</think>\\boxed{{{asked % 2}}}")
+
+    rows = [{"prompt": text, "answer": "1"} for text in STATEMENTS.values()]
+    with serving(answer) as url:
+        models = (SampledModel(name="m", endpoint=url, concurrent=1, tries=1),)
+        made = recipe(tmp_path, rows, difficulty=DifficultyConfig(models=models, samples_math=2))
+        with pytest.raises(
+            DataError, match=r"step 'difficulty': 2 verdicts on answers of 'm' failed \(first: no process"
+        ):
+            build(made, lambda timeout_s, abilities: {"math": BrokenOnOne(timeout_s)}, open_sampler, say)
+        assert asked == 8
+        build(made, make_verifiers, open_sampler, say)
+        assert asked == 10
+        assert [row.difficulty for row in kept(made.out)] == [{"m": 8}] * 4
+        more = DifficultyConfig(models=models, samples_math=3)
+        build(recipe(tmp_path, rows, difficulty=more), make_verifiers, open_sampler, say)
+    assert asked == 14
+    assert {row.difficulty["m"] for row in kept(made.out)} == {5, 11}  # 1 or 2 failures in 3, in sixteenths
 
 
 @pytest.mark.parametrize(

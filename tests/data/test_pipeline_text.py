@@ -13,10 +13,11 @@ import pytest
 
 from or1_megatron.data.pipeline.contamination import Decontamination
 from or1_megatron.data.pipeline.duplicates import _groups
-from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, _first_alike
+from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, _first_alike, load_embedder
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_candidates
 from or1_megatron.data.pipeline.text import band_keys, comparable, decisive, jaccard, plain, shingles, signatures
+from or1_megatron.data.rows import DataError
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "base_model"
 
@@ -162,3 +163,54 @@ def test_embeddings_of_a_local_model_find_the_same_program(tmp_path: Path) -> No
         if isinstance(outcome, Exclusion)
     }
     assert excluded == {"2": "0"}
+
+
+@pytest.fixture
+def sentence_model(tmp_path: Path) -> Path:
+    """A random encoder of two layers, its tokenizer, mean pooling and normalisation, in files as on the hub."""
+    pytest.importorskip("sentence_transformers", reason="extra 'embedding' is not installed")
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", *(f"w{n}" for n in range(30))]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "sentence"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (kind, path) in enumerate(kinds.items())
+    ]
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    for path in list(kinds.values())[1:]:
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(pooling if path == "1_Pooling" else {}))
+    return folder
+
+
+def test_sentence_transformers_give_the_vectors_that_mean_pooling_gives(sentence_model: Path) -> None:
+    """Each backend reads the same folder in its own way; texts of several lengths meet in a batch."""
+    texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w1 w2 w3 w4", "w1 w2 w3 unknown"]
+    ours, theirs = (
+        load_embedder(EmbeddingConfig(model=sentence_model, backend=backend))(texts)
+        for backend in ("transformers", "sentence_transformers")
+    )
+    assert ours.shape == theirs.shape == (4, 32)
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(theirs, axis=1), 1.0, atol=1e-5)
+
+
+def test_an_embedding_model_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"duplicates\.embedding\.model: .*nowhere: no such folder"):
+        load_embedder(EmbeddingConfig(model=tmp_path / "nowhere"))
+    for backend in ("transformers", "sentence_transformers"):
+        with pytest.raises(DataError, match=r"duplicates\.embedding\.model: .*empty cannot be loaded|not installed"):
+            load_embedder(EmbeddingConfig(model=tmp_path / "empty", backend=backend))

@@ -18,7 +18,7 @@ import pytest
 
 from or1_megatron.data.files import hub_rows, is_hub_id
 from or1_megatron.data.layouts import detect_layout, read_published
-from or1_megatron.data.problems import load_problems
+from or1_megatron.data.problems import check_ground_truths, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.types import Message, Problem, Prompt
@@ -103,11 +103,12 @@ def test_livecodebench_rows_become_problems_with_all_tests(tmp_path: Path) -> No
     path = tmp_path / "lcb.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stdin, function = load_problems(path)
-    assert json.loads(stdin.ground_truth) == {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "10\n"]}
+    first, second = parse_code_tests(stdin.ground_truth).tests
+    assert (first.stdin, first.expected, second.stdin, second.expected) == (b"1\n", "2\n", b"5\n", "10\n")
     assert (stdin.ability, stdin.source) == ("code", "lcb_atcoder")
-    assert json.loads(function.ground_truth) == {"inputs": ["3"], "outputs": ["6"], "fn_name": "twice"}
+    (only,) = parse_code_tests(function.ground_truth).tests
+    assert (only.request["name"], only.request["arguments"], only.expected) == ("twice", [3], 6)
     assert "def twice(self, n):" in function.messages[0].content
-    assert len(parse_code_tests(stdin.ground_truth).tests) == 2
 
 
 class Evil:
@@ -118,9 +119,18 @@ class Evil:
 @pytest.mark.parametrize(
     "bad", [packed(Evil()), "no base64 !", base64.b64encode(b"no zlib").decode(), "[1]", '{"a": 1}']
 )
-def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl:4: column 'private_test_cases'"):
-        read_published(LCB | {"private_test_cases": bad}, "auto", "x.jsonl:4")
+def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n" * 3 + json.dumps(LCB | {"private_test_cases": bad}) + "\n")
+    with pytest.raises(DataError, match=r"x\.jsonl:4: field 'ground_truth': private_test_cases"):
+        check_ground_truths(load_problems(path), {"code": Reading()})
+
+
+class Reading:
+    """The code verifier's reading of a ground truth, without its sandbox."""
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        parse_code_tests(problem.ground_truth)
 
 
 def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Decontamination:
     """
 
     name = "decontaminate"
-    code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "data/layouts.py", "data/livecodebench.py")
+    code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "data/layouts.py")
 
     def __init__(self, config: DecontaminationConfig) -> None:
         self._config = config

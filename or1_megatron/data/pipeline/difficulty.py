@@ -2,108 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.pipeline.recipe import DifficultyConfig, SampledModel
-from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_candidates, read_column
+from or1_megatron.data.pipeline.recipe import DifficultyConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import (
     REFUSED,
-    Failures,
+    Asked,
+    ModelStep,
     OpenSampler,
-    Questions,
     ask_seed,
-    identity,
-    replies,
     result_key,
     statuses,
 )
-from or1_megatron.data.pipeline.verdicts import MakeVerifiers, VerifierThreads
+from or1_megatron.data.pipeline.verdicts import MakeVerifiers, VerifierThreads, judged
 from or1_megatron.data.problems import DIFFICULTY_TRIES
-from or1_megatron.types import Answer, Ask, Sampling, Verdict
+from or1_megatron.data.rows import DataError
+from or1_megatron.types import Ask
 
 
-class Difficulty:
-    """``steps.Step``. Results stay in a folder of their own: only what a model has not seen yet is sampled."""
+class Difficulty(ModelStep):
+    """``steps.Step``. A result is the status of an answer's verdict."""
 
     name = "difficulty"
-    code = ("data/pipeline/difficulty.py",)
+    code = ("data/pipeline/difficulty.py", "data/pipeline/sampling.py")
 
     def __init__(self, config: DifficultyConfig, results: Path, open_sampler: OpenSampler, make: MakeVerifiers) -> None:
-        self._config, self._results = config, results
-        self._open_sampler, self._make = open_sampler, make
-        self._stores: dict[str, ResultStore] = {}
+        super().__init__(config, results, open_sampler)
+        self._config, self._make = config, make
 
     def settings(self) -> Mapping[str, Any]:
-        return {**self._asked_how(), "models": [identity(model) for model in self._config.models]}
-
-    def prepare(self, shards: Sequence[Path]) -> None:
-        """Ask every model what it has not answered yet.
-
-        Raises DataError when requests failed; a killed or failed step goes on behind the last answer.
-        """
-        found = {ability for shard in shards for (column,) in read_column(shard, ("ability",)) for ability in column}
-        config = self._config
-        judges = VerifierThreads(self._make, config.timeout_s, frozenset(found), config.workers)
-        try:
-            for model in config.models:
-                how = {**self._asked_how(), **identity(model)}
-                store = self._stores[model.name] = ResultStore(self._results, model.name, how)
-                self._measure(model, shards, store, judges)
-        finally:
-            judges.close()
+        return {**super().settings(), **self._config.model_dump(mode="json", include={"samples_math", "samples_code"})}
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         return [
-            _judged(
+            _decided(
                 row,
                 {name: statuses(store.of(result_key(row)), self._tries(row)) for name, store in self._stores.items()},
             )
             for row in rows
         ]
 
-    def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
-        self._stores = {}
-
     def _tries(self, row: Candidate) -> int:
         return self._config.samples_code if row.ability == "code" else self._config.samples_math
 
     def _asks(self, row: Candidate, store: ResultStore) -> list[Ask]:
-        known, key = store.of(result_key(row)), result_key(row)
+        key = result_key(row)
+        known = store.of(key)
         if REFUSED in known.values():
             return []
         missing = [sample for sample in range(self._tries(row)) if sample not in known]
         return [Ask(key, n, row.messages, ask_seed(self._config.seed, key, n)) for n in missing]
 
-    def _measure(
-        self, model: SampledModel, shards: Sequence[Path], store: ResultStore, judges: VerifierThreads
-    ) -> None:
-        """Ask for what is missing, verify each answer as it comes, and keep its status."""
+    def _ask(self, model: Asked) -> None:
+        """Verify each answer as it comes. Raises DataError when a verifier failed, which says nothing of an answer."""
+        found = {
+            ability for shard in model.shards for (column,) in read_column(shard, ("ability",)) for ability in column
+        }
         config = self._config
-        rows = (row for shard in shards for batch in read_candidates(shard) for row in batch)
-        questions = Questions(rows, lambda row: self._asks(row, store))
-        asks = iter(questions)
-        if (one := next(asks, None)) is None:
-            return  # nothing is missing: no engine needs to start
-        failures = Failures(model.name)
-        pending: list[tuple[Answer, Future[Verdict]]] = []
-        with ExitStack() as opened:
-            sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
-            sampler = opened.enter_context(self._open_sampler(model, sampling, config.max_prompt_tokens))
-            for row, reply in replies(sampler, questions, chain([one], asks), failures):
-                pending.append((reply, judges.verdict(row.problem(), reply.text, reply.truncated)))
-                pending = list(_unfinished(pending, store))
-            for answer, verdict in pending:
-                store.add(answer.ask.key, answer.ask.sample, verdict.result().status)
-        failures.settle(self.name, store, REFUSED)
+        broken: list[str] = []
+        with closing(VerifierThreads(self._make, config.timeout_s, frozenset(found), config.workers)) as judges:
+            answers = model.answers(lambda row: self._asks(row, model.store), REFUSED)
+            for _, answer, verdict in judged(((row.problem(), reply) for row, reply in answers), judges.verdict):
+                if verdict.status == "error":
+                    broken.append(verdict.detail)
+                else:
+                    model.store.add(answer.ask.key, answer.ask.sample, verdict.status)
+        if broken:
+            raise DataError(
+                f"step 'difficulty': {len(broken)} verdicts on answers of '{model.name}' failed (first: {broken[0]}); "
+                "the others are kept: mend the verifier (or1 doctor) and run the same command again"
+            )
 
     def _asked_how(self) -> dict[str, Any]:
         return self._config.model_dump(
@@ -112,17 +86,7 @@ class Difficulty:
         )
 
 
-def _unfinished(
-    pending: Sequence[tuple[Answer, Future[Verdict]]], store: ResultStore
-) -> Iterator[tuple[Answer, Future[Verdict]]]:
-    for answer, verdict in pending:
-        if verdict.done():
-            store.add(answer.ask.key, answer.ask.sample, verdict.result().status)
-        else:
-            yield answer, verdict
-
-
-def _judged(row: Candidate, measured: Mapping[str, Sequence[str]]) -> Outcome:
+def _decided(row: Candidate, measured: Mapping[str, Sequence[str]]) -> Outcome:
     """Kept where at least one model is right in some of its tries and wrong in others."""
     counts = {
         model: (len(found) - found.count("right"), len(found))

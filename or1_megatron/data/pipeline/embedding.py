@@ -132,7 +132,10 @@ def _sentence_transformers(config: EmbeddingConfig) -> Embed:
             "duplicates.embedding.backend: sentence_transformers is not installed: pip install sentence-transformers, "
             "or set backend: transformers, which mean-pools the same model"
         ) from None
-    model = SentenceTransformer(str(config.model), local_files_only=True)
+    try:
+        model = SentenceTransformer(str(config.model), local_files_only=True)
+    except Exception as error:  # of many types, by what is missing
+        raise DataError(f"duplicates.embedding.model: {config.model} cannot be loaded: {error}") from None
 
     def embed(texts: Sequence[str]) -> Float32Array:
         vectors: Float32Array = model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)

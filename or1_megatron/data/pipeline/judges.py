@@ -5,30 +5,26 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.pipeline.recipe import JudgesConfig, SampledModel
-from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_candidates
+from or1_megatron.data.pipeline.recipe import JudgesConfig
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import (
     REFUSED,
-    Failures,
+    Asked,
+    ModelStep,
     OpenSampler,
-    Questions,
     ask_seed,
-    identity,
-    replies,
     result_key,
     statuses,
 )
 from or1_megatron.data.rows import DataError
-from or1_megatron.types import Ask, Message, Sampling
+from or1_megatron.types import Ask, Message
 
 CRITERIA = (
     ("clear", "the wording is clear: it can be read in one way only"),
@@ -77,71 +73,42 @@ def read_vote(answer: str) -> str:
     return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else UNREADABLE
 
 
-class Judges:
-    """``steps.Step``. Votes stay in a folder of their own: only what a judge has not voted on yet is asked."""
+class Judges(ModelStep):
+    """``steps.Step``. A result is a vote, and at which attempt it was given."""
 
     name = "judges"
-    code = ("data/pipeline/judges.py",)
+    code = ("data/pipeline/judges.py", "data/pipeline/sampling.py")
 
     def __init__(self, config: JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
-        self._config, self._results, self._open_sampler = config, results, open_sampler
-        self._stores: dict[str, ResultStore] = {}
+        super().__init__(config, results, open_sampler)
+        self._config = config
 
     def settings(self) -> Mapping[str, Any]:
-        config = self._config
-        ours = config.model_dump(mode="json", include={"votes", "keep_at_least"})
-        return {**ours, **self._asked_how(), "models": [identity(model) for model in config.models]}
-
-    def prepare(self, shards: Sequence[Path]) -> None:
-        """Ask every judge for the votes that it has not given yet. Raises DataError when requests failed."""
-        for model in self._config.models:
-            how = {**self._asked_how(), **identity(model)}
-            store = self._stores[model.name] = ResultStore(self._results, model.name, how)
-            self._vote(model, shards, store)
+        ours = self._config.model_dump(mode="json", include={"votes", "keep_at_least", "retries"})
+        return {**super().settings(), **ours}
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         return [self._judged(row) for row in rows]
 
-    def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
-        self._stores = {}
-
-    def _vote(self, model: SampledModel, shards: Sequence[Path], store: ResultStore) -> None:
+    def _ask(self, model: Asked) -> None:
         """A vote that cannot be read is asked for again, with another seed, up to ``retries`` times."""
-        config = self._config
-        sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
         garbage: list[str] = []
-        with ExitStack() as opened:
-            sampler = None
-            for attempt in range(config.retries + 1):
-                questions = Questions(_rows(shards), partial(self._asks, store, attempt))
-                asks = iter(questions)
-                if (one := next(asks, None)) is None:
-                    continue  # nothing is missing: no engine needs to start
-                if sampler is None:
-                    sampler = opened.enter_context(self._open_sampler(model, sampling, config.max_prompt_tokens))
-                failures = Failures(model.name)
-                for _, reply in replies(sampler, questions, chain([one], asks), failures):
-                    vote = read_vote(reply.text)
-                    if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
-                        garbage.append(reply.text[-80:])
-                    store.add(reply.ask.key, reply.ask.sample, {"vote": vote, "attempt": attempt})
-                failures.settle(self.name, store, {"vote": REFUSED, "attempt": attempt})
-        self._refuse_garbage(model, shards, store, garbage)
-
-    def _refuse_garbage(
-        self, model: SampledModel, shards: Sequence[Path], store: ResultStore, garbage: Sequence[str]
-    ) -> None:
-        votes = Counter(result["vote"] for row in _rows(shards) for result in self._given(row, store))
+        for attempt in range(self._config.retries + 1):
+            refused = {"vote": REFUSED, "attempt": attempt}
+            for _, reply in model.answers(partial(self._asks, model.store, attempt), refused):
+                vote = read_vote(reply.text)
+                if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
+                    garbage.append(reply.text[-80:])
+                model.store.add(reply.ask.key, reply.ask.sample, {"vote": vote, "attempt": attempt})
+        votes = Counter(result["vote"] for row in model.rows() for result in self._given(row, model.store))
         if votes[UNREADABLE] > self._config.max_unreadable * votes.total():
-            ends = f"; some end in {list(garbage)}" if garbage else ""
+            ends = f"; some end in {garbage}" if garbage else ""
             raise DataError(
                 f"step 'judges': {votes[UNREADABLE]} of {votes.total()} answers of '{model.name}' hold no vote, each "
                 f"after {self._config.retries} retries (expected four lines such as 'clear: yes'{ends}); that is more "
                 f"than judges.max_unreadable = {self._config.max_unreadable:g}: is it the right model, with its chat "
                 f"template, and max_response_tokens = {self._config.max_response_tokens} enough? The votes are kept in "
-                f"{store.path}"
+                f"{model.store.path}"
             )
 
     def _given(self, row: Candidate, store: ResultStore) -> list[Any]:
@@ -181,7 +148,3 @@ class Judges:
         asked = hashlib.sha256((_QUESTION + str(CRITERIA)).encode()).hexdigest()[:12]
         names = {"temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed"}
         return {**self._config.model_dump(mode="json", include=names), "question": asked}
-
-
-def _rows(shards: Sequence[Path]) -> Iterator[Candidate]:
-    return (row for shard in shards for batch in read_candidates(shard) for row in batch)

@@ -16,7 +16,7 @@ from or1_megatron.data.pipeline.steps import Manifest, Say, finish_step, read_ma
 from or1_megatron.data.rows import DataError
 
 NAME = "normalise"
-CODE = ("data/pipeline/normalise.py", "data/layouts.py", "data/files.py", "data/rows.py", "data/livecodebench.py")
+CODE = ("data/pipeline/normalise.py", "data/layouts.py", "data/files.py", "data/rows.py")
 
 
 def normalise(out: Path, sources: Sequence[BuildSource], say: Say) -> tuple[Manifest, bool]:
@@ -41,7 +41,8 @@ def normalise(out: Path, sources: Sequence[BuildSource], say: Say) -> tuple[Mani
                 write_shard(here, f"part-{written:05d}.parquet", NAME, shard, ())
                 shard, size, written = [], 0, written + 1
         if count == before:
-            raise DataError(f"{source.path}: no row is left after select = {source.select}; expected at least one")
+            chosen = f"no row is left after select = {dict(source.select)}" if source.select else "holds no rows"
+            raise DataError(f"{source.path}: {chosen}; expected at least one")
         say(f"{NAME}: {source.path}: {count - before} problems")
     if shard:
         write_shard(here, f"part-{written:05d}.parquet", NAME, shard, ())

@@ -12,20 +12,11 @@ from or1_megatron.data.pipeline.build import manifests, read_state
 from or1_megatron.data.pipeline.ledger import entries
 from or1_megatron.data.pipeline.records import read_candidates
 from or1_megatron.data.problems import DIFFICULTY_TRIES
+from or1_megatron.report.page import html_page
 from or1_megatron.runtime.files import write_atomically
 
 _EXAMPLES = 3  # of each reason
-_BAR = "#2f6f9f"
-_LIGHT = "#bcd3e3"
 _ROW_PX = 26
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430 }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #dde3ea }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .25rem .6rem; vertical-align: top }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } tr + tr td { border-top: 1px solid #eef1f4 }
-code { font-size: .85em; background: #f3f5f7; padding: 0 .25em; overflow-wrap: anywhere } svg { max-width: 100% }
-.note { color: #667 }
-"""
 
 
 def write_page(build: Path, path: Path) -> None:
@@ -58,8 +49,7 @@ def write_page(build: Path, path: Path) -> None:
         "<h2>Why problems were left out</h2>",
         _reasons_table(reasons, examples),
     ]
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(str(build))}</title>'
-    write_atomically(path, f"{head}<style>{_STYLE}</style>{''.join(parts)}</html>\n".encode(), "the report")
+    write_atomically(path, html_page(str(build), "\n".join(parts)).encode(), "the report")
 
 
 def _of_the_kept(build: Path) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]]]:
@@ -91,11 +81,10 @@ def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
         y, width = place * _ROW_PX, 480 * value / longest
         drawn.append(
             f'<text x="0" y="{y + 17}">{escape(name)}</text>'
-            f'<rect x="170" y="{y + 4}" width="{width:.1f}" height="{_ROW_PX - 8}" fill="{_BAR}"/>'
-            f'<text x="{176 + width:.1f}" y="{y + 17}">{value:,} <tspan fill="#889">{escape(remark)}</tspan></text>'
+            f'<rect x="170" y="{y + 4}" width="{width:.1f}" height="{_ROW_PX - 8}" fill="var(--bar)"/>'
+            f'<text x="{176 + width:.1f}" y="{y + 17}">{value:,} <tspan class="soft">{escape(remark)}</tspan></text>'
         )
-    height = len(rows) * _ROW_PX
-    return f'<svg viewBox="0 0 860 {height}" width="860" height="{height}" font-size="13">{"".join(drawn)}</svg>'
+    return _svg(len(rows) * _ROW_PX, drawn)
 
 
 def _histogram(bars: Sequence[tuple[str, int]]) -> str:
@@ -107,11 +96,11 @@ def _histogram(bars: Sequence[tuple[str, int]]) -> str:
         middle = x + step / 2
         drawn.append(
             f'<rect x="{x + 2:.1f}" y="{130 - height:.1f}" width="{step - 4:.1f}" height="{height:.1f}" '
-            f'fill="{_LIGHT}"/>'
+            f'fill="var(--bar)"/>'
             f'<text x="{middle:.1f}" y="{126 - height:.1f}" text-anchor="middle">{count:,}</text>'
-            f'<text x="{middle:.1f}" y="148" text-anchor="middle" fill="#667">{escape(label)}</text>'
+            f'<text x="{middle:.1f}" y="148" text-anchor="middle" class="soft">{escape(label)}</text>'
         )
-    return f'<svg viewBox="0 0 860 156" width="860" height="156" font-size="12">{"".join(drawn)}</svg>'
+    return _svg(156, drawn)
 
 
 def _sources_table(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -120,7 +109,7 @@ def _sources_table(before: Mapping[str, int], after: Mapping[str, int]) -> str:
         f'<td class="n">{100 * after.get(name, 0) / count:.1f}%</td></tr>'
         for name, count in sorted(before.items(), key=lambda item: -item[1])
     )
-    return f'<table><tr><th>source<th class="n">read<th class="n">kept<th class="n">share</tr>{rows}</table>'
+    return _table('<th>source<th class="n">read<th class="n">kept<th class="n">share', rows)
 
 
 def _reasons_table(reasons: Mapping[tuple[str, str], int], examples: Mapping[tuple[str, str], Sequence[Any]]) -> str:
@@ -131,4 +120,13 @@ def _reasons_table(reasons: Mapping[tuple[str, str], int], examples: Mapping[tup
             for entry in examples[step, reason]
         )
         rows.append(f'<tr><td>{escape(step)}<td>{escape(reason)}<td class="n">{count:,}<td>{shown}</tr>')
-    return f'<table><tr><th>step<th>reason<th class="n">problems<th>such as</tr>{"".join(rows)}</table>'
+    return _table('<th>step<th>reason<th class="n">problems<th>such as', "".join(rows))
+
+
+def _svg(height: int, shapes: Sequence[str]) -> str:
+    """At its own size: in a narrow window it is scrolled, for scaled letters cannot be read."""
+    return f'<div class="wide"><svg width="860" height="{height}">{"".join(shapes)}</svg></div>'
+
+
+def _table(head: str, rows: str) -> str:
+    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'

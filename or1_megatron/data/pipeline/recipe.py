@@ -116,6 +116,8 @@ class SampledModel(Section):
     def _one_of_two(self) -> Self:
         if (self.hf is None) == (self.endpoint is None):
             raise ValueError(f"model '{self.name}': expected either hf (our engines) or endpoint, and not both")
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"model '{self.name}': endpoint: found '{self.endpoint}', expected http://host:port/v1")
         return self
 
 

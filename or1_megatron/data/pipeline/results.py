@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
 
 
@@ -24,9 +25,14 @@ class ResultStore:
         text = json.dumps([model, dict(asked_how)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
         self.path = folder / f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-        self._writer = JsonlWriter(self.path)
+        self._writer = JsonlWriter(self.path, "a model's answers")
         self._known: dict[str, dict[int, Any]] = {}
-        for row in read_rows(self.path):
+        for number, row in enumerate(read_rows(self.path), start=1):
+            if not row.keys() >= {"problem", "sample", "result"}:
+                raise DataError(
+                    f"{self.path}: row {number}: found {sorted(row)}, expected problem, sample and result: take it "
+                    "out, and it is asked for again"
+                )
             self._known.setdefault(str(row["problem"]), {})[int(row["sample"])] = row["result"]
 
     def __len__(self) -> int:

@@ -1,33 +1,56 @@
-"""Verifiers at work on several threads, each with its own: a verifier does one thing at a time."""
+"""Verifiers at work on several threads; each does one thing at a time."""
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from queue import LifoQueue
+from typing import Final
 
 from or1_megatron.interfaces import Verifier
-from or1_megatron.types import Problem, Verdict
+from or1_megatron.types import Answer, Problem, Verdict
 
 MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
 """(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
 
+Judge = Callable[[Problem, str, bool], Future[Verdict]]
+"""(problem, response, truncated) to a verdict to come."""
+
+_LINE_UP: Final = 512
+"""Verdicts that may be waited for at once: bounds the responses held in memory."""
+
 
 class VerifierThreads:
-    """``workers`` threads that judge. Verifiers are made when first needed, and closed at the end."""
+    """``workers`` threads that judge, with as many sets of verifiers, each made when it is first needed."""
 
     def __init__(self, make: MakeVerifiers, timeout_s: float, abilities: frozenset[str], workers: int) -> None:
         self._make, self._timeout_s, self._abilities = make, timeout_s, abilities
-        self._own = threading.local()
+        # The last one used is the next one taken: what has not been made is made last.
+        self._idle: LifoQueue[Mapping[str, Verifier] | None] = LifoQueue()
         self._all: list[Verifier] = []
+        for _ in range(workers):
+            self._idle.put(None)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
+
+    def start(self) -> None:
+        """Make all verifiers and begin to start their processes, instead of at the first verdicts; does not wait.
+
+        Raises what ``make`` raises.
+        """
+        with ExitStack() as borrowed:
+            for _ in range(self._idle.qsize()):
+                for verifier in borrowed.enter_context(self.borrowed()).values():
+                    verifier.start()
 
     def check(self, problem: Problem) -> str:
         """Why the ground truth cannot be used; "" when it can. On the calling thread."""
-        try:
-            self._verifier(problem.ability).check_ground_truth(problem)
-        except ValueError as error:
-            return str(error)
+        with self.borrowed() as verifiers:
+            try:
+                verifiers[problem.ability].check_ground_truth(problem)
+            except ValueError as error:
+                return str(error)
         return ""
 
     def verdicts(self, claims: Iterable[tuple[Problem, str]]) -> Iterator[Verdict]:
@@ -40,16 +63,41 @@ class VerifierThreads:
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         for verifier in self._all:
-            close = getattr(verifier, "close", None)
-            if close is not None:
-                close()
+            verifier.close()
 
     def _verify(self, problem: Problem, response: str, truncated: bool = False) -> Verdict:
-        return self._verifier(problem.ability).verify(problem, response, truncated)
+        with self.borrowed() as verifiers:
+            return verifiers[problem.ability].verify(problem, response, truncated)
 
-    def _verifier(self, ability: str) -> Verifier:
-        mine: Mapping[str, Verifier] | None = getattr(self._own, "verifiers", None)
-        if mine is None:
-            mine = self._own.verifiers = self._make(self._timeout_s, self._abilities)
-            self._all.extend(mine.values())
-        return mine[ability]
+    @contextmanager
+    def borrowed(self) -> Iterator[Mapping[str, Verifier]]:
+        """A set of verifiers by ability, which does nothing else meanwhile."""
+        verifiers = self._idle.get()
+        try:
+            if verifiers is None:
+                verifiers = self._make(self._timeout_s, self._abilities)
+                self._all.extend(verifiers.values())
+            yield verifiers
+        finally:
+            self._idle.put(verifiers)
+
+
+def judged(answers: Iterable[tuple[Problem, Answer]], judge: Judge) -> Iterator[tuple[Problem, Answer, Verdict]]:
+    """Answers with their verdicts, in the order in which they came; the next are taken while verdicts are made.
+
+    Where ``answers`` raises, those that came before are judged first.
+    """
+    line: deque[tuple[Problem, Answer, Future[Verdict]]] = deque()
+    failure: Exception | None = None
+    try:
+        for problem, answer in answers:
+            line.append((problem, answer, judge(problem, answer.text, answer.truncated)))
+            while line and (line[0][2].done() or len(line) > _LINE_UP):
+                problem, answer, verdict = line.popleft()
+                yield problem, answer, verdict.result()
+    except Exception as error:
+        failure = error
+    for problem, answer, verdict in line:
+        yield problem, answer, verdict.result()
+    if failure is not None:
+        raise failure

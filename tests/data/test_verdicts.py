@@ -1,0 +1,60 @@
+"""Verdicts on threads: their order, what a failure leaves, and that processes start before they are needed.
+
+Not shown: how fast; benchmarks/evaluation.py measures that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from or1_megatron.data.pipeline.verdicts import VerifierThreads, judged
+from or1_megatron.types import Answer, Ask, Message, Problem, Verdict
+from or1_megatron.verify.math import MathVerifier
+
+PROBLEM = Problem("p", "s", "math", (Message("user", "?"),), '["x^2 + 2x"]', {}, "file:1")
+
+
+def answers(count: int) -> Iterator[tuple[Problem, Answer]]:
+    for sample in range(count):
+        yield PROBLEM, Answer(Ask("p", sample, PROBLEM.messages, sample), "</think>\\boxed{x(x + 2)}", False)
+    raise ConnectionError("the engine died")
+
+
+def test_what_came_before_a_failure_is_judged_and_in_order() -> None:
+    """No verdict is made before the last answer has come; then all are, the first one last."""
+    waiting: list[Future[Verdict]] = []
+
+    def judge(problem: Problem, response: str, truncated: bool) -> Future[Verdict]:
+        waiting.append(Future())
+        if len(waiting) == 4:
+            for place, future in reversed(list(enumerate(waiting))):
+                future.set_result(Verdict(1.0, "right", str(place), "", 0.0))
+        return waiting[-1]
+
+    found = []
+    with pytest.raises(ConnectionError, match="the engine died"):
+        for _, answer, verdict in judged(answers(4), judge):
+            found.append((answer.ask.sample, verdict.answer))
+    assert found == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
+
+
+def test_processes_start_before_the_first_verdict_and_one_serves_check_and_verdicts() -> None:
+    made: list[MathVerifier] = []
+
+    def make(timeout_s: float, abilities: frozenset[str]) -> dict[str, MathVerifier]:
+        made.append(MathVerifier(timeout_s))
+        return {"math": made[-1]}
+
+    threads = VerifierThreads(make, 20.0, frozenset({"math"}), 1)
+    assert not made
+    threads.start()
+    pids = [verifier.worker_pid for verifier in made]
+    assert len(pids) == 1 and pids[0] is not None
+    assert threads.check(PROBLEM) == ""
+    assert threads.verdict(PROBLEM, "</think>\\boxed{x(x + 2)}", False).result().status == "right"
+    assert [verifier.worker_pid for verifier in made] == pids
+    threads.close()
+    assert made[0].worker_pid is None
