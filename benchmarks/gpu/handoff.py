@@ -30,7 +30,7 @@ from or1_megatron.handoff.carrying import incoming, ship
 from or1_megatron.handoff.gloo import join_store, open_group, open_store
 from or1_megatron.handoff.links import Links, Place, routes_for
 from or1_megatron.handoff.plan import HandoffPlan, Want, make_plan
-from or1_megatron.handoff.shipping import unseal
+from or1_megatron.handoff.shipping import unpack
 from or1_megatron.weights.holdings import Holding
 
 HANDOFFS = 4
@@ -94,7 +94,7 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
             ship(plan, rank, links, board, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
             for shipment, message, _ in incoming(plan, rank, links, board):
-                for cut, values in unseal(shipment, message, handoff)[0]:
+                for cut, values, _ in unpack(shipment, message, handoff):
                     found[cut.name][slice(*cut.box[0])].copy_(values)
             links.rest()
         group.barrier().wait()

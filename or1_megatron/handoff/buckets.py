@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-_ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
+ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
 
 
 class Spec(Protocol):
@@ -48,10 +48,13 @@ class Slot(Generic[S]):
     spec: S
     offset_bytes: int
 
+    def flat(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its bytes inside ``buffer`` [bucket bytes] uint8; no copy."""
+        return buffer[self.offset_bytes : self.offset_bytes + self.spec.size_bytes]
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside ``buffer`` [bucket bytes] uint8; no copy."""
-        flat = buffer[self.offset_bytes : self.offset_bytes + self.spec.size_bytes]
-        return flat.view(self.spec.dtype).view(self.spec.shape)
+        """The tensor inside ``buffer``; no copy."""
+        return self.flat(buffer).view(self.spec.dtype).view(self.spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def plan_buckets(specs: Sequence[S], bucket_bytes: int) -> list[Bucket[S]]:
     slots: list[Slot[S]] = []
     filled = 0
     for spec in specs:
-        offset = -(-filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        offset = -(-filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if slots and offset + spec.size_bytes > bucket_bytes:
             buckets.append(Bucket(tuple(slots), filled))
             slots, offset = [], 0

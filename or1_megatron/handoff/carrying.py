@@ -13,7 +13,7 @@ from torch import Tensor
 from or1_megatron.handoff.board import Board, in_background
 from or1_megatron.handoff.links import Links
 from or1_megatron.handoff.plan import HandoffPlan, Shipment
-from or1_megatron.handoff.shipping import message_bytes, seal
+from or1_megatron.handoff.shipping import message_bytes, pack
 from or1_megatron.handoff.wire import Arrival, Buffers
 from or1_megatron.weights.holdings import Box
 
@@ -51,6 +51,7 @@ def ship(
         HandoffError: somebody failed, or did not keep up.
     """
     before = links.counts()
+    links.begin(plan, rank)  # two threads start messages
     passing = in_background(lambda: _pass_on(plan, rank, links, board)) if plan.through(rank) else None
     pools: dict[int, Buffers] = {id(link): Buffers(link.allocate) for link in links.all}
     travelling: deque[tuple[Shipment, Tensor, list[Future[None]]]] = deque()
@@ -72,9 +73,7 @@ def ship(
             land()
         buffer = pool(shipment).take(capacity)
         message = buffer[: message_bytes(shipment)]
-        for slot in shipment.bucket.slots:
-            slot.view(message).copy_(read(slot.spec.name, slot.spec.box))
-        total = seal(shipment, message, handoff)
+        total = pack(shipment, message, lambda cut: read(cut.name, cut.box), handoff)
         for destination in shipment.destinations:
             sums[destination] = sums.get(destination, 0) + total
         futures = [links.over(rank, to).send(message, to, shipment.number) for to in shipment.children(rank)]

@@ -33,7 +33,7 @@ from or1_megatron.handoff.gloo import (
     whole_tensors,
 )
 from or1_megatron.handoff.plan import Slice
-from or1_megatron.handoff.shipping import message_bytes, seal
+from or1_megatron.handoff.shipping import message_bytes, pack
 
 T = TypeVar("T")
 
@@ -147,9 +147,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         for shipment in whole_tensors(specs, self._info.bucket_bytes):
             buffer = torch.empty(message_bytes(shipment), dtype=torch.uint8)
             slots = shipment.bucket.slots
-            for slot in slots:
-                slot.view(buffer).copy_(_next_tensor(tensors, slot.spec))
-            seal(shipment, buffer, self._handoffs)
+            pack(shipment, buffer, lambda spec: _next_tensor(tensors, spec), self._handoffs)
             self._finish_broadcast(broadcast(group, buffer), receiving, slots[-1].spec.name)
             self.bytes_sent += buffer.numel()
         if (extra := next(tensors, None)) is not None:

@@ -32,7 +32,7 @@ from or1_megatron.handoff.inspection import Inspector
 from or1_megatron.handoff.plan import Slice
 from or1_megatron.handoff.recording import record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
-from or1_megatron.handoff.shipping import message_bytes, sealed, unseal
+from or1_megatron.handoff.shipping import message_bytes, unpack
 
 _POLL_S = 0.0005
 _LOOK_S = 0.2  # how often a wait looks whether the trainer has given up
@@ -120,10 +120,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 # complete, which may be buckets later.
                 message = torch.empty(message_bytes(shipment), dtype=torch.uint8)
                 self._wait(broadcast(self._group, message), shipment.bucket.slots[0].spec)
-                slices, _ = unseal(shipment, message, self._handoff)
-                for (cut, values), known in zip(slices, sealed(shipment, message), strict=True):
+                slices = unpack(shipment, message, self._handoff)
+                for cut, values, known in slices:
                     self._inspector.expect(cut, values, known, self._handoff)
-                self.model.load_weights((cut.name, values) for cut, values in slices)
+                self.model.load_weights((cut.name, values) for cut, values, _ in slices)
         except BaseException:
             abandon(self._group)
             self._group = None

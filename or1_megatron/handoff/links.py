@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from or1_megatron.handoff.gloo import HandoffError
 from or1_megatron.handoff.mapped import MappedTransport, SharedMemory
+from or1_megatron.handoff.plan import HandoffPlan
 from or1_megatron.handoff.routes import Direct, Relayed, Routes, TwoHops
 from or1_megatron.handoff.wire import GlooTransport, Transport
 
@@ -126,6 +127,16 @@ class Links:
     def over(self, sender: int, receiver: int) -> Transport:
         crosses = sender < self._trainers <= receiver
         return self._local if crosses and self._local is not None else self._network
+
+    def begin(self, plan: HandoffPlan, rank: int) -> None:
+        """Tell the transports the order in which ``rank`` has to do with messages: the plan's."""
+        numbers: dict[int, list[int]] = {id(link): [] for link in self.all}
+        for shipment in plan.shipments:
+            for sender, receiver in shipment.hops:
+                if rank in (sender, receiver):
+                    numbers[id(self.over(sender, receiver))].append(shipment.number)
+        for link in self.all:
+            link.begin(numbers[id(link)])
 
     def counts(self) -> tuple[int, int]:
         """(bytes sent, bytes received) by this rank since the links were opened."""

@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,6 +136,9 @@ class MappedTransport:
         self._sharing = sharing
         self._waiters = Waiters(timeout_s, lambda: abort(group))
         self.bytes_sent = self.bytes_received = 0
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """As with gloo, which carries the notices."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return self._sharing.allocate(size_bytes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from or1_megatron.handoff.buckets import Bucket, plan_buckets
+from or1_megatron.handoff.buckets import ALIGNMENT_BYTES, Bucket, plan_buckets
 from or1_megatron.handoff.routes import Direct, Hop, Load, Routes
 from or1_megatron.weights.holdings import Box, Holding, box_shape, box_size, intersection, without
 
@@ -131,8 +131,8 @@ def make_plan(
         holdings: of all trainer ranks, in the order of the model.
         dtypes: of each tensor, as held and sent.
         wants: of each engine rank.
-        bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it: no message is
-            larger than this divided by the number of trainer ranks (and of a tensor's row, which is not cut).
+        bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it (more only where
+            a row of a tensor, which is not cut, is larger than a trainer rank's equal share of it).
         routes: by default straight from who packs to who loads.
 
     Raises:
@@ -143,13 +143,14 @@ def make_plan(
     for holding in holdings:
         held[holding.name].append(holding)
     wanted = _groups(wants, trainers, routes)
-    message_bytes = max(1, bucket_bytes // routes.senders_per_round(trainers))
-    channels = _channels(held, dtypes, wanted, trainers, message_bytes, routes)
+    share, most = (max(1, limit) for limit in routes.message_limits(bucket_bytes, trainers))
+    channels = _channels(held, dtypes, wanted, trainers, share, routes)
     load = _load(channels)
+    limits = _limits(channels, bucket_bytes, share, most)
     messages = [
         (index, group, source, bucket)
         for (group, source), slices in channels.items()
-        for index, bucket in enumerate(plan_buckets(slices, message_bytes))
+        for index, bucket in enumerate(plan_buckets(slices, limits[group, source]))
     ]
     messages.sort(key=lambda message: message[:3])
     shipments = [
@@ -198,6 +199,25 @@ def _channels(
                 burden[source] += cut.size_bytes
                 channels[group, source].append(cut)
     return channels
+
+
+def _limits(
+    channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
+) -> dict[tuple[Group, int], int]:
+    """Bytes of each channel's messages: those that need less than a ``share`` in all leave the rest to the others.
+
+    Fewer rounds, where an engine rank hears little from most: each costs a wait, and a walk through vLLM's modules.
+    """
+    senders: dict[Group, list[tuple[int, int]]] = defaultdict(list)
+    for (group, source), slices in channels.items():
+        senders[group].append((source, sum(cut.size_bytes + ALIGNMENT_BYTES for cut in slices)))
+    found = {}
+    for group, sizes in senders.items():
+        little = [size for _, size in sizes if size <= share]
+        large = (bucket_bytes - sum(little)) // max(1, len(sizes) - len(little))
+        for source, size in sizes:
+            found[group, source] = share if size <= share else max(share, min(most, large))
+    return found
 
 
 def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:

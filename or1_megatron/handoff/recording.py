@@ -240,7 +240,7 @@ class SliceLoader(_Placeholders):
     def offer(self, spec: TensorSpec, parts: list[Part]) -> Tensor:
         """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
         if spec.name in self._recorded.whole:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=parts[0].values.device)
             for box, values, _ in parts:
                 tensor[tuple(slice(*bounds) for bounds in box)] = values
             return tensor

@@ -37,8 +37,11 @@ class Routes(Protocol):
         """Each hop stands behind the one that brings the message to where it starts."""
         ...
 
-    def senders_per_round(self, trainers: int) -> int:
-        """By how much a bucket is divided into messages, so that two rounds of them are two buckets at most."""
+    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
+        """(what each sender may send in a round, the most that one may where others need less).
+
+        A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
+        """
         ...
 
 
@@ -54,8 +57,8 @@ class Direct:
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
         return tuple((source, member) for member in group)
 
-    def senders_per_round(self, trainers: int) -> int:
-        return trainers
+    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
+        return bucket_bytes // trainers, bucket_bytes
 
 
 class Relayed(Direct):
@@ -94,5 +97,6 @@ class TwoHops:
         near = self._neighbour[member]
         return ((near, member),) if source == near else ((source, near), (near, member))
 
-    def senders_per_round(self, trainers: int) -> int:
-        return trainers + 1  # a rank holds its own messages beside those that it passes on
+    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
+        share = bucket_bytes // (trainers + 1)  # a rank holds its own messages beside those that it passes on
+        return share, share

@@ -25,7 +25,7 @@ from or1_megatron.handoff.plan import HandoffPlan
 from or1_megatron.handoff.recording import Part, Recorded, SliceLoader, record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
 from or1_megatron.handoff.shard_trainer import BACKEND
-from or1_megatron.handoff.shipping import sealed, unseal
+from or1_megatron.handoff.shipping import unpack
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         complete: list[tuple[TensorSpec, list[Part]]] = []
         before, total = links.counts(), 0
         for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
-            slices, sums = unseal(shipment, message, handoff)
-            total += sums
-            for (cut, values), known in zip(slices, sealed(shipment, message), strict=True):
+            for cut, values, known in unpack(shipment, message, handoff):
+                total += known
                 self._inspector.expect(cut, values, known, handoff)
                 parts[cut.name].append(Part(cut.box, values))
                 missing[cut.name] -= 1

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from or1_megatron.handoff.checksum import checksum
+from or1_megatron.handoff.checksum import Checksums
 from or1_megatron.handoff.plan import Shipment, Slice
 
 
 class SliceMismatch(RuntimeError):
     """A slice did not arrive as it was sent."""
+
+
+class Received(NamedTuple):
+    """A slice that has arrived as it was sent."""
+
+    cut: Slice
+    values: Tensor
+    """A view into the message."""
+    checksum: int
 
 
 def payload_bytes(shipment: Shipment) -> int:
@@ -22,38 +34,40 @@ def message_bytes(shipment: Shipment) -> int:
     return payload_bytes(shipment) + 8 * len(shipment.bucket.slots)
 
 
-def seal(shipment: Shipment, message: Tensor, handoff: int) -> int:
-    """Write the checksums behind the slices that ``message`` [bytes] uint8 holds; returns their sum."""
-    sums = [_checksum(shipment, index, message, handoff) for index in range(len(shipment.bucket.slots))]
-    signed = [value - (1 << 64) if value >= 1 << 63 else value for value in sums]
+def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], handoff: int) -> int:
+    """Fill ``message`` [bytes] uint8 with the slices that ``read`` gives, and their checksums behind them.
+
+    Returns the sum of the checksums. Each is taken right after its slice's copy, from the processor's cache.
+    """
+    slots = shipment.bucket.slots
+    sums = Checksums([slot.spec for slot in slots], handoff, message.device)
+    for index, slot in enumerate(slots):
+        slot.view(message).copy_(read(slot.spec))
+        sums.add(index, slot.flat(message))
+    values = sums.values()
+    signed = [value - (1 << 64) if value >= 1 << 63 else value for value in values]
     message[payload_bytes(shipment) :].view(torch.int64).copy_(torch.tensor(signed, dtype=torch.int64))
-    return sum(sums)
+    return sum(values)
 
 
-def unseal(shipment: Shipment, message: Tensor, handoff: int) -> tuple[list[tuple[Slice, Tensor]], int]:
-    """(slices with what arrived of them, views into ``message``; the sum of their checksums).
+def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
+    """The slices of a message [bytes] uint8, in its order, each compared with its checksum.
 
     Raises:
         SliceMismatch: a slice does not have the checksum that came with it; names it.
     """
-    total, found = 0, []
-    for index, (slot, expected) in enumerate(zip(shipment.bucket.slots, sealed(shipment, message), strict=True)):
-        arrived = _checksum(shipment, index, message, handoff)
+    slots = shipment.bucket.slots
+    sums = Checksums([slot.spec for slot in slots], handoff, message.device)
+    for index, slot in enumerate(slots):
+        sums.add(index, slot.flat(message))
+    came = message[payload_bytes(shipment) :].view(torch.int64).tolist()
+    found = []
+    for slot, arrived, signed in zip(slots, sums.values(), came, strict=True):
+        expected = signed % (1 << 64)
         if arrived != expected:
             raise SliceMismatch(
                 f"{slot.spec} from trainer rank {shipment.source} did not arrive as it was sent in handoff {handoff}: "
                 f"checksum {arrived:016x}, sent as {expected:016x}"
             )
-        total += arrived
-        found.append((slot.spec, slot.view(message)))
-    return found, total
-
-
-def sealed(shipment: Shipment, message: Tensor) -> list[int]:
-    """The checksums that came with a message, slice by slice; unsigned."""
-    return [value % (1 << 64) for value in message[payload_bytes(shipment) :].view(torch.int64).tolist()]
-
-
-def _checksum(shipment: Shipment, index: int, message: Tensor, handoff: int) -> int:
-    slot = shipment.bucket.slots[index]
-    return checksum(slot.spec, message[slot.offset_bytes : slot.offset_bytes + slot.spec.size_bytes], handoff)
+        found.append(Received(slot.spec, slot.view(message), arrived))
+    return found

@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 _QUIET_S = 0.2  # for threads that have nothing left to wait for
 _CLOSE_S = 1.0  # for threads whose wait has been broken off
+_LEFT = "this rank has left the handoff"
 _NO_MESSAGE = 1 << 30  # a tag beyond all numbers of messages
 
 
@@ -41,6 +43,13 @@ class Transport(Protocol):
     bytes_sent: int
     """By this rank, since the transport was opened: what has been handed over to other ranks, notices left out."""
     bytes_received: int
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """A handoff begins, in which this rank starts these messages over this transport, once for each peer.
+
+        Called where several threads of the rank do; a transport that needs one order then starts them in this one.
+        """
+        ...
 
     def allocate(self, size_bytes: int) -> Tensor:
         """Memory that this rank may send from: [size] uint8."""
@@ -91,6 +100,75 @@ def on_host(size_bytes: int) -> Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
+class InOrder:
+    """Starts what several threads hand in: on a thread of its own, which alone may have to wait, and in one order."""
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._given: list[tuple[int, Callable[[], Future[Any]], Future[Any]]] = []
+        self._changed = Condition()
+        self._closed = False
+        Thread(target=self._serve, name="handoff start", daemon=True).start()
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """From now on things are started in this order; before the first call, and after the last number, as they come.
+
+        A number may stand there several times.
+        """
+        with self._changed:
+            self._order = deque(numbers)
+            self._changed.notify()
+
+    def hand_in(self, number: int, start: Callable[[], Future[T]]) -> Future[T]:
+        """Call ``start`` when it is ``number``'s turn; the future is that which it returns."""
+        found: Future[T] = Future()
+        with self._changed:
+            if self._closed:
+                found.set_exception(RuntimeError(_LEFT))
+            else:
+                self._given.append((number, start, found))
+                self._changed.notify()
+        return found
+
+    def _due(self) -> int | None:
+        """The place, in what has been handed in, of what is to be started now."""
+        if not self._order:
+            return 0 if self._given else None
+        return next((place for place, item in enumerate(self._given) if item[0] == self._order[0]), None)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._due() is not None)
+                place = self._due()
+                if self._closed or place is None:
+                    return
+                _, start, found = self._given.pop(place)
+                if self._order:
+                    self._order.popleft()
+            try:
+                start().add_done_callback(lambda inner, outer=found: _follow(inner, outer))  # type: ignore[misc]
+            except Exception as error:  # belongs to whoever waits for the future
+                found.set_exception(error)
+            del start, found
+
+    def close(self) -> None:
+        """What has not been started never is; it fails."""
+        with self._changed:
+            self._closed = True
+            left, self._given = self._given, []
+            self._changed.notify()
+        for _, _, found in left:
+            found.set_exception(RuntimeError(_LEFT))
+
+
+def _follow(inner: Future[T], outer: Future[T]) -> None:
+    if (error := inner.exception()) is not None:
+        outer.set_exception(error)
+    else:
+        outer.set_result(inner.result())
+
+
 class Work(Protocol):
     """What torch's process groups return."""
 
@@ -109,7 +187,8 @@ class Waiters:
         self._timeout, self._abort = timedelta(seconds=timeout_s), abort
         atexit.register(self.close)  # a thread that Python's end meets inside a wait of torch's aborts the process
         self._started: SimpleQueue[tuple[Work, Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._lock = Lock()  # works are started by these threads too
+        self._lock = Lock()
+        self._starting = Lock()  # works are started by these threads too; and a start may hang, where close must not
         self._threads: list[Thread] = []
         self._idle = 0
         self._closed = False
@@ -117,20 +196,23 @@ class Waiters:
     def follow(self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
         """Start a work; the future is what ``then`` returns when it is done."""
         done: Future[T] = Future()
-        with self._lock:
+        with self._starting:
             try:
                 if self._closed:
-                    raise RuntimeError("this rank has left the handoff")
+                    raise RuntimeError(_LEFT)
                 work = start()
             except RuntimeError as error:  # of a connection that is known to be broken
                 done.set_exception(error)
                 return done
+        with self._lock:
             if self._idle:
                 self._idle -= 1
             else:
                 self._threads.append(Thread(target=self._serve, name="handoff wait", daemon=True))
                 self._threads[-1].start()
             self._started.put((work, then, done))
+            if self._closed:  # meanwhile: for a thread that close did not know of
+                self._started.put(None)
         return done
 
     def _serve(self) -> None:
@@ -182,6 +264,9 @@ class GlooTransport:
         self._waiters = Waiters(timeout_s, lambda: abort(group))
         self._buffers = Buffers(on_host)
         self.bytes_sent = self.bytes_received = 0
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Messages have tags, and nothing of one waits for another."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return on_host(size_bytes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from or1_megatron.handoff.checksum import checksum
+from or1_megatron.handoff.checksum import DeviceSums, HostSums, checksum
 from or1_megatron.handoff.plan import Shipment, Slice, Want, make_plan
-from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, seal, unseal
+from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, pack, unpack
 from or1_megatron.weights.holdings import Holding
 
 W = Slice("w", ((0, 100), (0, 30)), torch.float32)
@@ -56,6 +56,18 @@ def test_sizes_that_are_no_multiples(size: int) -> None:
         assert checksum(W, flat, 1) != true
 
 
+def test_a_device_adds_up_as_the_host_does() -> None:
+    """Both run on the CPU here, for all kinds of sizes and starts."""
+    base = content(40_000)
+    parts = [base[:0], base[:8], base[16 : 16 + 8192], base[8 : 8 + 8200], base[6 : 6 + 24_000], base[1:9]]
+    host, device = HostSums(len(parts)), DeviceSums(len(parts), torch.device("cpu"))
+    for index, part in enumerate(parts):
+        host.add(index, part)
+        device.add(index, part)
+    assert host.totals() == device.totals()
+    assert len(set(host.totals())) == len(parts)
+
+
 def shipment() -> Shipment:
     held = [Holding("w", ((0, 3),), (0,)), Holding("v", ((0, 5),), (0,))]
     wants = [[Want("w", ((0, 3),)), Want("v", ((0, 5),))]]
@@ -67,15 +79,13 @@ def test_a_sealed_shipment_opens_to_what_was_put_in() -> None:
     sent = shipment()
     message = torch.zeros(message_bytes(sent), dtype=torch.uint8)
     w, v = torch.tensor([1, 2, 3], dtype=torch.bfloat16), torch.arange(5.0)
-    for slot, values in zip(sent.bucket.slots, (w, v), strict=True):
-        slot.view(message).copy_(values)
-    total = seal(sent, message, 7)
-    slices, theirs = unseal(sent, message, 7)
-    assert theirs == total
-    assert [cut.name for cut, _ in slices] == ["w", "v"]
-    assert torch.equal(slices[0][1], w) and torch.equal(slices[1][1], v)
+    total = pack(sent, message, lambda cut: {"w": w, "v": v}[cut.name], 7)
+    slices = unpack(sent, message, 7)
+    assert sum(each.checksum for each in slices) == total
+    assert [each.cut.name for each in slices] == ["w", "v"]
+    assert torch.equal(slices[0].values, w) and torch.equal(slices[1].values, v)
     with pytest.raises(SliceMismatch, match=r"'w'\[0:3\] from trainer rank 0 .* handoff 8"):
-        unseal(sent, message, 8)
-    slices[1][1][4] = 5.0
+        unpack(sent, message, 8)
+    slices[1].values[4] = 5.0
     with pytest.raises(SliceMismatch, match=r"'v'\[0:5\]"):
-        unseal(sent, message, 7)
+        unpack(sent, message, 7)

@@ -109,6 +109,17 @@ def test_no_bucket_is_larger_than_asked() -> None:
     ]
 
 
+def test_who_sends_little_leaves_the_round_to_the_others() -> None:
+    """A round of 320 bytes: rank 1 needs 16 of them (and 16 for alignment), so that rank 0's share is 288, not 160."""
+    box = ((0, 8), (0, 4))
+    held = [Holding("w", box, (0,)), Holding("x", box, (0,)), Holding("n", ((0, 4),), (1,))]
+    plan = make_plan(held, FLOAT, [[Want("w", box), Want("x", box), Want("n", ((0, 4),))]], 2, 320)
+    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 256), (0, 1, 16)]
+    hops = TwoHops([0], 2)  # rank 0 holds its own and what it passes on: nobody sends more than his share
+    plan = make_plan(held, FLOAT, [[Want("w", box), Want("x", box), Want("n", ((0, 4),))]], 2, 480, hops)
+    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 128), (0, 1, 16), (1, 0, 128)]
+
+
 def test_engines_that_want_the_same_are_packed_for_once() -> None:
     """Two engines of two ranks: two groups of two."""
     halves = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
