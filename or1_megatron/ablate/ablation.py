@@ -21,12 +21,13 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from or1_megatron.config import Config, Positive, Section
+from or1_megatron.config import Config, NonNegativeFloat, Positive, Section
 from or1_megatron.config_file import ConfigError, load_config
 from or1_megatron.runtime.yaml_reader import YamlError, read_file
 
 SCALES: Final = ("paper", "small")
 Scale = Literal["paper", "small"]
+Window = Literal["early", "late", "all", "last", "equal_time"]
 Overrides = dict[str, Any]
 
 
@@ -35,12 +36,23 @@ class Expectation(Section):
 
     says: str
     metric: str
-    window: Literal["early", "late", "all", "last"] = "late"
-    """early, late: the first or last quarter of the steps that have the metric; last: its last value."""
+    window: Window = "late"
+    """early, late: the first or last quarter of the steps that have the metric; last: its last value; equal_time: the
+    last quarter of the seconds that the seed's fastest arm took (``outcome.value_at_time``)."""
     higher: str
     """The arm whose metric should be higher ..."""
     than: str
-    """... than this one's."""
+    """... than this one's ..."""
+    margin: NonNegativeFloat = 0.0
+    """... or at least not lower by more than this."""
+
+
+class Column(Section):
+    """A column that no run reports: by how much a metric differs, in each row, from a value or from the row before."""
+
+    metric: str
+    away_from: float | None = None
+    """None: from its value in the row before."""
 
 
 class Arms(Section):
@@ -52,6 +64,10 @@ class Arms(Section):
     arms: dict[str, Overrides] = Field(min_length=1)
     seeds: tuple[Positive, ...] = Field(default=(1, 2, 3), min_length=1)
     """Fixed before the first run."""
+    columns: dict[str, Column] = Field(default_factory=dict)
+    """By name, to be watched and compared as metrics are."""
+    equal_time: bool = False
+    """Whether arms are compared at equal seconds of training too, and not at equal steps only."""
     expects: tuple[Expectation, ...] = ()
     note: str = ""
     """In what this scale departs from the paper's setting."""

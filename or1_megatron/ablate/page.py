@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from or1_megatron.ablate.ablation import Ablation, Arm, Scale, differences
-from or1_megatron.ablate.outcome import Rows, Window, estimate, look, mean_curve, value_over
+from or1_megatron.ablate.ablation import Ablation, Arm, Column, Scale, Window, differences
+from or1_megatron.ablate.outcome import (
+    ELAPSED,
+    Rows,
+    equal_times,
+    estimate,
+    look,
+    mean_curve,
+    value_at_time,
+    value_over,
+    with_columns,
+)
 from or1_megatron.report.svg import GREY, GRID, INK, band, line, path, ticks
 from or1_megatron.runtime.files import write_atomically
 
@@ -15,6 +25,8 @@ ArmRows = Mapping[str, Mapping[int, Rows]]
 """Arm's name -> seed -> rows of metrics, of the runs that have any."""
 
 _COLOURS = ("#2f6fde", "#d9480f", "#0b8a6f", "#7048c6", "#c2255c", "#b08900", "#495057", "#1098ad")
+_OF_THE_REPORT = 12
+"""Ablations up to this number are the report's; those beyond are ours."""
 _PANEL = (480, 260)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 30, 30
 
@@ -24,19 +36,24 @@ def write_page(
 ) -> Path:
     """Write ``NN_name.md`` and ``NN_name.svg`` into ``folder``; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = ablation.path.stem
+    stem, chosen = ablation.path.stem, ablation.at(scale)
+    rows = {
+        name: {seed: with_columns(run, chosen.columns) for seed, run in by_seed.items()}
+        for name, by_seed in rows.items()
+    }
     page, picture = folder / f"{stem}.md", folder / f"{stem}.svg"
-    write_atomically(picture, draw(ablation.watch, rows).encode(), "the ablation's curves")
+    write_atomically(picture, draw(ablation.watch, rows, chosen.equal_time).encode(), "the ablation's curves")
     write_atomically(page, _text(ablation, scale, arms, rows, picture.name, command).encode(), "the ablation's page")
     return page
 
 
 def _text(ablation: Ablation, scale: Scale, arms: Sequence[Arm], rows: ArmRows, picture: str, command: str) -> str:
     chosen = ablation.at(scale)
+    claimed = "Claimed (RECIPE section 5)" if ablation.number <= _OF_THE_REPORT else "Expected"
     ran = {name: len(by_seed) for name, by_seed in rows.items() if by_seed}
     parts = [
         f"# Ablation {ablation.number}: {ablation.title}",
-        f"**Claimed** (RECIPE section 5): {ablation.claim.strip()}",
+        f"**{claimed}**: {ablation.claim.strip()}",
     ]
     if chosen.note:
         parts.append(f"**This scale** ({scale}): {chosen.note.strip()}")
@@ -52,6 +69,10 @@ def _text(ablation: Ablation, scale: Scale, arms: Sequence[Arm], rows: ArmRows, 
         f"![curves: means over the seeds, with the range between them]({picture})",
         _value_table(ablation.watch, rows),
     ]
+    if chosen.columns:
+        parts.append(_column_legend(chosen.columns))
+    if chosen.equal_time:
+        parts += ["## At equal wall time", _time_table(ablation.watch, rows)]
     if chosen.expects:
         parts += ["## The claim's comparisons", _verdict_table(ablation, scale, rows)]
     return "\n\n".join([*parts, ""])
@@ -76,29 +97,71 @@ def _value_table(watch: Sequence[str], rows: ArmRows) -> str:
     return "\n".join(lines)
 
 
+def _column_legend(columns: Mapping[str, Column]) -> str:
+    said = []
+    for name, column in columns.items():
+        origin = "its value a step before" if column.away_from is None else f"{column.away_from:g}"
+        said.append(f"`{name}`: by how much `{column.metric}` differs from {origin}.")
+    return " ".join(said)
+
+
+def _time_table(watch: Sequence[str], rows: ArmRows) -> str:
+    """Each arm at the seconds that the seed's fastest arm took for all its steps."""
+    until_s = equal_times(rows.values())
+    if not until_s:
+        return "Not yet: no seed of which every arm is finished."
+    lines = [
+        "At the seconds of training that the seed's fastest arm took for all its steps ("
+        + ", ".join(f"seed {seed}: {seconds:.0f} s" for seed, seconds in until_s.items())
+        + "; start-up and evaluations apart). Metrics are means over the last quarter of those seconds.",
+        "",
+        "| arm | seconds per step | steps done by then | " + " | ".join(f"`{metric}`" for metric in watch) + " |",
+        "|---" * (len(watch) + 3) + "|",
+    ]
+    for name, by_seed in rows.items():
+        runs = {seed: by_seed[seed] for seed in until_s}
+        pace = estimate([run[-1][ELAPSED] / float(run[-1]["step"]) for run in runs.values()])
+        done = estimate(
+            [float(sum(r["step"] > 0 and r[ELAPSED] <= until_s[s] for r in run)) for s, run in runs.items()]
+        )
+        found = [[value_at_time(run, metric, until_s[seed]) for seed, run in runs.items()] for metric in watch]
+        cells = [str(estimate([value for value in values if value is not None])) for values in found]
+        lines.append(f"| {name} | {pace} | {done} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _verdict_table(ablation: Ablation, scale: Scale, rows: ArmRows) -> str:
     lines = ["| claim | metric, window | comparison | difference | seen |", "|---|---|---|---|---|"]
+    until_s = equal_times(rows.values())
     for expected in ablation.at(scale).expects:
-        seen = look(expected, rows.get(expected.higher, {}), rows.get(expected.than, {}))
+        seen = look(expected, rows.get(expected.higher, {}), rows.get(expected.than, {}), until_s)
+        margin = f" − {expected.margin:g}" if expected.margin else ""
         lines.append(
-            f"| {expected.says} | `{expected.metric}`, {expected.window} | {expected.higher} > {expected.than} | "
+            f"| {expected.says} | `{expected.metric}`, {expected.window.replace('_', ' ')} | "
+            f"{expected.higher} > {expected.than}{margin} | "
             f"{seen.difference} | **{seen.verdict}** |"
         )
     return "\n".join(lines)
 
 
-def draw(watch: Sequence[str], rows: ArmRows) -> str:
-    """A panel per metric: each arm's mean over seeds as a line, the range between seeds as a band."""
+def draw(watch: Sequence[str], rows: ArmRows, over_time: bool = False) -> str:
+    """A panel per metric: each arm's mean over seeds as a line, the range between seeds as a band.
+
+    ``over_time``: the first two once more, over the seconds of training.
+    """
     width, height = _PANEL
-    down = -(-len(watch) // 2)
+    panels = [(metric, metric, "step") for metric in watch]
+    if over_time:
+        panels += [(f"{metric} by seconds of training", metric, ELAPSED) for metric in watch[:2]]
+    down = -(-len(panels) // 2)
     legend = "".join(
         f'<tspan fill="{_COLOURS[i % len(_COLOURS)]}" dx="{14 if i else 0}">{escape(name)}</tspan>'
         for i, name in enumerate(rows)
     )
     body = [f'<text x="{_LEFT}" y="18" font-size="12" font-weight="600">{legend}</text>']
-    for place, metric in enumerate(watch):
+    for place, (title, metric, over) in enumerate(panels):
         body.append(f'<g transform="translate({place % 2 * width} {24 + place // 2 * height})">')
-        body += _panel(metric, [mean_curve(list(by_seed.values()), metric) for by_seed in rows.values()])
+        body += _panel(title, [mean_curve(list(by_seed.values()), metric, over) for by_seed in rows.values()])
         body.append("</g>")
     size = f'viewBox="0 0 {2 * width} {24 + down * height}" width="{2 * width}" height="{24 + down * height}"'
     return "\n".join(
@@ -112,7 +175,7 @@ def draw(watch: Sequence[str], rows: ArmRows) -> str:
     )
 
 
-def _panel(metric: str, curves: Sequence[Sequence[tuple[float, float, float, float]]]) -> list[str]:
+def _panel(title: str, curves: Sequence[Sequence[tuple[float, float, float, float]]]) -> list[str]:
     right, bottom = _PANEL[0] - _RIGHT, _PANEL[1] - _BOTTOM
     points = [point for curve in curves for point in curve]
     last = max([point[0] for point in points], default=1.0) or 1.0
@@ -126,7 +189,7 @@ def _panel(metric: str, curves: Sequence[Sequence[tuple[float, float, float, flo
             bottom - (value - floor) / (levels[-1] - floor) * (bottom - _TOP),
         )
 
-    shapes = [f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(metric)}</text>']
+    shapes = [f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(title)}</text>']
     for level in levels:
         y = at(0, level)[1]
         shapes.append(line((_LEFT, y), (right, y), GRID))

@@ -12,8 +12,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from or1_megatron.ablate.ablation import Ablation, Expectation, arms_of, differences, load_ablation, load_ablations
-from or1_megatron.ablate.outcome import estimate, look, mean_curve, value_over
+from or1_megatron.ablate.ablation import (
+    Ablation,
+    Column,
+    Expectation,
+    arms_of,
+    differences,
+    load_ablation,
+    load_ablations,
+)
+from or1_megatron.ablate.outcome import (
+    ELAPSED,
+    equal_times,
+    estimate,
+    look,
+    mean_curve,
+    value_at_time,
+    value_over,
+    with_columns,
+)
 from or1_megatron.ablate.page import write_page
 from or1_megatron.ablate.runs import run_all, runs_of
 from or1_megatron.cli import app
@@ -84,6 +101,79 @@ def test_a_claim_is_judged_by_the_paired_difference() -> None:
     noisy = {1: [{"step": 0, "m": 11.0}], 2: [{"step": 0, "m": 18.0}], 3: [{"step": 0, "m": 33.0}]}
     assert look(expected, noisy, other).verdict == "not resolved"
     assert look(expected, {1: one[1]}, other).verdict == "not run"
+
+
+def test_not_lower_by_more_than_a_margin() -> None:
+    """Differences of -0.02, -0.01, 0: mean -0.01, half width 4.303 * 0.01 / sqrt(3) = 0.0248."""
+    higher = {seed: [{"step": 0, "m": value}] for seed, value in {1: 0.48, 2: 0.49, 3: 0.50}.items()}
+    lower = {seed: [{"step": 0, "m": 0.5}] for seed in (1, 2, 3)}
+    for margin, verdict in ((0.0, "not resolved"), (0.034, "not resolved"), (0.036, "as claimed")):
+        expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=margin)
+        assert look(expected, higher, lower).verdict == verdict
+        assert look(expected, lower, higher).verdict == ("as claimed" if margin else "not resolved")
+    far = {seed: [{"step": 0, "m": 0.4}] for seed in (1, 2, 3)}
+    expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=0.06)
+    assert look(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
+
+
+def test_columns_that_no_run_reports() -> None:
+    """Seconds of training leave evaluations out; a row without the metric has no distance, and the swing skips it."""
+    rows = [
+        {"step": 0, "time/step": 5.0, "time/evaluate": 4.0},
+        {"step": 1, "time/step": 2.0, "m": 1.0},
+        {"step": 2, "time/step": 3.0},
+        {"step": 3, "time/step": 2.5, "time/evaluate": 0.5, "m": 3.0},
+    ]
+    made = with_columns(rows, {"far": Column(metric="m", away_from=2.5), "swing": Column(metric="m")})
+    assert [row[ELAPSED] for row in made] == [1.0, 3.0, 6.0, 8.0]
+    assert [(row.get("far"), row.get("swing")) for row in made] == [(None, None), (1.5, None), (None, None), (0.5, 2.0)]
+    assert "far" not in rows[1]
+
+
+def test_equal_time_by_hand() -> None:
+    """The fast arm takes 80 s, the slow one 160 s, and both evaluate at their ends. 0.2 to 0.6: at 60 s to 80 s the
+    slow one is on its way from 0.35 to 0.4, mean 0.375; the fast one goes from 0.5 to 0.6."""
+    fast = [{"step": 0, ELAPSED: 0.0, "m": 0.2}, {"step": 1, ELAPSED: 80.0, "m": 0.6}]
+    slow = [{"step": 0, ELAPSED: 0.0, "m": 0.2}, {"step": 1, ELAPSED: 160.0, "m": 0.6}]
+    until = equal_times([{1: fast, 2: fast}, {1: slow}])
+    assert until == {1: 80.0}
+    assert value_at_time(slow, "m", 80.0) == pytest.approx(0.375)
+    assert value_at_time(fast, "m", 80.0) == pytest.approx(0.55)
+    bent = [*fast[:1], {"step": 1, ELAPSED: 70.0, "m": 0.9}, *fast[1:]]
+    at_60 = 0.2 + 0.7 * 60 / 70
+    assert value_at_time(bent, "m", 80.0) == pytest.approx((10 * (at_60 + 0.9) / 2 + 10 * (0.9 + 0.6) / 2) / 20)
+    assert value_at_time(fast, "none", 80.0) is None
+    expected = Expectation(says="", metric="m", window="equal_time", higher="fast", than="slow")
+    two = {1: fast, 2: [fast[0], {**fast[1], "m": 0.7}]}
+    seen = look(expected, two, {1: slow, 2: slow}, {1: 80.0, 2: 80.0})
+    assert seen.difference.mean == pytest.approx((0.175 + (0.575 + 0.7) / 2 - 0.375) / 2)
+    assert look(expected, two, {1: slow, 2: slow}).verdict == "not run"
+
+
+def test_a_page_at_equal_wall_time(found: dict[int, Ablation], tmp_path: Path) -> None:
+    """Of two arms the second takes half the time for the same curve."""
+    arms = arms_of(found[15], "small")
+    rows = {
+        arm.name: {
+            seed: [
+                {
+                    "step": k,
+                    "evaluation/accuracy": 0.1 * k + 0.001 * seed,
+                    "accuracy/all": 0.1,
+                    "time/step": pace * (k > 0),
+                }
+                for k in range(5)
+            ]
+            for seed in (1, 2, 3)
+        }
+        for arm, pace in zip(arms, (4.0, 2.0, 3.0), strict=True)
+    }
+    page = write_page(found[15], "small", arms, rows, tmp_path, "or1 ablate 15").read_text()
+    assert "seed 1: 8 s" in page
+    assert "| on-policy | 4.000 ± 0.000 | 2.000 ± 0.000 |" in page and "| one stale | 2.000 ± 0.000 | 4.000" in page
+    # On-policy, 6 s to 8 s: step 1.5 to 2, 0.175; stale: step 3 to 4, 0.35.
+    assert "0.175 | **as claimed**" in page or "0.175 ± 0.000 | **as claimed**" in page
+    assert "by seconds of training" in (tmp_path / "15_stale_rollouts.svg").read_text()
 
 
 def test_curves_are_means_with_the_range_between_seeds() -> None:
