@@ -1,84 +1,186 @@
-"""What an evaluation takes beyond the engines' own time: the same requests sampled bare, and sampled, judged and kept.
+"""What `or1 eval` takes beyond the engines' own time.
 
-    python benchmarks/evaluation.py [--problems 256] [--samples 8] [--rounds 5]
+    python benchmarks/evaluation.py [--problems 256] [--samples 8] [--long 40] [--rounds 3] [--starts 3]
 
-Both on the same running engines, in turn, with the quickstart's base model and problems at T = 96.
+Bare: the same requests, tokenised and pickled before the clock starts, given to the same engines at once, half to each,
+and harvested till the last has come; nothing is judged or written. Against it, by turns, all that the command does from
+the moment when its engines are up: prompts, scheduling, verdicts, responses.jsonl, statistics, results.json and its
+picture. What it does before, beside the engines' start (problems and golds are read, the verifiers' processes load), is
+in the last figure: whole evaluations against starting engines, sampling bare and closing them.
+
+The quickstart's base model and problems at T = 96: a short run (--samples) and a long one (--long).
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import psutil
+import ray
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.config import RolloutConfig, VerifyConfig
-from or1_megatron.data.pipeline.verdicts import VerifierThreads
+from or1_megatron import evaluate_model
+from or1_megatron.config import RolloutConfig
 from or1_megatron.data.problems import load_problems
-from or1_megatron.evaluate.responses import ResponseStore
-from or1_megatron.evaluate.run import ask_seed, evaluate
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.evaluate.run import ask_seed
 from or1_megatron.evaluate.settings import EvaluationSettings
-from or1_megatron.evaluate_model import open_model
-from or1_megatron.types import Ask
-from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.rollout.asking import EngineSampler
+from or1_megatron.types import Prompt, Request, Sampling
 
-MODEL = "examples/quickstart/base_model"
+Measured = tuple[list[float], list[float], float | None]
+
+_ENGINES_START_S = 5.0
+"""Less than engines take: 8 s and more (docs/performance.md)."""
+
+MODEL = ROOT / "examples/quickstart/base_model"
+QUIET = Console(quiet=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    settings = EvaluationSettings(
+def settings(seed: int) -> EvaluationSettings:
+    return EvaluationSettings(
         max_response_tokens=96,
         max_prompt_tokens=64,
         dtype="float32",
         engines=RolloutConfig(engines=2, kv_cache_bytes=1 << 26, placement="separate"),
+        seed=seed,
     )
+
+
+def pickled(data: Path, samples: int, seed: int) -> list[bytes]:
+    """Of each engine: its half of the requests that the evaluation makes."""
+    template = ChatTemplate(load_tokenizer(MODEL))
+    prompts = [Prompt(problem, template.token_ids(problem.messages)) for problem in load_problems(data)]
+    how = Sampling(1.0, 1.0, 96)
+    requests = [
+        Request(prompt, sample, how, ask_seed(seed, prompt.problem.id, sample))
+        for sample in range(samples)
+        for prompt in prompts
+    ]
+    return [pickle.dumps(requests[part::2], protocol=5) for part in range(2)]
+
+
+def bare_s(engines: Sequence[Any], batches: Sequence[bytes]) -> float:
+    left = [len(pickle.loads(batch)) for batch in batches]
+    started_s = time.perf_counter()
+    ray.get([engine.submit.remote(batch) for engine, batch in zip(engines, batches, strict=True)])
+    calls = {engine.harvest.remote(5.0): place for place, engine in enumerate(engines)}
+    while calls:
+        (done,), _ = ray.wait(list(calls), num_returns=1)
+        place = calls.pop(done)
+        left[place] -= len(pickle.loads(ray.get(done)).completions)
+        if left[place]:
+            calls[engines[place].harvest.remote(5.0)] = place
+    return time.perf_counter() - started_s
+
+
+def evaluation(data: Path, samples: int, how: EvaluationSettings, out: Path) -> None:
+    evaluate_model.evaluate_model(str(MODEL), str(data), samples, out, how, QUIET, Path("none"))
+
+
+def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: EvaluationSettings, out: Path) -> float:
+    """From the moment when the engines are up, which are up already: their start is slept through."""
+    up_s = []
+
+    @contextmanager
+    def running(*_: Any) -> Iterator[EngineSampler]:
+        time.sleep(_ENGINES_START_S)
+        up_s.append(time.perf_counter())
+        yield sampler
+
+    with mock.patch.object(evaluate_model, "open_model", running):
+        evaluation(data, samples, how, out)
+    return time.perf_counter() - up_s[0]
+
+
+def own_cpu_s() -> float:
+    """Of this process and of its children that have ended: verifiers' processes."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def engines_cpu_s() -> float:
+    here = psutil.Process().children(recursive=True)
+    used = [one.cpu_times() for one in here if one.name().startswith("ray::EngineAct")]
+    assert used, "no engine among this process's descendants"
+    return float(sum(one.user + one.system for one in used))
+
+
+def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measured:
+    """Seconds (bare, evaluation) of each round, and CPU beside the engines, verifiers' starts included, per theirs."""
+    bare, whole, shares = [], [], []
+    with evaluate_model.open_model(str(MODEL), settings(0), out, QUIET) as sampler:
+        assert isinstance(sampler, EngineSampler)
+        for turn in range(rounds + 1):  # the first warms up
+            batches = pickled(data, samples, turn)
+            before_s = engines_cpu_s()
+            bare.append(bare_s(sampler.engines, batches))
+            engines_s, before_s = engines_cpu_s() - before_s, own_cpu_s()
+            whole.append(evaluation_s(sampler, data, samples, settings(turn), out / f"{samples}_{turn}"))
+            shares.append((own_cpu_s() - before_s) / engines_s)
+            print(
+                f"{samples} samples, {turn}: bare {bare[-1]:.2f} s, evaluation {whole[-1]:.2f} s; CPU beside the "
+                f"engines' {engines_s:.2f} s: {shares[-1]:.1%}",
+                flush=True,
+            )
+    return bare[1:], whole[1:], statistics.median(shares[1:])
+
+
+def measure_starting(data: Path, samples: int, rounds: int, out: Path) -> Measured:
+    """The same with the engines' start and end on either side."""
     bare, whole = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        task = [sys.executable, str(ROOT / "examples/quickstart/task.py"), "--out", folder, "--train", "1"]
+    for turn in range(rounds):
+        batches = pickled(data, samples, turn)
+        started_s = time.perf_counter()
+        with evaluate_model.open_model(str(MODEL), settings(turn), out, QUIET) as sampler:
+            assert isinstance(sampler, EngineSampler)
+            bare_s(sampler.engines, batches)
+        between_s = time.perf_counter()
+        evaluation(data, samples, settings(turn), out / f"start_{turn}")
+        bare.append(between_s - started_s)
+        whole.append(time.perf_counter() - between_s)
+        print(f"with start, {turn}: bare {bare[-1]:.2f} s, evaluation {whole[-1]:.2f} s", flush=True)
+    return bare, whole, None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--long", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=3)
+    options = parser.parse_args()
+    figures = {}
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        task = [sys.executable, str(ROOT / "examples/quickstart/task.py"), "--out", name, "--train", "1"]
         subprocess.run([*task, "--held-out", str(options.problems), "--seed", "1"], check=True, capture_output=True)
-        problems = load_problems(Path(folder) / "heldout.jsonl")
-        with open_model(str(ROOT / MODEL), settings, Path(folder), Console(quiet=True)) as sampler:
-            for turn in range(options.rounds + 1):  # the first warms up
-                seed = 100 + turn
-                asks = [
-                    Ask(problem.id, sample, problem.messages, ask_seed(seed, problem.id, sample))
-                    for sample in range(options.samples)
-                    for problem in problems
-                ]
-                started_s = time.perf_counter()
-                assert sum(1 for _ in sampler.sample(asks)) == len(asks)
-                bare_s = time.perf_counter() - started_s
-                threads = VerifierThreads(
-                    lambda timeout_s, abilities: build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities),
-                    settings.verify_timeout_s,
-                    frozenset({"math"}),
-                    settings.verify_workers,
-                )
-                started_s = time.perf_counter()
-                with closing(ResponseStore(Path(folder) / f"round_{turn}", {})) as store, closing(threads):
-                    evaluate(problems, options.samples, sampler, threads.verdict, store, seed)
-                whole_s = time.perf_counter() - started_s
-                print(f"{turn}: bare {bare_s:.2f} s, whole {whole_s:.2f} s", flush=True)
-                if turn:
-                    bare.append(bare_s)
-                    whole.append(whole_s)
-    ratio = statistics.median(w / b for w, b in zip(whole, bare, strict=True))
-    figures = {
-        "evaluation / bare sampling, wall": figure(ratio, at_most=1.05),
-        "bare sampling": figure(statistics.median(bare), "s"),
-    }
+        data = out / "heldout.jsonl"
+        for title, samples, measure, rounds in (
+            ("short", options.samples, measure_running, options.rounds),
+            ("long", options.long, measure_running, options.rounds),
+            ("long, with the engines' start", options.long, measure_starting, options.starts),
+        ):
+            bare, whole, share = measure(data, samples, rounds, out)
+            ratio = statistics.median(w / b for w, b in zip(whole, bare, strict=True))
+            figures[f"evaluation / bare, {title}"] = figure(ratio, at_most=1.05)
+            figures[f"bare, {title}"] = figure(statistics.median(bare), "s")
+            if share is not None:
+                figures[f"CPU of all else / engines', {title}"] = figure(share)
     print(write_result("evaluation", figures, vars(options)), figures)
 
 

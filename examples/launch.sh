@@ -11,6 +11,8 @@
 #   NNODES       how many (1)                               NODE_RANK    this one's number, from 0
 #   MASTER_ADDR  name or address of node 0                  MASTER_PORT  of the rendezvous (29500)
 #   RAY_PORT     of Ray's head on node 0 (6379)
+#   RAY_AUTH_TOKEN_PATH  file of the token that Ray's nodes know each other by ($RUNS/ray_token, made if there is none);
+#                RAY_AUTH_MODE=disabled: none
 #   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (180)
 #   DRY_RUN=1    check everything, print the plan, start nothing
 #
@@ -57,16 +59,30 @@ cleanup() {
 trap cleanup EXIT
 
 if ((NNODES > 1)); then
+  # Ray's head asks for a token as soon as it finds one anywhere; so all nodes are told of the same one.
+  export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$RUNS/ray_token}
+  if [[ $RAY_AUTH_MODE == token && -z ${RAY_AUTH_TOKEN:-} && ! -s $RAY_AUTH_TOKEN_PATH ]] && ((NODE_RANK == 0)); then
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH.$$")
+    ln "$RAY_AUTH_TOKEN_PATH.$$" "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || true # another job's may be there first
+    rm "$RAY_AUTH_TOKEN_PATH.$$"
+  fi
   # In a session of its own and deaf to the signals that mean "save": engines must live until the ranks have saved.
   if ((NODE_RANK == 0)); then where=(--head --port "$ray_port"); else where=(--address "$MASTER_ADDR:$ray_port"); fi
-  for ((tries = 0; tries < 60; tries++)); do # a worker may be there before the head
-    (trap '' USR1 INT HUP; exec setsid ray start "${where[@]}" --block --disable-usage-stats) >"$RUNS/ray_node_$NODE_RANK.log" 2>&1 &
-    ray_pid=$!
-    sleep 5
-    kill -0 "$ray_pid" 2>/dev/null && break
-    ((NODE_RANK > 0)) || die "Ray's head did not start; see $RUNS/ray_node_$NODE_RANK.log"
+  for ((tries = 1; NODE_RANK > 0; tries++)); do # a worker may be there before the head
+    (exec 3<>"/dev/tcp/$MASTER_ADDR/$ray_port") 2>/dev/null && break
+    ((tries < 300)) || die "no Ray head answers at $MASTER_ADDR:$ray_port; see $RUNS/ray_node_0.log"
+    sleep 1
   done
-  kill -0 "$ray_pid" 2>/dev/null || die "no Ray head answers at $MASTER_ADDR:$ray_port; see $RUNS/ray_node_$NODE_RANK.log"
+  log=$RUNS/ray_node_$NODE_RANK.log started=0
+  for ((tries = 0; tries < 3 && started == 0; tries++)); do # on a busy machine it may give up
+    : >"$log"
+    (trap '' USR1 INT HUP; exec setsid ray start "${where[@]}" --block --disable-usage-stats) >"$log" 2>&1 &
+    ray_pid=$!
+    while ((started == 0)) && kill -0 "$ray_pid" 2>/dev/null; do
+      if grep -q "Ray runtime started" "$log"; then started=1; else sleep 1; fi
+    done
+  done
+  ((started)) || die "Ray did not start; see $log"
   meeting=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 else
   meeting=(--standalone)

@@ -16,6 +16,7 @@ from rich.console import Console
 from or1_megatron.ablate_commands import ablate
 from or1_megatron.data_commands import data_commands
 from or1_megatron.evaluate_commands import eval_command
+from or1_megatron.report_command import report_command
 
 if TYPE_CHECKING:
     import torch
@@ -353,6 +354,7 @@ def _bytes(text: str) -> int:
 
 app.command()(ablate)
 app.command(name="eval")(eval_command(explained))
+app.command(name="report")(report_command(explained))
 
 
 if __name__ == "__main__":

@@ -281,7 +281,8 @@ class VerifyConfig(Section):
     memory_bytes: Positive = 4 << 30
     """Of one untrusted program (the report allows 50 GB)."""
     node_memory_bytes: Positive | None = None
-    """Of all untrusted programs on one node together, kept where cgroups can be used. None: half of its memory."""
+    """Of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get the
+    worker's share of it. None: half of its memory."""
     processes: Positive = 64
     """Processes and threads of one untrusted program."""
     max_pending: Positive = 16384
@@ -400,7 +401,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _stages_are_what_they_name(self) -> Self:
         if self.run.stage is not None and self.run.stage > len(self.stages):
-            raise ValueError(f"run.stage = {self.run.stage}, but there are {len(self.stages)} stages")
+            raise ValueError(
+                f"run.stage = {self.run.stage}, but there are {len(self.stages)} stages; choose one of them, or add "
+                "entries to 'stages'"
+            )
         sources = [source.title for source in self.data.train]
         for stage in self.stages:
             if stage.mixture is None:

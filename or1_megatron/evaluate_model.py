@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from or1_megatron.rollout.endpoint import Endpoint, EndpointSampler
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.shape import Shape
 from or1_megatron.types import Problem, Sampling
-from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.registry import ABILITIES, build_verifiers
 from or1_megatron.weights.families import read_hf_config
 
 _LIST_TIMEOUT_S = 10.0
@@ -59,11 +59,23 @@ def evaluate_model(
         EvaluationError: the folder holds another evaluation, responses did not come, or too many verdicts failed.
     """
     name, problems = load_set(data, sets, since, before)
-    _check_golds(problems, settings)
     how = {"model": model, "data": name, "problems": _digest(problems), **_asked_how(settings)}
     started_s = time.perf_counter()
-    with closing(ResponseStore(out, how)) as store:
-        responses = _respond(name, problems, samples, store, model, settings, out, console)
+    with closing(_verifiers(problems, settings)) as verifiers:
+        with verifiers.borrowed() as at_hand:
+            check_ground_truths(problems, at_hand)
+        with closing(ResponseStore(out, how)) as store, _bar(console) as bar:
+            task = bar.add_task(name)
+
+            def show(judged: int, wanted: int) -> None:
+                bar.update(task, completed=judged, total=wanted)
+
+            opened: AbstractContextManager[Sampler | None] = nullcontext()
+            if missing_count(problems, samples, store):  # else the model is not started
+                verifiers.start()  # its processes load while the engines do
+                opened = open_model(model, settings, out, console)
+            with opened as sampler:
+                responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
     results = _results(model, name, responses, settings, (since, before), time.perf_counter() - started_s)
     write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
@@ -71,32 +83,15 @@ def evaluate_model(
     return results
 
 
-def _respond(
-    name: str,
-    problems: Sequence[Problem],
-    samples: int,
-    store: ResponseStore,
-    model: str,
-    settings: EvaluationSettings,
-    out: Path,
-    console: Console,
-) -> list[list[Response]]:
-    """All responses; the model is not started when none is missing."""
-    threads = VerifierThreads(
-        lambda timeout_s, abilities: build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities),
+def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
+    return VerifierThreads(
+        lambda timeout_s, abilities: build_verifiers(
+            VerifyConfig(timeout_s=timeout_s, workers=settings.verify_workers), abilities
+        ),
         settings.verify_timeout_s,
-        frozenset(problem.ability for problem in problems),
+        frozenset(problem.ability for problem in problems) & ABILITIES,
         settings.verify_workers,
     )
-    needed = missing_count(problems, samples, store) > 0
-    opened = open_model(model, settings, out, console) if needed else nullcontext(None)
-    with closing(threads), opened as sampler, _bar(console) as bar:
-        task = bar.add_task(name, total=len(problems) * samples)
-
-        def show(judged: int, wanted: int) -> None:
-            bar.update(task, completed=judged, total=wanted)
-
-        return evaluate(problems, samples, sampler, threads.verdict, store, settings.seed, show)
 
 
 @contextmanager
@@ -183,17 +178,6 @@ def _first_model(url: str, key: str | None) -> str:
             f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
             "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
         ) from None
-
-
-def _check_golds(problems: Sequence[Problem], settings: EvaluationSettings) -> None:
-    """Every gold, before anything is sampled. Raises DataError."""
-    abilities = frozenset(problem.ability for problem in problems)
-    verifiers = build_verifiers(VerifyConfig(timeout_s=settings.verify_timeout_s), abilities)
-    try:
-        check_ground_truths(problems, verifiers)
-    finally:
-        for verifier in verifiers.values():
-            verifier.close()
 
 
 def _digest(problems: Sequence[Problem]) -> str:

@@ -166,6 +166,10 @@ class Sampler(Protocol):
 class Verifier(Protocol):
     """Judges responses of one ability ("math", "code")."""
 
+    def start(self) -> None:
+        """Begin to start what verdicts will need, without waiting for it; else the first verdicts do."""
+        ...
+
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError, saying what was expected, when the problem's ground truth cannot be used."""
         ...
@@ -271,6 +275,14 @@ class Stopped(Exception):
     """
 
 
+class EnginesLost(RuntimeError):
+    """Engines, or what manages them and verifies, cannot go on.
+
+    Once the run has been asked to stop this ends nothing that would not end anyway: a node that is taken away takes its
+    engines with it, often before the ranks have saved.
+    """
+
+
 class Evaluator(Protocol):
     """Measures the engines' current weights on held-out problems; leaves no trace in the training stream."""
 
@@ -289,8 +301,18 @@ class Observer(Protocol):
         """``step`` is the number of rollout steps done so far."""
         ...
 
-    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
-        """All groups of a finished step (the first is step 1); ``kept`` are those that were not rejected."""
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
+        """All groups of a finished step (the first is step 1); ``kept`` are those that were not rejected.
+
+        ``scores``: of the kept groups' responses, in order, by the policy when the step first met them; None: unknown.
+        """
         ...
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...

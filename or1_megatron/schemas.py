@@ -34,7 +34,7 @@ class Field:
 
 
 class Metric(Protocol):
-    """A row of ``rl.metrics.METRICS``."""
+    """A row of ``rl.metric_names.METRICS``."""
 
     @property
     def name(self) -> str: ...
@@ -128,6 +128,20 @@ ROLLOUT: Final[tuple[Field, ...]] = (
     *_VERDICT_OWN,
     Field("advantage", pa.float32(), "", "of all the response's tokens; 0 where the group was rejected"),
     Field("kept", pa.bool_(), "", "the group entered the batch; false: rejected, all its advantages being zero"),
+    Field(
+        "log_prob_differences",
+        pa.list_(pa.float16()),
+        "nats",
+        "per response token, the policy's log-prob when the step first met it, less the engine's; null: not trained on",
+        True,
+    ),
+    Field(
+        "entropies",
+        pa.list_(pa.float16()),
+        "nats",
+        "per response token, the entropy of the policy's whole distribution there; null: not trained on",
+        True,
+    ),
 )
 """A row of ``rollouts/step_NNNNNN.parquet``: one response, whether or not its group was rejected."""
 
@@ -202,8 +216,8 @@ def check_summary(summary: Mapping[str, Any]) -> None:
 
 
 def metrics_table() -> Sequence[Metric]:
-    """Names, units and meanings of the metrics, from ``rl.metrics``, which computes them."""
-    table: Sequence[Metric] = importlib.import_module("or1_megatron.rl.metrics").METRICS
+    """Names, units and meanings of the metrics, from ``rl.metric_names``; ``rl.metrics`` computes them."""
+    table: Sequence[Metric] = importlib.import_module("or1_megatron.rl.metric_names").METRICS
     return table
 
 
@@ -215,7 +229,7 @@ def _type_name(kind: pa.DataType) -> str:
         return f"object of {_type_name(kind.item_type)}"
     if pa.types.is_struct(kind):
         return "{" + ", ".join(f"{part.name}: {_type_name(part.type)}" for part in kind) + "}"
-    return {"double": "float64", "float": "float32"}.get(str(kind), str(kind))
+    return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
 
 
 def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from or1_megatron.config import HandoffConfig
 from or1_megatron.handoff.certificate import Difference, Probe
 from or1_megatron.handoff.sender import EngineWeightSender
-from or1_megatron.interfaces import Objective
+from or1_megatron.interfaces import EnginesLost, Objective
 from or1_megatron.parallel.agreement import AgreedError, raise_together
 from or1_megatron.parallel.driver import PolicyDriver
 from or1_megatron.parallel.lockstep import Lockstep
@@ -42,7 +42,7 @@ class Turns:
     """Its state lies on the host while the engines sample."""
 
 
-class SendError(AgreedError):
+class SendError(AgreedError, EnginesLost):
     """The weights did not reach all engines. All trainer ranks know, and are ready to send them again."""
 
 

@@ -23,11 +23,8 @@ import torch
 
 from or1_megatron.config import Config
 from or1_megatron.config_file import load_config, resolved_yaml
-from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.stream import MixtureStream, Source
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.door import abilities_of, begin_of, check_resumable, checkpoint_keeper, read_problems
+from or1_megatron.data.stream import MixtureStream
+from or1_megatron.door import begin_of, check_resumable, checkpoint_keeper
 from or1_megatron.dry_run import plan_run
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
@@ -41,101 +38,31 @@ from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.placement import engine_places
+from or1_megatron.prompts import load_prompts
 from or1_megatron.report.console import RunConsole, open_console, show_summary
 from or1_megatron.report.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
-from or1_megatron.rollout.client import start_rollouts
+from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
+from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas import check_summary
 from or1_megatron.served import RanksSender, ServedPolicy, Turns
-from or1_megatron.types import Problem, Prompt
-from or1_megatron.verify.registry import build_verifiers, known_abilities
+from or1_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
 _STARTED_S = time.time()
 _PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
-
-
-def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]], frozenset[str]]:
-    """(training sources, held-out prompts by the name of their set, abilities), every gold answer checked.
-
-    Raises:
-        DataError: a file or row that cannot be used, or no prompt left.
-    """
-    template = ChatTemplate(load_tokenizer(config.model.hf))
-    train, held_out = read_problems(config)
-    abilities = abilities_of([*train, *held_out], known_abilities(config.verify))
-    verifiers = build_verifiers(config.verify, abilities)
-    try:
-        for problems in (*train, *held_out):
-            check_ground_truths(problems, verifiers)
-    finally:
-        for verifier in verifiers.values():
-            verifier.close()
-    if config.data.difficulty_model is not None:
-        train = [filter_by_difficulty(problems, config.data.difficulty_model) for problems in train]
-    longest = config.data.max_prompt_tokens
-    sources = [
-        Source(short_prompts(template, problems, source.path, longest), source.repeat, source.weight)
-        for problems, source in zip(train, config.data.train, strict=True)
-    ]
-    for stage in config.stages:
-        repeats = config.repeats(stage)
-        kept = sum(len(source.prompts) for source, repeat in zip(sources, repeats, strict=True) if repeat)
-        if stage.prompts_per_step > kept:
-            raise DataError(
-                f"data.train: {kept} problems are left after filtering"
-                + (" in the sources of its mixture" if stage.mixture else "")
-                + f", fewer than prompts_per_step = {stage.prompts_per_step} of stage '{stage.name}'; "
-                "add problems, raise data.max_prompt_tokens or lower prompts_per_step"
-            )
-    evaluated = {
-        held.title: short_prompts(template, problems, held.path, longest)
-        for problems, held in zip(held_out, config.evaluate.data, strict=True)
-    }
-    warn_of_leaks(sources, [prompt for prompts in evaluated.values() for prompt in prompts])
-    return sources, evaluated, abilities
-
-
-def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> None:
-    """Say when a held-out prompt is trained on as well, word for word."""
-    trained = {prompt.token_ids.tobytes(): prompt.problem.origin for source in sources for prompt in source.prompts}
-    leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]
-    if leaked:
-        log.warning(
-            "%d of %d held-out prompts are in the training data too (first: %s and %s): their accuracy will flatter",
-            len(leaked),
-            len(evaluated),
-            leaked[0].problem.origin,
-            trained[leaked[0].token_ids.tobytes()],
-        )
-
-
-def short_prompts(template: ChatTemplate, problems: Sequence[Problem], path: Path, longest: int) -> list[Prompt]:
-    """The prompts within the limit; how many are not is said on the console and in the log."""
-    prompts, report = template.make_prompts(problems, longest)
-    if report.too_long:
-        log.warning(
-            "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
-            path,
-            report.too_long,
-            len(problems),
-            longest,
-            report.longest_tokens,
-        )
-    return prompts
 
 
 def make_evaluator(config: Config, held_out: Mapping[str, Sequence[Prompt]], rollouts: Rollouts) -> Evaluator | None:
@@ -233,73 +160,13 @@ def lead(config: Config, stop: StopRequested) -> int:
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        keeper = checkpoint_keeper(config, folder)
-        keeper.clean()
-        plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
-        choose_layers(config.parallel, config.model.dtype)
-        check_resumable(config, folder)
-        keeper.newest_intact()  # before anything is started: it reads all of the checkpoint, and there may be none
-        begin = begin_of(config, folder, whole=True)
-        folder.write_config(resolved_yaml(config))
+        keeper, begin = open_run(config, folder)
         sources, held_out, abilities = load_prompts(config)
-        run_id = str(folder.root.resolve()).strip("/").replace("/", "-")
-        start_ray(config.cluster.ray_address, run_id)
-        stack.callback(stop_ray)
-        wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
-        places = engine_places(config)
-        on_cpu = not torch.cuda.is_available()
-        engines = EnginePool(
-            config.rollout,
-            config.model.hf,
-            config.model.dtype,
-            longest_sequence(config),
-            run_id,
-            on_cpu,
-            places,
-            config.handoff.backend,
-        )
-        stack.callback(engines.close)
-        rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, run_id, stop=stop.requested)
-        stack.callback(rollouts.close)
-        if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
-            engines.wait_ready()
-            engines.control(config.handoff.timeout_s).sleep()
+        engines, rollouts = start_sampling(config, run_id(folder), abilities, stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
-        reference = frozen_reference(config, mesh)
-        saver = CheckpointSaver(
-            policy,
-            config.checkpoint.asynchronous,
-            config.cluster.verb_timeout_s,
-            before_complete=lambda: record.wait_written(),
-        )
-        stack.enter_context(saver)
-        verbs = policy_verbs(policy, lambda version: together.send(version), saver, reference)
-        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
-        stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
-        engines.wait_ready()
-        control = engines.control(config.handoff.timeout_s)
-        sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
-        stack.callback(sender.close)
-        together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
-        turns = Turns(takes_turns(config), offloads(config))
-        layout = batch_layout(config.parallel, policy.hf)
-        served = ServedPolicy(
-            lockstep,
-            policy,
-            saver,
-            sender,
-            control,
-            config.handoff,
-            layout,
-            config.model.dtype,
-            longest_sequence(config),
-            turns,
-            restart_lost=engines.restart_lost,
-            rejoin=lambda: rollouts.rejoin(engines.handles),
-        )
-        if not turns.engines_sleep:
-            rollouts.revive_with(served.revive)
-        shown, record = watchers(config, folder, rollouts)
+        record = RunRecord(folder, config.track, config.model_dump(mode="json"))
+        served = serve_policy(config, mesh, policy, engines, rollouts, record, stack)
+        shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
         ports = Ports(
@@ -316,6 +183,92 @@ def lead(config: Config, stop: StopRequested) -> int:
         )
         with stopping_in_order(stop):
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown)
+
+
+def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
+    """Check what can be checked before anything is started, and note the configuration; where the run begins."""
+    keeper = checkpoint_keeper(config, folder)
+    keeper.clean()
+    plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+    choose_layers(config.parallel, config.model.dtype)
+    check_resumable(config, folder)
+    keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
+    begin = begin_of(config, folder, whole=True)
+    folder.write_config(resolved_yaml(config))
+    return keeper, begin
+
+
+def run_id(folder: RunFolder) -> str:
+    """Names the run's actors in Ray, apart from those of any other run."""
+    return str(folder.root.resolve()).strip("/").replace("/", "-")
+
+
+def start_sampling(
+    config: Config, name: str, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
+) -> tuple[EnginePool, RolloutsClient]:
+    """Ray, the engines and the RolloutManager; asleep where engines and trainer take turns."""
+    start_ray(config.cluster.ray_address, name)
+    stack.callback(stop_ray)
+    wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
+    engines = EnginePool(
+        config.rollout,
+        config.model.hf,
+        config.model.dtype,
+        longest_sequence(config),
+        name,
+        not torch.cuda.is_available(),
+        engine_places(config),
+        config.handoff.backend,
+    )
+    stack.callback(engines.close)
+    rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, name, stop=stop.requested)
+    stack.callback(rollouts.close)
+    if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
+        engines.wait_ready()
+        engines.control(config.handoff.timeout_s).sleep()
+    return engines, rollouts
+
+
+def serve_policy(
+    config: Config,
+    mesh: Mesh,
+    policy: MegatronPolicy,
+    engines: EnginePool,
+    rollouts: RolloutsClient,
+    record: RunRecord,
+    stack: ExitStack,
+) -> ServedPolicy:
+    """All ranks' policy behind the loop's verbs, and its way to the engines; returns when the engines are ready."""
+    reference = frozen_reference(config, mesh)
+    asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
+    saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
+    stack.enter_context(saver)
+    verbs = policy_verbs(policy, lambda version: together.send(version), saver, reference)
+    lockstep = Lockstep(mesh, verbs, timeout_s)
+    stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
+    engines.wait_ready()
+    control = engines.control(config.handoff.timeout_s)
+    sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
+    stack.callback(sender.close)
+    together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
+    turns = Turns(takes_turns(config), offloads(config))
+    served = ServedPolicy(
+        lockstep,
+        policy,
+        saver,
+        sender,
+        control,
+        config.handoff,
+        batch_layout(config.parallel, policy.hf),
+        config.model.dtype,
+        longest_sequence(config),
+        turns,
+        restart_lost=engines.restart_lost,
+        rejoin=lambda: rollouts.rejoin(engines.handles),
+    )
+    if not turns.engines_sleep:
+        rollouts.revive_with(served.revive)
+    return served
 
 
 def takes_turns(config: Config) -> bool:
@@ -344,11 +297,11 @@ def show_again(config: Config, summary: Mapping[str, Any]) -> None:
     show_summary(summary, console)
 
 
-def watchers(config: Config, folder: RunFolder, rollouts: Rollouts) -> tuple[RunConsole, RunRecord]:
-    """What shows the run, and what writes it down."""
+def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
+    """What shows the run; from here on, where the console is live."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy
-    shown = RunConsole(
+    return RunConsole(
         console,
         live,
         total_steps=config.total_steps,
@@ -356,7 +309,6 @@ def watchers(config: Config, folder: RunFolder, rollouts: Rollouts) -> tuple[Run
         entropy_target=entropy.target if entropy.mode == "adaptive" else None,
         progress=rollouts.progress,
     )
-    return shown, RunRecord(folder, config.track, config.model_dump(mode="json"))
 
 
 def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:

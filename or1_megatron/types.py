@@ -268,6 +268,8 @@ class UpdateReport:
     """True when loss or gradient were not finite and the parameters were left as they were."""
     forward_backward_s: float
     optimizer_s: float
+    scores: TokenScores | None = None
+    """Of the batch's samples, on the parameters before the step, as its own forward pass met them; None: not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
 
 
 def decode(handle: Any, requests: list[Any], timeout_s: float = 60.0) -> list[Any]:
-    """Completions of one engine actor, in the order of the requests."""
+    """Completions of one engine actor, in the order of the requests; others that come meanwhile are dropped."""
     import pickle
     import time
 
@@ -130,7 +130,7 @@ def decode(handle: Any, requests: list[Any], timeout_s: float = 60.0) -> list[An
     ray.get(handle.submit.remote(pickle.dumps(requests)), timeout=timeout_s)
     found: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
-    while len(found) < len(requests) and time.monotonic() < deadline:
+    while any(request.seed not in found for request in requests) and time.monotonic() < deadline:
         harvest = pickle.loads(ray.get(handle.harvest.remote(1.0), timeout=timeout_s))
         found.update({completion.seed: completion for completion in harvest.completions})
     return [found[request.seed] for request in requests]

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""(HTTP status, body: bytes as they are, anything else as JSON)."""
+"""(HTTP status, body: bytes as they are, of an iterator one after another, anything else as JSON)."""
 
 
 def completion(text: str, finish_reason: str = "stop", **more: Any) -> Reply:
@@ -27,12 +27,14 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, reply = answer({**body, "path": self.path, "key": self.headers.get("Authorization")})
-            sent = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+            pieces = reply if isinstance(reply, Iterator) else [_encoded(reply)]
             try:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(sent)))
+                if isinstance(pieces, list):
+                    self.send_header("Content-Length", str(len(pieces[0])))
                 self.end_headers()
-                self.wfile.write(sent)
+                for piece in pieces:
+                    self.wfile.write(piece)
             except OSError:  # the client has given up
                 pass
 
@@ -48,3 +50,7 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _encoded(reply: Any) -> bytes:
+    return reply if isinstance(reply, bytes) else json.dumps(reply).encode()

@@ -19,10 +19,11 @@ BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set by name. ``hub`` and ``split`` are where it is had from when no file of that name is at hand."""
+    """A set by name. ``hub`` and ``split`` (None: all of it) are where it is had from when no file of that name is at
+    hand."""
 
     hub: str
-    split: str
+    split: str | None
     ending: str = ""
     samples: int = 32
     """k of avg@k in the report."""
@@ -33,7 +34,7 @@ class Benchmark:
 BENCHMARKS: Final = {
     "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", BOX_INSTRUCTION),
     "aime25": Benchmark("yentinglin/aime_2025", "train"),
-    "livecodebench": Benchmark("livecodebench/code_generation_lite", "test", samples=4, dated=True),
+    "livecodebench": Benchmark("livecodebench/code_generation_lite", None, samples=4, dated=True),
 }
 
 PUBLISHED: Final = {

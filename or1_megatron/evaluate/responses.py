@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class Response:
     seed: int
 
 
+_FIELDS = tuple(field.name for field in fields(Response))
+
+
 class ResponseStore:
     """``responses.jsonl`` of one evaluation, and ``evaluation.json``: what was asked, and how."""
 
@@ -56,10 +59,16 @@ class ResponseStore:
             self._check(settings, wanted)
         else:
             write_atomically(settings, (json.dumps(wanted, indent=2) + "\n").encode(), "the evaluation's settings")
-        self._writer = JsonlWriter(self.path)
+        self._writer = JsonlWriter(self.path, "responses")
         self._known: dict[tuple[str, int], Response] = {}
-        for row in read_rows(self.path):
-            response = Response(**row)
+        for number, row in enumerate(read_rows(self.path), start=1):
+            try:
+                response = Response(**row)
+            except TypeError as error:
+                raise EvaluationError(
+                    f"{self.path}: row {number} is no response of an evaluation ({error}); found {sorted(row)}, "
+                    f"expected {sorted(_FIELDS)}: take the row out, and it is asked for again, or name another --out"
+                ) from None
             self._known[response.problem_id, response.sample] = response
 
     def has(self, problem_id: str, sample: int) -> bool:
@@ -69,7 +78,7 @@ class ResponseStore:
         return self._known.get((problem_id, sample))
 
     def add(self, response: Response) -> None:
-        self._writer.write(asdict(response))
+        self._writer.write({name: getattr(response, name) for name in _FIELDS})  # asdict copies: 50 us a response
         self._known[response.problem_id, response.sample] = response
 
     def close(self) -> None:
@@ -77,7 +86,13 @@ class ResponseStore:
 
     @staticmethod
     def _check(settings: Path, wanted: Mapping[str, Any]) -> None:
-        found = json.loads(settings.read_text())
+        try:
+            found = json.loads(settings.read_text())
+        except ValueError as error:
+            raise EvaluationError(
+                f"{settings}: not JSON ({error}), so that how {settings.parent} was asked is not known; name another "
+                "--out, or delete the file if it was asked as now"
+            ) from None
         keys = [key for key in dict.fromkeys((*found, *wanted)) if found.get(key) != wanted.get(key)]
         if keys:
             changed = "\n".join(f"  {key}: was {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)

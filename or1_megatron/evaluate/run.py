@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from or1_megatron.data.pipeline.sampling import ask_seed
+from or1_megatron.data.pipeline.verdicts import Judge, judged
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
 from or1_megatron.types import Answer, Ask, Problem, Unanswered, Verdict
 
-Judge = Callable[[Problem, str, bool], Future[Verdict]]
-"""(problem, response, truncated) to a verdict to come."""
-
 Progress = Callable[[int, int], None]
 """(judged, asked for in all); called as responses are kept."""
-
-_LINE_UP = 512
-"""Verdicts that may be waited for at once: bounds the responses held in memory."""
-
-
-def ask_seed(seed: int, problem_id: str, sample: int) -> int:
-    """In [0, 2**31), as every endpoint takes it: of its problem and sample alone, so that k may grow later."""
-    text = f"{seed},{problem_id},{sample}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def evaluate(
@@ -46,27 +33,42 @@ def evaluate(
     """
     by_id = {problem.id: problem for problem in problems}
     wanted = len(problems) * samples
-    judged = sum(store.has(problem.id, sample) for problem in problems for sample in range(samples))
-    progress(judged, wanted)
     missing = [
         Ask(problem.id, sample, problem.messages, ask_seed(seed, problem.id, sample))
         for sample in range(samples)
         for problem in problems
         if not store.has(problem.id, sample)
     ]
+    kept = wanted - len(missing)
+    progress(kept, wanted)
+
+    def keep(response: Response) -> None:
+        nonlocal kept
+        store.add(response)
+        kept += 1
+        progress(kept, wanted)
+
     failures: list[str] = []
+    refused: list[Unanswered] = []
     if missing:
         assert sampler is not None, "responses are missing, but there is no sampler"
-        for response in _judged(sampler.sample(missing), by_id, judge, failures):
-            store.add(response)
-            judged += 1
-            progress(judged, wanted)
+        answers = _answers(sampler.sample(missing), by_id, refused, failures)
+        for problem, answer, verdict in judged(answers, judge):
+            keep(_response(problem, answer, verdict))
+    if refused and not kept:  # says something of the request, not of the problems
+        raise EvaluationError(
+            f"every request was refused, {len(refused)} so far (first: {refused[0].reason}); expected that only "
+            "prompts which are too long are: is max_response_tokens too much for the model, or max_prompt_tokens too "
+            "little for the problems?"
+        )
+    for reply in refused:
+        keep(_unasked(by_id[reply.ask.key], reply))
     rows = [[store.get(problem.id, sample) for sample in range(samples)] for problem in problems]
     complete = [[response for response in row if response is not None] for row in rows]
     if any(len(row) < samples for row in complete):
         reason = f" (first: {failures[0]})" if failures else ""
         raise EvaluationError(
-            f"{wanted - judged} of {wanted} responses did not come{reason}; those that did are kept: run the same "
+            f"{wanted - kept} of {wanted} responses did not come{reason}; those that did are kept: run the same "
             "command again to ask for the rest"
         )
     return complete
@@ -76,28 +78,23 @@ def missing_count(problems: Sequence[Problem], samples: int, store: ResponseStor
     return sum(not store.has(problem.id, sample) for problem in problems for sample in range(samples))
 
 
-def _judged(
-    replies: Iterator[Answer | Unanswered], problems: dict[str, Problem], judge: Judge, failures: list[str]
-) -> Iterator[Response]:
-    """Responses with their verdicts, in the order in which they came."""
-    line: deque[tuple[Answer, Future[Verdict]]] = deque()
+def _answers(
+    replies: Iterator[Answer | Unanswered],
+    problems: Mapping[str, Problem],
+    refused: list[Unanswered],
+    failures: list[str],
+) -> Iterator[tuple[Problem, Answer]]:
+    """Those that are to be judged; the others are noted."""
     for reply in replies:
-        problem = problems[reply.ask.key]
-        if isinstance(reply, Unanswered):
-            if reply.for_good:
-                yield _unasked(problem, reply)
-            else:
-                failures.append(reply.reason)
-            continue
-        line.append((reply, judge(problem, reply.text, reply.truncated)))
-        while line and (line[0][1].done() or len(line) > _LINE_UP):
-            yield _response(problems, *line.popleft())
-    while line:
-        yield _response(problems, *line.popleft())
+        if isinstance(reply, Answer):
+            yield problems[reply.ask.key], reply
+        elif reply.for_good:
+            refused.append(reply)
+        else:
+            failures.append(reply.reason)
 
 
-def _response(problems: dict[str, Problem], answer: Answer, verdict: Future[Verdict]) -> Response:
-    problem, said = problems[answer.ask.key], verdict.result()
+def _response(problem: Problem, answer: Answer, said: Verdict) -> Response:
     return Response(
         problem_id=problem.id,
         sample=answer.ask.sample,

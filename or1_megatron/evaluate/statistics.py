@@ -13,7 +13,7 @@ downwards: a drawn set repeats samples.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +26,8 @@ _TAIL: Final = 2.5  # per cent on either side
 _NORMAL: Final = 1.96
 
 Rewards = NDArray[np.float64]  # [P, n]
-Counts = NDArray[np.float64]  # [..., P]
+Counts = NDArray[np.float64]  # [...]
+Estimates = NDArray[np.float64]  # [n + 1]: of a problem, by how many of its n samples were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,31 @@ def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
 def average(rewards: Rewards) -> Score:
     """avg@n."""
     n = rewards.shape[1]
-    return _score(rewards, lambda right: right / n)
+    return _score(rewards, np.arange(n + 1) / n)
 
 
 def passed(rewards: Rewards, k: int) -> Score:
     """pass@k."""
     n = rewards.shape[1]
-    return _score(rewards, lambda right: pass_at(right, n, k))
+    return _score(rewards, pass_at(np.arange(n + 1.0), n, k))
 
 
-def _score(rewards: Rewards, estimate: Callable[[Counts], NDArray[np.float64]]) -> Score:
-    rng = np.random.default_rng(_SEED)
-    count, n = rewards.shape
-    right = rewards.sum(axis=1)  # [P]
-    found = estimate(right)  # [P]
-    value = float(found.mean())
-    drawn = rng.binomial(n, (right + 0.5) / (n + 1), (RESAMPLES, count)).astype(np.float64)
-    spread = _NORMAL * float(estimate(drawn).mean(axis=1).std())
-    others = found[rng.integers(0, count, (RESAMPLES, count))].mean(axis=1)
+def _score(rewards: Rewards, estimates: Estimates) -> Score:
+    """Problems with the same number of right samples are alike: all is counted in a histogram over that number."""
+    count = len(rewards)
+    shares = np.bincount(rewards.sum(axis=1).astype(int), minlength=len(estimates)) / count  # [n + 1]
+    value = float(shares @ estimates)
+    spread = _NORMAL * math.sqrt(float(shares @ _variances(estimates)) / count)
+    others = np.random.default_rng(_SEED).multinomial(count, shares, RESAMPLES) @ estimates / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
     return Score(value, Interval(max(0.0, value - spread), min(1.0, value + spread)), Interval(float(low), float(high)))
+
+
+def _variances(estimates: Estimates) -> Estimates:
+    """[n + 1]: of a problem's estimate over other n samples of it, by how many of these were right."""
+    n = len(estimates) - 1
+    found = np.arange(n + 1)
+    chance = ((found + 0.5) / (n + 1))[:, None]
+    ways = np.array([math.lgamma(n + 1) - math.lgamma(x + 1) - math.lgamma(n - x + 1) for x in range(n + 1)])
+    likely = np.exp(ways + found * np.log(chance) + (n - found) * np.log1p(-chance))  # [found, drawn]
+    return np.clip(likely @ estimates**2 - (likely @ estimates) ** 2, 0.0, None)

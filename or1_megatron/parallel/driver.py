@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def policy_verbs(
         policy.sync_parameters()
         return send(version)
 
-    def update(shared: tuple[Objective, int], rows: Sequence[MicroBatch]) -> UpdateReport:
+    def update(shared: tuple[Objective, int], rows: Sequence[MicroBatch]) -> tuple[UpdateReport, list[Any] | None]:
         objective, token_count = shared
-        return policy.update(rows, objective, token_count)
+        report, scored = policy.update_and_score(rows, objective, token_count)
+        return report, gather_scores(policy.mesh, scored)
 
     return {
         "score": score,
@@ -76,8 +78,9 @@ class PolicyDriver:
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        report: UpdateReport = self._lockstep.call("update", (objective, batch.token_count), batch.ranks)
-        return report
+        report: UpdateReport
+        report, scored = self._lockstep.call("update", (objective, batch.token_count), batch.ranks)
+        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
 
     def restart_optimizer(self) -> None:
         self._lockstep.call("restart_optimizer", None)

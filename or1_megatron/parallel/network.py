@@ -63,6 +63,11 @@ def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
     return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
 
 
+def speaks_for_row(mesh: Mesh) -> bool:
+    """Whether it is this rank that returns the scores of its replica's micro-batches."""
+    return mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
+
+
 def score_rows(
     mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Float32Array, Float32Array]] | None:
@@ -73,6 +78,6 @@ def score_rows(
     for chunk in chunks:
         chunk.eval()
     scored = forward(chunks, rows_on_device(mesh, rows), temperature)
-    if not (mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0):
+    if not speaks_for_row(mesh):
         return None
     return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]

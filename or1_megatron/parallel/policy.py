@@ -18,7 +18,7 @@ from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.agreement import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE
-from or1_megatron.parallel.network import build_network, rows_on_device, score_rows
+from or1_megatron.parallel.network import build_network, rows_on_device, score_rows, speaks_for_row
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
@@ -82,20 +82,27 @@ class MegatronPolicy:
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """One optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
+        return self.update_and_score(rows, objective, token_count)[0]
+
+    def update_and_score(
+        self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
+    ) -> tuple[UpdateReport, list[tuple[Float32Array, Float32Array]] | None]:
+        """``update``, and what its forward pass gave: as ``score`` before it would have, and where."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
         for network, chunk in zip(self.networks, self.chunks, strict=True):
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._total(forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass))
+        told = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
+        sums = self._total([sums for sums, _ in told])
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         grad_norm, skipped = self._step(sums["loss"])
         finished_s = time.perf_counter()
-        return UpdateReport(
+        report = UpdateReport(
             sums=sums,
             token_count=token_count,
             grad_norm=grad_norm,
@@ -104,6 +111,9 @@ class MegatronPolicy:
             forward_backward_s=differentiated_s - started_s,
             optimizer_s=finished_s - differentiated_s,
         )
+        if not speaks_for_row(self.mesh):
+            return report, None
+        return report, [(scored[0].numpy(), scored[1].numpy()) for _, scored in told]
 
     def sync_parameters(self) -> None:
         """Finish gathering the parameters that the last step updated; collective, before they are read elsewhere."""

@@ -98,10 +98,13 @@ def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Ten
 
 def _objective_loss(
     row: DeviceRow, model: PolicyModel, objective: Objective, one_pass: bool, hidden: Tensor
-) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    """(loss, counted tokens, named sums) of one micro-batch, as Megatron's schedules want them from the last stage."""
+) -> tuple[Tensor, Tensor, tuple[Mapping[str, Tensor], Tensor]]:
+    """(loss, counted tokens, (named sums, log-probs and entropies [2, c])) of one micro-batch, in the form in which
+    Megatron's schedules want them from the last stage."""
+    seen: list[Tensor] = []
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
+        seen.append(torch.stack((log_probs.detach(), entropies.detach())))
         return objective(log_probs, entropies, row.inputs[part])
 
     sums: Mapping[str, Tensor]
@@ -111,7 +114,18 @@ def _objective_loss(
     else:
         scored = log_probs_and_entropies(counted, weight, row.targets, objective.temperature, shard)
         loss, sums = pointwise(*scored, slice(None))
-    return loss, torch.tensor(len(row.counted), dtype=torch.int), {"loss": loss.detach(), **sums}
+    told = {"loss": loss.detach(), **sums}, torch.cat(seen, dim=1)
+    return loss, torch.tensor(len(row.counted), dtype=torch.int), told
+
+
+def _of_whole_row(row: DeviceRow, scored: Tensor) -> Tensor:
+    """[2, C] on the CPU, from this rank's [2, c]; a collective of the context-parallel ranks, where there are any."""
+    if row.row.shard is not None:
+        of_row = scored.new_zeros(2, row.row_tokens)
+        of_row[:, row.row.shard.held[row.counted]] = scored
+        dist.all_reduce(of_row, group=parallel_state.get_context_parallel_group())
+        scored = of_row[:, row.counted_in_row]
+    return scored.cpu()
 
 
 def _scores(
@@ -120,12 +134,7 @@ def _scores(
     """(log-probs, entropies) [C] of one micro-batch on the CPU, on every context-parallel rank alike."""
     counted, weight, shard = _head_input(model, hidden, row)
     scored = torch.stack(log_probs_and_entropies(counted, weight, row.targets, temperature, shard))
-    if row.row.shard is not None:
-        of_row = scored.new_zeros(2, row.row_tokens)
-        of_row[:, row.row.shard.held[row.counted]] = scored
-        dist.all_reduce(of_row, group=parallel_state.get_context_parallel_group())
-        scored = of_row[:, row.counted_in_row]
-    log_probs, entropies = scored.cpu()
+    log_probs, entropies = _of_whole_row(row, scored)
     return log_probs, entropies
 
 
@@ -158,13 +167,17 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
 
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
-) -> list[Mapping[str, Tensor]]:
-    """Accumulate the gradient of the objective's global token mean; its sums per micro-batch on the last stage."""
+) -> list[tuple[Mapping[str, Tensor], Tensor]]:
+    """Accumulate the gradient of the objective's global token mean.
+
+    Returns on the last stage, per micro-batch, the objective's sums, and the log-probs and entropies [2, C] it saw.
+    """
 
     def loss(row: DeviceRow, model: PolicyModel, hidden: Tensor) -> Any:
         return _objective_loss(row, model, objective, one_pass, hidden)
 
-    return _run(chunks, rows, loss, forward_only=False)
+    told = _run(chunks, rows, loss, forward_only=False)
+    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, told, strict=bool(told))]
 
 
 @torch.no_grad()

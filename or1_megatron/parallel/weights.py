@@ -5,6 +5,7 @@ What a weight is called, how it is laid out and how it is cut is the business of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.slicing import Cut, cut, join
 from or1_megatron.weights.table import ModelFamily, Row
+
+_GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 class HFTensors:
@@ -67,7 +70,7 @@ class ShardedWeights:
         self._local_experts = 0 if experts is None else experts.count // mesh.expert
         self._first_expert = mesh.expert_rank * self._local_experts
         self._parameters = {
-            _named_in_model(name, model.layers, self._first_expert): parameter
+            named_in_model(name, model.layers, self._first_expert): parameter
             for model in models
             for name, parameter in model.named_parameters()
         }
@@ -253,8 +256,12 @@ class ShardedWeights:
         return part if self._mesh.rank == 0 else None
 
 
-def _named_in_model(name: str, layers: range, first_expert: int) -> str:
-    """A parameter's name with its layer and expert numbered in the whole model instead of on this rank."""
+def named_in_model(name: str, layers: range, first_expert: int) -> str:
+    """A parameter's name with its layer and expert numbered in the whole model instead of on this rank.
+
+    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of experts one by one.
+    """
+    name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", name)
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(layers[int(parts[2])])

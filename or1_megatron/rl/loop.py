@@ -6,7 +6,7 @@ step too (every group rejected): the handoff is made all the same, so that versi
 
 Stopping: up to the first SGD step a step can be abandoned, since nothing but the stream and the ledger has moved; the
 state saved is then the one before the step, and the resumed run repeats it with the same seed. From the first SGD step
-on the step is finished, but its evaluation is left to the resumed run.
+on the step is finished, but its handoff and its evaluation are left to the resumed run.
 
 Staleness (``max_staleness`` 1): step k + 1 is sampled while step k trains, all of it from version k, and decoded before
 version k + 1 is handed over, so that a response never mixes versions and is one behind the policy that it trains. The
@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from or1_megatron.config import StageConfig
-from or1_megatron.interfaces import Stopped
+from or1_megatron.interfaces import EnginesLost, Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
@@ -40,10 +40,10 @@ from or1_megatron.rl.metrics import (
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.rl.saving import Saving
-from or1_megatron.rl.score import Scored, score
+from or1_megatron.rl.score import Scored, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.verbs import stopping_verb, verb
+from or1_megatron.rl.verbs import stopping_verb, unless_stopping, verb
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -120,7 +120,7 @@ class Loop:
         step = Step(
             index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff
         )
-        step = replace(step, staleness=self._staleness)
+        step = replace(step, staleness=self._staleness, scores=first_scores(scored, updates))
         metrics = self.measure(step, evaluation)
         if self._evaluation_due() == "whole":  # the run ends here on a plateau, which could not be known before
             evaluation = self.evaluate() or evaluation
@@ -140,7 +140,8 @@ class Loop:
             self.export()  # a kill may have come between the last save and the export
             return
         self.saving.snapshot = self.state()
-        self.hand_off()
+        if self.hand_off() is None:
+            raise Stopped("hand_off")
         evaluation = self.evaluate()
         times = self._lap([] if evaluation is None else [evaluation])
         if evaluation is not None:
@@ -218,6 +219,9 @@ class Loop:
             self._ahead = self.supply.finish_ahead()
         except Stopped:
             self.supply.abandon_ahead()
+        except EnginesLost as error:
+            unless_stopping(self, error)
+            self.supply.abandon_ahead()
 
     @stopping_verb
     def observe(self, index: int, groups: Sequence[Group]) -> None:
@@ -271,8 +275,15 @@ class Loop:
         self.clip_high.advance(reading.entropy)
 
     @verb
-    def hand_off(self) -> HandoffReport:
-        return self.ports.policy.hand_off(self.steps_done)
+    def hand_off(self) -> HandoffReport | None:
+        """None on a stop: the resumed run begins with a handoff, and the engines may be gone with their node."""
+        if self.ports.stop():
+            return None
+        try:
+            return self.ports.policy.hand_off(self.steps_done)
+        except EnginesLost as error:
+            unless_stopping(self, error)
+            return None
 
     @verb
     def evaluate(self) -> EvaluationResult | None:
@@ -283,6 +294,9 @@ class Loop:
         try:
             result = self.ports.evaluator.evaluate(self.evaluations.settings(self.steps_done), due == "whole")
         except Stopped:
+            return None
+        except EnginesLost as error:
+            unless_stopping(self, error)
             return None
         self.evaluations.record(self.steps_done, result)
         self.ports.observer.evaluated(self.steps_done, result)
@@ -303,7 +317,7 @@ class Loop:
     @verb
     def report(self, step: Step, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
         """Rollouts to the observer, one row of metrics to the tracker."""
-        self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept)
+        self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
         row = dict(metrics) | self.saving.told_write_s()
         if evaluation is not None:
             row |= evaluation_metrics(evaluation)

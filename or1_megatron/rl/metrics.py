@@ -1,4 +1,4 @@
-"""Every metric of a run: one table of names, units and meanings, and the pure functions that compute them.
+"""The pure functions that compute a run's metrics; ``metric_names`` has their units and meanings.
 
 A metric that a step cannot give (no truncated-free response, no SGD step, no evaluation due) is left out of its row;
 it is never a NaN.
@@ -13,7 +13,6 @@ from typing import get_args
 import numpy as np
 
 from or1_megatron.config import StageConfig
-from or1_megatron.rl.alarms import ALARMS
 from or1_megatron.rl.batch import real_tokens
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.types import (
@@ -25,163 +24,10 @@ from or1_megatron.types import (
     HandoffReport,
     RolloutReport,
     Sample,
+    TokenScores,
     UpdateReport,
     VerdictStatus,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One column of metrics.jsonl. ``unit`` is "" for what has none."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-VERBS: Mapping[str, str] = {
-    "begin_stage": "stage boundary: mixture, filters, and what begins afresh",
-    "take_problems": "draw the step's prompts",
-    "roll_out": "sample until the last response is decoded",
-    "verify": "wait for the verdicts that are still out",
-    "sample_ahead": "begin with the next step's roll-out (rollout.max_staleness only)",
-    "observe": "record pass rates",
-    "assign_advantages": "group advantages",
-    "reject": "drop groups without advantage",
-    "score": "forward passes before the update: old log-probs, full entropy, reference; where asked for",
-    "read_entropy": "the rollout buffer's entropy and the coefficients from it",
-    "batch": "pack the samples",
-    "update": "SGD steps",
-    "control_entropy": "move the entropy coefficient",
-    "finish_ahead": "wait for the next step's roll-out (rollout.max_staleness only)",
-    "hand_off": "weights to the engines, with probe",
-    "evaluate": "held-out accuracy",
-    "measure": "compute the metrics, and see whether the stage has converged",
-    "report": "record metrics and rollouts",
-    "save": "checkpoint: copy the state; wait for the write before, if it still runs",
-    "export": "HF folder",
-}
-"""The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
-
-ANY_SET = "<set>"
-"""Stands for a held-out set's name in the names of metrics."""
-
-_OF_A_SET: Mapping[str, str] = {
-    "accuracy": "fraction",
-    "non_truncated_accuracy": "fraction",
-    "truncation_ratio": "fraction",
-    "mean_length": "tokens",
-    "samples": "responses",
-}
-
-_STATUSES: Mapping[str, str] = {
-    "right": "right",
-    "wrong": "wrong",
-    "truncated": "cut off at T",
-    "no_answer": "without an answer",
-    "timeout": "on which the verifier ran out of time",
-    "error": "on which the verifier failed",
-}
-assert set(_STATUSES) == set(get_args(VerdictStatus))
-
-METRICS: tuple[Metric, ...] = (
-    Metric("stage/index", "", "stage of the step, from 0"),
-    Metric("stage/max_response_tokens", "tokens", "T of the stage"),
-    Metric("reward/mean", "reward", "mean reward over all responses of the step, rejected groups included"),
-    Metric("accuracy/all", "fraction", "responses that are right"),
-    Metric("accuracy/non_truncated", "fraction", "right ones among the responses that were not truncated"),
-    Metric("truncation/ratio", "fraction", "responses cut off at T"),
-    Metric("length/mean", "tokens", "mean response length"),
-    Metric("length/p50", "tokens", "median response length"),
-    Metric("length/p95", "tokens", "95th percentile of the response length (linear interpolation)"),
-    Metric("length/p99", "tokens", "99th percentile of the response length (linear interpolation)"),
-    Metric("length/max", "tokens", "longest response"),
-    Metric("entropy/sampled", "nats/token", "minus the mean log-prob of sampled tokens, engines', all responses"),
-    Metric("entropy/estimate", "nats/token", "e_k, which the controllers see: entropy/sampled unless set otherwise"),
-    Metric("entropy/full", "nats/token", "full-vocabulary entropy, mean over the tokens of the update"),
-    Metric("entropy/coefficient", "", "alpha_k, the entropy coefficient that the step's updates used"),
-    Metric("entropy/controller", "", "c_k, the controller's value behind alpha_k"),
-    Metric("loss", "per token", "the objective, aggregated as configured, mean over the step's SGD steps"),
-    Metric("policy/loss", "per token", "the objective without its entropy bonus"),
-    Metric("policy/ratio", "", "mean importance ratio rho; 1 by construction when on-policy"),
-    Metric("policy/ratio_max", "", "largest rho of a token"),
-    Metric("policy/ratio_min", "", "smallest rho of a token"),
-    Metric("policy/clip_fraction", "fraction", "tokens whose clipped term was the smaller: low and high together"),
-    Metric("policy/clip_fraction_low", "fraction", "of these, at 1 - clip_low (A < 0)"),
-    Metric("policy/clip_fraction_high", "fraction", "of these, at 1 + clip_high (A > 0)"),
-    Metric("policy/clip_fraction_dual", "fraction", "tokens held at dual_clip * A (A < 0); 0 without dual clip"),
-    Metric("policy/clip_high", "", "epsilon_high of the step's updates"),
-    Metric("policy/kl", "nats/token", "k3 estimate of KL(policy || reference); only with a reference"),
-    Metric("correction/weight", "", "mean importance weight pi_k / pi_engine after the cut; only with a correction"),
-    Metric("correction/weight_max", "", "largest of these weights"),
-    Metric("correction/cut_fraction", "fraction", "tokens whose weight was truncated or masked"),
-    Metric("policy/approx_kl", "nats/token", "k3 estimate of KL(sampling policy || policy); 0 when on-policy"),
-    Metric("policy/grad_norm", "", "gradient norm before clipping, mean over the SGD steps that were not skipped"),
-    Metric("policy/learning_rate", "", "of the step's last SGD step"),
-    Metric("sgd/steps", "steps", "SGD steps tried in this rollout step; 0 when every group was rejected"),
-    Metric("sgd/skipped", "steps", "SGD steps left out because loss or gradient was not finite"),
-    Metric("sgd/skipped_in_a_row", "steps", "SGD steps skipped in a row up to the end of this rollout step"),
-    Metric("sgd/response_tokens", "tokens", "T_k summed over the SGD steps"),
-    Metric("groups/kept", "groups", "groups that entered the batch"),
-    Metric("groups/rejected", "groups", "groups whose advantages were all zero"),
-    Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
-    Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
-    Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
-    Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, of which none was kept"),
-    Metric("refill/prompts", "prompts", "drawn beyond D_R, until D_R groups were kept"),
-    Metric("refill/missing", "groups", "that are still missing to D_R with refill_prompts used up"),
-    Metric("refill/surplus_responses", "responses", "begun ahead, not needed, and thrown away"),
-    Metric(
-        "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
-    ),
-    Metric("mismatch/max_abs", "nats", "largest |engine - policy| log-prob of a sampled token"),
-    Metric("mismatch/kl", "nats/token", "k3 estimate of KL(engine || policy)"),
-    Metric("handoff/probe_max_abs_diff", "nats", "largest |engine - policy| log-prob on the fixed probe"),
-    Metric("handoff/probe_mean_abs_diff", "nats", "mean |engine - policy| log-prob on it, of the worst engine"),
-    Metric("handoff/bytes", "bytes", "sent by rank 0"),
-    Metric("handoff/transfer_s", "s", "of the handoff, the transfer"),
-    Metric("handoff/probe_s", "s", "of the handoff, the probe"),
-    *(Metric(f"verify/{status}", "responses", f"responses {text}") for status, text in _STATUSES.items()),
-    Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
-    Metric("verify/retries", "verdicts", "verdicts that had to be tried again"),
-    Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
-    Metric("rollout/response_tokens", "tokens", "sampled in this step"),
-    Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time in which an engine was decoding"),
-    Metric(
-        "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"
-    ),
-    Metric("engine/balance", "fraction", "an engine's decoding time over that of any engine, mean over engines"),
-    Metric("train/tokens_per_s", "tokens/s", "prompt and response tokens over forward, backward and optimizer time"),
-    Metric("train/tokens_per_s_per_gpu", "tokens/s", "the same per trainer GPU; only on GPUs"),
-    Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
-    *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
-    Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
-    Metric("filter/outside", "problems", "dropped there beside them: pass rate outside [min, max]_pass_rate"),
-    Metric("filter/left", "problems", "left after that"),
-    Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, weights after this step"),
-    Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
-    Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
-    Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
-    Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
-    *(
-        Metric(f"evaluation/{ANY_SET}/{name}", unit, f"of one held-out set, where there are several: {name}")
-        for name, unit in _OF_A_SET.items()
-    ),
-    Metric("checkpoint/write_s", "s", "writing a checkpoint beside training; in the row after it was complete"),
-    *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
-    Metric(
-        "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"
-    ),
-    Metric("time/other", "s", "time/step in which no engine decodes and no forward, backward or optimizer step runs"),
-    Metric("other_share", "fraction", "time/other over time/step"),
-)
-
-
-def is_metric(name: str, sets: Sequence[str]) -> bool:
-    """Whether a run with these held-out sets may have a metric of that name."""
-    known = {metric.name for metric in METRICS}
-    of_set = {each.replace(ANY_SET, title) for each in known if ANY_SET in each for title in sets}
-    return (name in known and ANY_SET not in name) or (len(sets) > 1 and name in of_set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +77,12 @@ class Step:
     """None when no SGD step was made."""
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
-    handoff: HandoffReport
+    handoff: HandoffReport | None
+    """None: it was left out, since the run stops here."""
     staleness: int = 0
     """By how many versions the oldest sampled token was behind the policy."""
+    scores: TokenScores | None = None
+    """Of the kept groups' responses, by the policy when the step first met them."""
 
 
 def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, float]:
@@ -251,15 +100,9 @@ def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, floa
         "policy/clip_high": step.reading.clip_high,
         "rollout/staleness": step.staleness,
         **update_metrics(step.updates, step.stage.sgd_steps == 1 and step.staleness == 0),
-        "handoff/bytes": step.handoff.bytes_sent,
-        "handoff/transfer_s": step.handoff.transfer_s,
-        "handoff/probe_s": step.handoff.probe_s,
+        **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
     }
-    if step.handoff.probe_max_abs_diff is not None:
-        metrics["handoff/probe_max_abs_diff"] = step.handoff.probe_max_abs_diff
-    if step.handoff.probe_mean_abs_diff is not None:
-        metrics["handoff/probe_mean_abs_diff"] = step.handoff.probe_mean_abs_diff
     if step.filtered is not None:
         metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
         metrics["filter/outside"] = step.filtered.outside
@@ -294,6 +137,22 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         metrics["rollout/tokens_per_s"] = report.response_tokens / report.decode_s
         metrics["engine/balance"] = float(np.mean(report.engine_busy_s)) / report.decode_s
     return {name: float(value) for name, value in metrics.items()}
+
+
+def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
+    """Nothing where there was no handoff; of the probe nothing where it was not due."""
+    if report is None:
+        return {}
+    metrics: dict[str, float] = {
+        "handoff/bytes": report.bytes_sent,
+        "handoff/transfer_s": report.transfer_s,
+        "handoff/probe_s": report.probe_s,
+    }
+    if report.probe_max_abs_diff is not None:
+        metrics["handoff/probe_max_abs_diff"] = report.probe_max_abs_diff
+    if report.probe_mean_abs_diff is not None:
+        metrics["handoff/probe_mean_abs_diff"] = report.probe_mean_abs_diff
+    return metrics
 
 
 def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup]) -> dict[str, float]:

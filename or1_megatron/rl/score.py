@@ -13,7 +13,7 @@ from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import BatchLayout, check_log_probs, pack, to_samples
 from or1_megatron.rl.loss import old_is_the_policy
 from or1_megatron.rl.metrics import Mismatch, scored_mismatch
-from or1_megatron.types import AdvantagedGroup, Float32Array, Sample
+from or1_megatron.types import AdvantagedGroup, Float32Array, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Scored:
     """Engine against policy; None: there was no pass to tell by."""
     entropies: Sequence[Float32Array] | None
     """Of every response that e_k is measured on [n], by the estimate ``full``; None: not asked for."""
+    of_kept: TokenScores | None = None
+    """Of ``samples``, by the policy at the step's start; None: there was no pass over them."""
 
 
 def score(
@@ -49,11 +51,12 @@ def score(
     freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
     others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
     passed = samples + [sample for group in others for sample in to_samples(group)]
-    mismatch, entropies = None, None
+    mismatch, entropies, of_kept = None, None, None
     if passed and (freeze or full):
         scores = policy.score(pack(passed, layout), stage.temperature)
         check_log_probs(passed, scores.log_probs)
         own = scores.log_probs[: len(samples)]
+        of_kept = TokenScores(own, scores.entropies[: len(samples)])
         mismatch = scored_mismatch(samples, own) if samples and not stale else None
         entropies = scores.entropies if full else None
         if freeze:
@@ -63,7 +66,22 @@ def score(
         check_log_probs(samples, of_reference)
         samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
     left = iter(samples)
-    return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies)
+    return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
+
+
+def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
+    """Of every sample, in their order, when the policy first met it in this step: in the pass before the updates, or in
+    the first SGD step that trained on it. None where that is not known of all."""
+    if scored.of_kept is not None:
+        return scored.of_kept
+    wanted = sum(len(group) for group in scored.samples)
+    log_probs: list[Float32Array] = []
+    entropies: list[Float32Array] = []
+    for update in updates:  # the first pass over the mini-batches, which are runs of neighbours; then they come again
+        if update.scores is not None and len(log_probs) < wanted:
+            log_probs += update.scores.log_probs
+            entropies += update.scores.entropies
+    return TokenScores(tuple(log_probs), tuple(entropies)) if wanted and len(log_probs) == wanted else None
 
 
 def _frozen(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:

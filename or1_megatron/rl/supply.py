@@ -8,15 +8,18 @@ as if it had never been asked for, and its prompts come in the next step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from or1_megatron.config import AdvantageConfig, StageConfig
-from or1_megatron.interfaces import ProblemStream, Rollouts
+from or1_megatron.interfaces import EnginesLost, ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import Group, Prompt, RolloutReport, Sampling, Until
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,11 @@ class Supply:
         return self._ahead[1]
 
     def abandon_ahead(self) -> None:
-        """Give it up: its prompts were never drawn."""
-        self._rollouts.abandon()
+        """Give it up: its prompts were never drawn. Engines that are lost have given it up themselves."""
+        try:
+            self._rollouts.abandon()
+        except EnginesLost as error:
+            logger.warning("%s", error)
         assert self._before_ahead is not None
         self._stream.restore(self._before_ahead)
         self._before = self._before_ahead = None

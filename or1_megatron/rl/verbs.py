@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from or1_megatron.interfaces import Stopped
-from or1_megatron.rl.metrics import VERBS
+from or1_megatron.interfaces import EnginesLost, Stopped
+from or1_megatron.rl.metric_names import VERBS
 from or1_megatron.rl.ports import Ports
+
+logger = logging.getLogger(__name__)
 
 
 class Stepping(Protocol):
@@ -38,13 +41,27 @@ def verb(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self
 
 
 def stopping_verb(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
-    """A verb before which the run may be stopped (Stopped is raised): up to there the step can be abandoned."""
+    """A verb before which the run may be stopped (Stopped is raised): up to there the step can be abandoned.
+
+    Engines that are lost in it, with a stop under way, stop the run just so.
+    """
     timed = verb(method)
 
     @wraps(method)
     def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.ports.stop():
             raise Stopped(method.__name__)
-        return timed(self, *args, **kwargs)
+        try:
+            return timed(self, *args, **kwargs)
+        except EnginesLost as error:
+            unless_stopping(self, error)
+            raise Stopped(method.__name__) from error
 
     return checked
+
+
+def unless_stopping(stepping: Stepping, error: EnginesLost) -> None:
+    """Raise ``error``, unless the run has been asked to stop: then note it, for what remains to be done is saving."""
+    if not stepping.ports.stop():
+        raise error
+    logger.warning("the run is stopping, and its engines are lost: %s", error)

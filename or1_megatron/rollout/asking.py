@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import ray
@@ -15,8 +16,9 @@ from or1_megatron.rollout.pool import EngineError
 from or1_megatron.types import Answer, Ask, Int32Array, Message, Problem, Prompt, Request, Sampling, Unanswered
 
 _HARVEST_WAIT_S = 5.0
+_PROMPTS_REMEMBERED = 4096
 
-Tokenise = Callable[[Sequence[Message]], Int32Array]
+Tokenise = Callable[[tuple[Message, ...]], Int32Array]
 
 
 class EngineSampler:
@@ -33,25 +35,29 @@ class EngineSampler:
     ) -> None:
         """``timeout_s``: without a single answer in this time the engines count as hung."""
         self._timeout_s = timeout_s
-        self._engines, self._tokenise, self._sampling = list(engines), tokenise, sampling
+        self.engines, self._sampling = list(engines), sampling
+        # The samples of a problem share its prompt, and come one round of all problems after another.
+        self._tokenise = lru_cache(_PROMPTS_REMEMBERED)(tokenise)
         self._max_prompt_tokens = max_prompt_tokens
-        # A little more than an engine decodes at once, so that its free places fill without asking us.
-        self._room = max_concurrent + max(1, max_concurrent // 8)
+        # A little more than an engine decodes at once, so that its free places fill without asking us; more only when
+        # half of that has been used up, so that several requests share what a call costs.
+        spare = max(1, max_concurrent // 8)
+        self._room, self._enough = max_concurrent + spare, max_concurrent + spare // 2
 
     def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
         waiting = iter(asks)
-        under_way: list[dict[tuple[str, int], Ask]] = [{} for _ in self._engines]
+        under_way: list[dict[tuple[str, int], Ask]] = [{} for _ in self.engines]
         harvests: dict[Any, int] = {}
         exhausted = False
         answered_s = time.monotonic()
         while True:
             refused: list[Unanswered] = []
-            if not exhausted:
+            if not exhausted and min(map(len, under_way)) <= self._enough:
                 exhausted = self._fill(waiting, under_way, refused)
             yield from refused
             for index, asked in enumerate(under_way):
                 if asked and index not in harvests.values():
-                    harvests[self._engines[index].harvest.remote(_HARVEST_WAIT_S)] = index
+                    harvests[self.engines[index].harvest.remote(_HARVEST_WAIT_S)] = index
             if not harvests:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
@@ -72,7 +78,7 @@ class EngineSampler:
         self, waiting: Iterator[Ask], under_way: Sequence[dict[tuple[str, int], Ask]], refused: list[Unanswered]
     ) -> bool:
         """Give every engine as much as it has room for, evenly; whether there is nothing left to give."""
-        batches: list[list[Request]] = [[] for _ in self._engines]
+        batches: list[list[Request]] = [[] for _ in self.engines]
         exhausted = False
         while min(map(len, under_way)) < self._room:
             ask = next(waiting, None)
@@ -85,12 +91,12 @@ class EngineSampler:
                     Unanswered(ask, f"{len(ids)} prompt tokens, more than {self._max_prompt_tokens}", for_good=True)
                 )
                 continue
-            index = min(range(len(self._engines)), key=lambda engine: len(under_way[engine]))
+            index = min(range(len(self.engines)), key=lambda engine: len(under_way[engine]))
             under_way[index][ask.key, ask.sample] = ask
             problem = Problem(ask.key, "", "", ask.messages, "", {}, ask.key)
             batches[index].append(Request(Prompt(problem, ids), ask.sample, self._sampling, ask.seed))
         calls = [
-            (index, self._engines[index].submit.remote(pickle.dumps(batch, protocol=5)))
+            (index, self.engines[index].submit.remote(pickle.dumps(batch, protocol=5)))
             for index, batch in enumerate(batches)
             if batch
         ]

@@ -71,8 +71,14 @@ class RolloutsClient:
         return groups, report
 
     def abandon(self) -> None:
-        """Give up the current roll-out, if there is one; back when the engines are idle. No stop cuts it short."""
-        ray.get(self._manager.abandon.remote(), timeout=self._deadline_s)
+        """Give up the current roll-out, if there is one; back when the engines are idle. No stop cuts it short.
+
+        It has half a minute: this belongs to a stop, whose grace period passes meanwhile.
+        """
+        try:
+            ray.get(self._manager.abandon.remote(), timeout=_MARGIN_S)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            raise RolloutError(f"the roll-out could not be given up: {error}") from error
 
     def progress(self) -> tuple[int, int]:
         """(responses finished, responses asked for); the last known when the manager does not answer at once."""

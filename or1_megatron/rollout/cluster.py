@@ -8,11 +8,14 @@ actors of a job whose driver is gone; ``reap_run`` sees to it at the next start.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,11 @@ import ray
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+_TOO_SLOW = "timed out during startup"
 _HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
 _SETTINGS_TYPE = b"\x04"
+
+logger = logging.getLogger(__name__)
 
 _reaper: subprocess.Popen[bytes] | None = None
 
@@ -61,9 +67,11 @@ def start_ray(address: str | None, run_id: str) -> None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
         _check_answers(address)
+        # Ray aborts this process 60 s after its head is gone, and a pre-empted node's goes before the ranks have saved.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
-        context = ray.init(**options)
+        context = _init(options)
     except Exception as error:  # Ray raises many types here, none of which says what to do
         if address is None:
             raise ClusterError(
@@ -80,6 +88,25 @@ def start_ray(address: str | None, run_id: str) -> None:
         _start_reaper(context.address_info["session_dir"])
     else:
         reap_run(run_id)
+
+
+def _init(options: Mapping[str, Any], attempts: int = 3) -> Any:
+    """``ray.init``, once more where a busy machine took longer to start a node than the 30 s that Ray gives it."""
+    before = _children()
+    try:
+        return ray.init(**options)
+    except Exception as error:
+        if attempts == 1 or _TOO_SLOW not in str(error):
+            raise
+        logger.warning("Ray was not up in time and is started again: %s", error)
+    for pid in _children() - before:
+        os.kill(pid, signal.SIGKILL)
+    return _init(options, attempts - 1)
+
+
+def _children() -> set[int]:
+    """Processes that this one has started and not yet waited for."""
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def stop_ray() -> None:

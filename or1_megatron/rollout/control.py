@@ -10,12 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from or1_megatron.interfaces import EnginesLost
 from or1_megatron.types import Float32Array, Int32Array
 
 _ANSWER_S = 20.0  # a sound engine's actor answers at once, whatever the engine does
 
 
-class EngineError(RuntimeError):
+class EngineError(EnginesLost):
     """An engine did not start, failed, died or did not answer; the message names it."""
 
 

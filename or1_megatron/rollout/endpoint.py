@@ -21,6 +21,7 @@ _LONGEST_WAIT_S = 60.0
 _GIVE_UP_AFTER = 16
 """Failures in a row, each after all its retries, that make an endpoint dead."""
 _SHOWN_CHARS = 200
+_LONGEST_BODY = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,25 @@ class EndpointSampler:
         request = urllib.request.Request(
             f"{self._endpoint.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
         )
+        deadline_s = time.monotonic() + self._endpoint.timeout_s
         with urllib.request.urlopen(request, timeout=self._endpoint.timeout_s) as reply:
-            return _read(ask, reply.read())
+            return _read(ask, _body(reply, deadline_s))
 
 
 class _Garbage(ValueError):
     """A reply that is no chat completion."""
+
+
+def _body(reply: Any, deadline_s: float) -> bytes:
+    """Of an HTTP reply. Raises TimeoutError behind the deadline: the socket's own time-out is of each read alone."""
+    body = bytearray()
+    while part := reply.read1(1 << 16):
+        body += part
+        if len(body) > _LONGEST_BODY:
+            raise _Garbage(f"expected a chat completion, found more than {_LONGEST_BODY} bytes: {_shown(body[:2000])}")
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+    return bytes(body)
 
 
 def _read(ask: Ask, body: bytes) -> Answer:
@@ -127,6 +141,6 @@ def _read(ask: Ask, body: bytes) -> Answer:
     return Answer(ask, text, truncated, tokens if isinstance(tokens, int) else None)
 
 
-def _shown(body: bytes) -> str:
+def _shown(body: bytes | bytearray) -> str:
     text = " ".join(body.decode("utf-8", "replace").split())
     return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

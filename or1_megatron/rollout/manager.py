@@ -18,16 +18,19 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from or1_megatron.config import VerifyConfig
+from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, plan_requests, union_s
 from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
 from or1_megatron.verify.pool import VerifierPool
+from or1_megatron.verify.pool_local import local_workers
+from or1_megatron.verify.pool_ray import on_one_node, ray_workers
 
 _HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
 _NAMED_IN_ERRORS = 8
 
 
-class RolloutError(RuntimeError):
+class RolloutError(EnginesLost):
     """The current roll-out cannot be completed; the message names the engine, the verifier or the requests."""
 
 
@@ -78,7 +81,7 @@ class RolloutManager:
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
-            ray_options: for the verifier actors.
+            ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
         """
         self._engines = list(engines)
         # A little more than an engine decodes at once, so that its free places fill without asking us.
@@ -101,7 +104,12 @@ class RolloutManager:
 
     async def start(self) -> None:
         """Bring up the verifiers. Raises what a verifier's construction raises."""
-        self._verifiers = VerifierPool(self._verify, self._abilities, self._ray_options)
+        make = (
+            local_workers(self._verify, self._abilities)
+            if on_one_node()
+            else ray_workers(self._verify, self._abilities, self._ray_options)
+        )
+        self._verifiers = VerifierPool(self._verify, self._abilities, make)
         await self._verifiers.start()
         for index in range(len(self._engines)):
             self._spawn(self._drain(index))

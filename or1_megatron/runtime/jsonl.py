@@ -23,9 +23,10 @@ class JsonlWriter:
     new line is taken back and DiskFullError names the file; the rows before it stay readable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with naming_disk_full(path, "metrics"):
+    def __init__(self, path: Path, what: str = "metrics") -> None:
+        """``what`` the rows are, for the error of a full disk."""
+        self.path, self._what = path, what
+        with naming_disk_full(path, what):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)  # a device or pipe can be neither read back nor cut
         if self._regular:
@@ -35,7 +36,7 @@ class JsonlWriter:
         """Append one row. Floats that JSON does not have (NaN, infinities) become null."""
         line = json.dumps({name: _jsonable(value) for name, value in row.items()}, allow_nan=False) + "\n"
         size = os.fstat(self._fd).st_size
-        with naming_disk_full(self.path, "metrics"):
+        with naming_disk_full(self.path, self._what):
             try:
                 rest = memoryview(line.encode())
                 while rest:
@@ -68,10 +69,11 @@ class JsonlWriter:
         os.ftruncate(self._fd, size - len(torn))
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file, in order. A torn last line (a kill, or a write going on) is left out.
 
-    Raises FileNotFoundError, and ValueError naming file and line for any other line that is no JSON object.
+    Raises FileNotFoundError, and ValueError naming file and line for any other line that is no JSON object; given
+    ``bad_lines``, these are left out too, and what was to be said of them is put there.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -79,7 +81,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             if row is not None:
                 yield row
             elif line.endswith(b"\n"):
-                raise ValueError(f"{path}:{number}: expected a JSON object, found {line[:80]!r}")
+                fault = f"{path}:{number}: expected a JSON object, found {line[:80]!r}"
+                if bad_lines is None:
+                    raise ValueError(fault)
+                bad_lines.append(fault)
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:

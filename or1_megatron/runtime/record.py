@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
-from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group
+from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 if TYPE_CHECKING:
     from or1_megatron.config import TrackConfig
@@ -45,11 +45,18 @@ class RunRecord:
         trackers, _ = self._opened()
         trackers.log(step, metrics)
 
-    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
         """A step's rollouts, if it is one to keep; written in the background. Raises an earlier step's failure."""
         if step % self._track.rollouts_every_steps == 0:
             _, rollouts = self._opened()
-            rollouts.write(step, stage, groups, kept)
+            rollouts.write(step, stage, groups, kept, scores)
 
     def wait_written(self) -> None:
         """Block until all that was recorded so far is on disk; from any thread."""
@@ -100,9 +107,16 @@ class Observers:
         for observer in self._observers:
             observer.verb_started(step, verb)
 
-    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
         for observer in self._observers:
-            observer.rolled_out(step, stage, groups, kept)
+            observer.rolled_out(step, stage, groups, kept, scores)
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         for observer in self._observers:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.runtime.run_folder import step_name, step_of
 from or1_megatron.schemas import ROLLOUT, arrow_schema
-from or1_megatron.types import AdvantagedGroup, Group, Message
+from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Array, Group, Message, TokenScores
 
 SCHEMA = arrow_schema(ROLLOUT)
 
@@ -44,15 +44,23 @@ class RolloutStore:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
         self._unfinished: deque[Future[None]] = deque()
 
-    def write(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
-        """Record a step's groups; ``kept`` are those (the very same objects) that were not rejected.
+    def write(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
+        """Record a step's groups; ``kept`` are those (the very same objects) that were not rejected, ``scores`` the
+        policy's of their responses, in order.
 
         Returns at once unless earlier steps still wait for the disk. Raises the failure of an earlier step:
         DiskFullError naming its file.
         """
         while self._unfinished and (self._unfinished[0].done() or len(self._unfinished) >= _WAITING_STEPS):
             self._unfinished.popleft().result()
-        self._unfinished.append(self._writer.submit(self._write_file, step, stage, groups, kept))
+        self._unfinished.append(self._writer.submit(self._write_file, step, stage, groups, kept, scores))
 
     def flush(self) -> None:
         """Block until everything handed over is on disk."""
@@ -68,10 +76,17 @@ class RolloutStore:
         self._writer.shutdown(wait=True)
         self.flush()
 
-    def _write_file(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+    def _write_file(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None,
+    ) -> None:
         path = self.folder / f"{step_name(step)}.parquet"
         aside = path.with_name(path.name + PARTIAL_SUFFIX)
-        table = to_table(step, stage, groups, kept)
+        table = to_table(step, stage, groups, kept, scores)
         with naming_disk_full(path, f"the rollouts of step {step}"):
             try:
                 pq.write_table(table, aside, compression="zstd", write_statistics=False, use_dictionary=_REPETITIVE)
@@ -82,9 +97,17 @@ class RolloutStore:
         delete_oldest(self.folder, self.keep_bytes)
 
 
-def to_table(step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> pa.Table:
+def to_table(
+    step: int,
+    stage: str,
+    groups: Sequence[Group],
+    kept: Sequence[AdvantagedGroup],
+    scores: TokenScores | None = None,
+) -> pa.Table:
     """One row per response, groups in their order, with the fields of ``schemas.ROLLOUT``.
 
+    ``scores``: of the kept groups' responses, in order, all of their tokens; None: not known. What a step could not
+    tell of every token is left out (null), never padded.
     Raises ValueError when a kept group is none of ``groups``.
     """
     advantages = {id(one.group): one.advantages for one in kept}  # the same problem may occur twice in a step
@@ -133,8 +156,28 @@ def to_table(step: int, stage: str, groups: Sequence[Group], kept: Sequence[Adva
         "verify_wall_s": [v.wall_s for _, _, v, _ in rows],
         "advantage": [advantage for _, _, _, advantage in rows],
         "kept": [id(g) in advantages for g, _, _, _ in rows],
+        **_scored([(g, c) for g, c, _, _ in rows], kept, scores),
     }
     return pa.table(columns, schema=SCHEMA)
+
+
+def _scored(
+    rows: Sequence[tuple[Group, Completion]], kept: Sequence[AdvantagedGroup], scores: TokenScores | None
+) -> dict[str, pa.Array]:
+    """The two columns that hold what the policy made of the tokens that it was trained on, in float16."""
+    of_row: dict[int, tuple[Float32Array, Float32Array]] = {}
+    if scores is not None:
+        trained = [completion for one in kept for completion in one.group.completions]
+        for completion, log_probs, entropies in zip(trained, scores.log_probs, scores.entropies, strict=True):
+            if log_probs.size == completion.log_probs.size:  # all of its tokens were counted
+                of_row[id(completion)] = log_probs - completion.log_probs, entropies
+    missing = np.array([id(completion) not in of_row for _, completion in rows], dtype=np.bool_)
+    nothing = np.empty(0, np.float32), np.empty(0, np.float32)
+    found = [of_row.get(id(completion), nothing) for _, completion in rows]
+    return {
+        "log_prob_differences": _lists([differences for differences, _ in found], np.float16, missing),
+        "entropies": _lists([entropies for _, entropies in found], np.float16, missing),
+    }
 
 
 def _prompt_text(messages: Sequence[Message]) -> str:
@@ -148,10 +191,12 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
 
 
-def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> pa.ListArray:
-    """[n_0], [n_1], ... as one list column, copied once."""
-    values = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
-    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values))
+def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic], missing: BoolArray | None = None) -> pa.ListArray:
+    """[n_0], [n_1], ... as one list column; null where ``missing``."""
+    with np.errstate(over="ignore"):  # float16 has infinities too
+        values = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+    mask = None if missing is None else pa.array(missing)
+    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values), mask=mask)
 
 
 def delete_oldest(folder: Path, keep_bytes: int) -> None:
@@ -171,18 +216,31 @@ def rollout_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: step_of(path) or 0)
 
 
+def open_rollouts(path: Path) -> pq.ParquetFile:
+    """One step's file, to be read in parts. Raises as ``read_rollouts``, but for columns that it lacks."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no rollout file {path}")
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a rollout file: {error}") from error
+
+
 def read_rollouts(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
     """The rows of one step's file, all columns or only these.
 
     Raises FileNotFoundError, and ValueError naming the file when it is not a rollout file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"no rollout file {path}")
-    try:
-        table = pq.read_table(path, columns=list(columns) if columns is not None else None)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a rollout file: {error}") from error
     wanted = list(columns) if columns is not None else SCHEMA.names
-    if missing := [name for name in wanted if name not in table.column_names]:
-        raise ValueError(f"{path}: not a rollout file of this version: it lacks {', '.join(missing)}")
-    return table
+    with open_rollouts(path) as file:
+        there = set(file.schema_arrow.names)
+        later = [name for name in wanted if name not in there and SCHEMA.field(name).nullable]
+        if missing := [name for name in wanted if name not in there and name not in later]:
+            raise ValueError(f"{path}: not a rollout file of this version: it lacks {', '.join(missing)}")
+        try:
+            table = file.read([name for name in wanted if name in there])
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path}: not a rollout file: {error}") from error
+    for name in later:  # a file of before there was such a field
+        table = table.append_column(SCHEMA.field(name), pa.nulls(table.num_rows, SCHEMA.field(name).type))
+    return table.select(wanted)

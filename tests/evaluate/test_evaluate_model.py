@@ -41,6 +41,7 @@ class Server:
         self.asked: Counter[str] = Counter()
         self.fail_after: int | None = None
         self.garbage = False
+        self.refuse = False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,6 +52,9 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 prompt = body["messages"][-1]["content"]
                 number = int(prompt.split("+")[0].rsplit(" ", 1)[1])
+                if server.refuse:
+                    self._send({"error": "max_tokens is too large"}, 400)
+                    return
                 turn = server.asked[prompt]
                 server.asked[prompt] += 1
                 if server.garbage or (server.fail_after is not None and server.asked.total() > server.fail_after):
@@ -66,8 +70,8 @@ class Server:
                     }
                 )
 
-            def _send(self, value: Any) -> None:
-                self.send_response(200)
+            def _send(self, value: Any, status: int = 200) -> None:
+                self.send_response(status)
                 self.end_headers()
                 self.wfile.write(json.dumps(value).encode())
 
@@ -140,11 +144,40 @@ def test_what_came_before_a_failure_is_kept(server: Server, problems: Path, tmp_
     assert len((out / "responses.jsonl").read_text().splitlines()) == 20
 
 
+def test_a_server_that_refuses_everything_is_no_score_of_nought(server: Server, problems: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    server.refuse = True
+    with pytest.raises(
+        EvaluationError, match=r"every request was refused, 10 so far \(first: .*max_tokens is too large"
+    ):
+        run(server, problems, out, 2)
+    server.refuse = False
+    assert run(server, problems, out, 2)["outcome"]["statuses"] == {"right": 7, "wrong": 3}  # 0, 1, 2, 2, 2 of 2
+
+
 def test_another_way_of_asking_is_not_mixed_in(server: Server, problems: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(server, problems, out, 1)
     with pytest.raises(EvaluationError, match=r"temperature: was 1\.0, now 0\.6"):
         run(server, problems, out, 1, temperature=0.6)
+
+
+def test_a_folder_that_was_tampered_with_is_refused_by_row(server: Server, problems: Path, tmp_path: Path) -> None:
+    """A torn last line is asked for again; a row of something else, and settings that cannot be read, are named."""
+    out = tmp_path / "out"
+    run(server, problems, out, 2)
+    responses = out / "responses.jsonl"
+    whole = responses.read_text()
+    responses.write_text(whole[:-30])
+    run(server, problems, out, 2)
+    assert server.asked.total() == 11
+    responses.write_text('{"other": 1}\n' + whole)
+    with pytest.raises(EvaluationError, match=r"responses.jsonl: row 1 is no response .*found \['other'\], expected"):
+        run(server, problems, out, 2)
+    responses.write_text(whole)
+    (out / "evaluation.json").write_text("garbage")
+    with pytest.raises(EvaluationError, match=r"evaluation.json: not JSON .*so that how .* was asked is not known"):
+        run(server, problems, out, 2)
 
 
 def test_a_window_of_dates(problems: Path) -> None:

@@ -1,11 +1,11 @@
-"""avg@k and pass@k by hand, and their intervals by what they promise.
+"""avg@k and pass@k by hand, their intervals by enumeration, by another bootstrap and by what they promise.
 
 Not proven here: that real models' samples are independent; the intervals suppose it.
 """
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -31,6 +31,39 @@ def test_scores_by_hand() -> None:
     assert passed(rewards, 4).value == 1.0
     with pytest.raises(ValueError, match="pass@5 needs at least 5 samples"):
         passed(rewards, 5)
+
+
+def test_the_samples_interval_is_that_of_all_outcomes_enumerated() -> None:
+    """Two problems, 4 samples each, 1 and 4 of them right: all 2^8 outcomes under chances 1.5/5 and 4.5/5, weighted,
+    give the standard deviation of avg@4 and pass@2; the interval is 1.96 of it on either side, cut at 0 and 1."""
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 1, 1]], dtype=np.float64)
+    chances = np.repeat([1.5 / 5, 4.5 / 5], 4)
+    outcomes = np.array(list(product((0, 1), repeat=8)))
+    likely = np.where(outcomes == 1, chances, 1 - chances).prod(axis=1)
+    pairs = np.array(
+        [
+            [outcome[list(pair)].any() for pair in combinations(range(4), 2)]
+            + [outcome[[4 + place for place in pair]].any() for pair in combinations(range(4), 2)]
+            for outcome in outcomes
+        ]
+    )
+    for score, estimates in ((average(rewards), outcomes.mean(axis=1)), (passed(rewards, 2), pairs.mean(axis=1))):
+        deviation = np.sqrt(likely @ estimates**2 - (likely @ estimates) ** 2)
+        assert score.samples.low == pytest.approx(max(0.0, score.value - 1.96 * deviation))
+        assert score.samples.high == pytest.approx(min(1.0, score.value + 1.96 * deviation))
+
+
+def test_the_problems_interval_is_that_of_problems_drawn_again() -> None:
+    """A bootstrap by hand: 40,000 times, 60 problems drawn with replacement, each with its own pass@2."""
+    rng = np.random.default_rng(3)
+    rewards = (rng.random((60, 4)) < rng.random((60, 1))).astype(np.float64)
+    each = np.array([np.mean([row[list(pair)].any() for pair in combinations(range(4), 2)]) for row in rewards])
+    drawn = each[rng.integers(0, 60, (40_000, 60))].mean(axis=1)
+    score = passed(rewards, 2)
+    assert score.value == pytest.approx(each.mean())
+    assert (score.problems.low, score.problems.high) == pytest.approx(
+        tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.01
+    )
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:

@@ -188,7 +188,7 @@ def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        codes = [node.wait(600) for node in nodes]
+        codes = [node.wait(1200) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()

@@ -56,14 +56,14 @@ class Begun(Run):
             started(step, verb)
 
         self.diary.verb_started = watch  # type: ignore[method-assign]
-        update = self.policy.update
+        update = self.policy.update_and_score
 
         def noting(*args: Any) -> Any:
             if not self.seen:
                 self.seen = parts(self.policy)
             return update(*args)
 
-        self.policy.update = noting  # type: ignore[method-assign]
+        self.policy.update_and_score = noting  # type: ignore[method-assign]
 
     def told(self) -> dict[str, Any] | None:
         ended = self.to_the_end()

@@ -58,6 +58,12 @@ def test_the_frozen_reference_stays_what_the_policy_was(layout: str, made: tuple
 
 
 @pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2", "PP2 VPP2"])
+def test_an_update_tells_what_a_score_before_it_would_have(layout: str, made: tuple[Path, Any]) -> None:
+    """Log-prob and entropy of every token, sample by sample; at CP2 with the head that works tile by tile."""
+    assert made[1][layout]["score and update apart"] < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["TP2 SP", "DP2", "CP2", "PP2 VPP2"])
 def test_a_bad_update_is_skipped_on_all_ranks_and_leaves_no_bit_changed(layout: str, made: tuple[Path, Any]) -> None:
     """An infinite loss with finite gradients, a finite loss with a gradient that is not, and an infinite advantage;
     at DP2 only one of the ranks sees that."""

@@ -21,3 +21,16 @@ def test_every_rank_reads_what_it_is_said_to_hold(tiny_qwen2: Path, tmp_path: Pa
     names = [set(held) for *_, held in everyone]
     assert names[0] == names[1] and names[2] == names[3]  # TP ranks hold parts of the same
     assert names[0] | names[2] == set(tensors) and not names[0] & names[2]
+
+
+def test_grouped_experts_go_by_the_names_of_single_ones() -> None:
+    """Megatron's two ways to hold experts. By name alone: the grouped one needs Transformer Engine and is not run."""
+    from or1_megatron.parallel.weights import named_in_model
+
+    found = {
+        named_in_model(f"decoder.layers.1.mlp.experts.{name}", range(8, 12), 4)
+        for name in ("linear_fc1.weight3", "local_experts.3.linear_fc1.weight")
+    }
+    assert found == {"decoder.layers.9.mlp.experts.local_experts.7.linear_fc1.weight"}
+    dense = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert named_in_model(dense, range(8, 12), 4) == "decoder.layers.9.mlp.linear_fc1.weight"

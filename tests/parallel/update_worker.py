@@ -107,8 +107,9 @@ class Everywhere:
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        report: UpdateReport = self.call("update", (objective, batch.token_count), batch.ranks)
-        return report
+        report: UpdateReport
+        report, scored = self.call("update", (objective, batch.token_count), batch.ranks)
+        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
 
     def export_hf(self, folder: Path) -> None:
         self.call("export_hf", folder)
@@ -116,6 +117,7 @@ class Everywhere:
 
 def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
     """After a good update (so that there is optimizer state): each kind of bad one, and whether it left a trace."""
+    scored = everywhere.score(batch, LOSS.temperature)
     good = everywhere.update(batch, LOSS)
     before = gather()
     seen = {}
@@ -127,7 +129,19 @@ def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: A
         report = everywhere.update(told, objective)
         seen[name] = [report.skipped, str(report.sums["loss"]), str(report.grad_norm), gather() == before]
     again = everywhere.update(batch, LOSS)
-    return {"good": good.skipped, "seen": seen, "again": again.skipped, "moved": gather() != before}
+    assert good.scores is not None
+    of_update = [*good.scores.log_probs, *good.scores.entropies]
+    apart = [
+        float(np.abs(left - right).max())
+        for left, right in zip([*scored.log_probs, *scored.entropies], of_update, strict=True)
+    ]
+    return {
+        "good": good.skipped,
+        "seen": seen,
+        "again": again.skipped,
+        "moved": gather() != before,
+        "score and update apart": max(apart),
+    }
 
 
 def compare_reference(everywhere: Everywhere, batch: Batch, started: TokenScores) -> dict[str, Any]:
@@ -168,7 +182,6 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
 
     verbs = {
         "score": lambda temperature, rows: gather_scores(mesh, policy.score(rows, temperature)),
-        "update": lambda shared, rows: policy.update(rows, shared[0], shared[1]),
         "export_hf": lambda folder, _: export_hf(policy, folder),
         "digests": digests,
         "score_reference": lambda temperature, rows: gather_scores(mesh, frozen.score(rows, temperature)),
@@ -176,6 +189,12 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
             p.untyped_storage().nbytes() for chunk in frozen.chunks for p in chunk.parameters()
         ),
     }
+
+    def update(shared: Any, rows: Any) -> Any:
+        report, scored = policy.update_and_score(rows, *shared)
+        return report, gather_scores(mesh, scored)
+
+    verbs["update"] = update
     lockstep = Lockstep(mesh, verbs, 60)
     if mesh.rank > 0:
         lockstep.serve()

@@ -197,15 +197,16 @@ class TablePolicy:
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         self.calls.append("score")
+        self.clock.now_s += 0.5
         return self._score(batch, temperature, self.table)
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
         self.calls.append("score_reference")
+        self.clock.now_s += 0.5
         return self._score(batch, temperature, self.reference)
 
     @torch.no_grad()
     def _score(self, batch: Batch, temperature: float, table: torch.Tensor) -> TokenScores:
-        self.clock.now_s += 0.5
         log_probs: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * batch.sample_count
         entropies = list(log_probs)
         for row in (row for rank in batch.ranks for row in rank):
@@ -240,16 +241,17 @@ class TablePolicy:
         self.updates.append((batch, objective))
         self.clock.now_s += 1.0
         self.optimizer.zero_grad()
+        scores = self._score(batch, objective.temperature, self.table)
         sums = self.gradient(batch, objective)
         assert self.table.grad is not None
         norm = float(self.table.grad.norm())
         skipped, self.skip_next = self.skip_next, False
         if skipped:
             return UpdateReport(
-                {name: float("nan") for name in sums}, batch.token_count, float("nan"), 0.3, True, 0.9, 0.1
+                {name: float("nan") for name in sums}, batch.token_count, float("nan"), 0.3, True, 0.9, 0.1, scores
             )
         self.optimizer.step()
-        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1)
+        return UpdateReport(sums, batch.token_count, norm, 0.3, False, 0.9, 0.1, scores)
 
     def restart_optimizer(self) -> None:
         self.optimizer.state.clear()
@@ -331,6 +333,7 @@ class Diary:
         self.verbs: list[tuple[int, str]] = []
         self.rows: dict[int, dict[str, float]] = {}
         self.rolled: dict[int, tuple[str, Sequence[Group], Sequence[AdvantagedGroup]]] = {}
+        self.scores: dict[int, TokenScores | None] = {}
         self.evaluations: dict[int, EvaluationResult] = {}
         self.resumed_at: list[int] = []
         self.alarms: list[str] = []
@@ -338,8 +341,16 @@ class Diary:
     def verb_started(self, step: int, verb: str) -> None:
         self.verbs.append((step, verb))
 
-    def rolled_out(self, step: int, stage: str, groups: Sequence[Group], kept: Sequence[AdvantagedGroup]) -> None:
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
         self.rolled[step] = (stage, groups, kept)
+        self.scores[step] = scores
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         self.evaluations[step] = result

@@ -27,12 +27,14 @@ from or1_megatron.config import (
     StageConfig,
 )
 from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
-from or1_megatron.rl.metrics import ANY_SET, METRICS, VERBS, Hardware
+from or1_megatron.rl.metric_names import ANY_SET, METRICS, VERBS
+from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
@@ -116,8 +118,11 @@ class World:
         self.stopped = True
 
     def end(self) -> tuple[dict[int, dict[str, float]], dict[str, Any], np.ndarray]:
-        """(metrics without times, state without times, weights): what a resumed run must have in common."""
-        timed = ("time/", "checkpoint/write_s", "other_share", "engine/utilization")
+        """(metrics without times, state without times, weights): what a resumed run must have in common.
+
+        A stopped step makes no handoff; the resumed run does.
+        """
+        timed = ("time/", "handoff/", "checkpoint/write_s", "other_share", "engine/utilization")
         rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
         state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
         return rows, state, self.policy.table.detach().numpy()
@@ -156,6 +161,29 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     assert not later & solved
     assert [world.diary.rolled[step][0] for step in (18, 19)] == ["short", "long"]
     assert [rows[step]["stage/max_response_tokens"] for step in (18, 19)] == [4, 8]
+
+
+@pytest.mark.parametrize("mini_batches, reuse", [(1, 1), (2, 1), (2, 2)])
+def test_the_observer_is_told_what_the_policy_made_of_each_trained_token(
+    tmp_path: Path, mini_batches: int, reuse: int
+) -> None:
+    """On policy from the update itself, else from the pass before: log-probs that the table had when the step began,
+    which are the engine's own here, and entropies of its rows."""
+    stage = STAGE.model_copy(update={"steps": 1, "prompts_per_update": 8 // mini_batches, "reuse": reuse})
+    world = World(tmp_path, [stage])
+    world.policy.table.data.normal_(generator=torch.Generator().manual_seed(1))
+    table = world.policy.table.detach().clone().log_softmax(-1)
+    entropy_of = -(table.exp() * table).sum(-1)
+    world.loop.run()
+    assert world.policy.calls.count("score") == int(mini_batches * reuse > 1)
+    scores, kept = world.diary.scores[1], world.diary.rolled[1][2]
+    assert scores is not None and kept
+    told = zip(scores.log_probs, scores.entropies, strict=True)
+    completions = [(one.group, c) for one in kept for c in one.group.completions]
+    for (group, completion), (log_probs, entropies) in zip(completions, told, strict=True):
+        np.testing.assert_allclose(log_probs, completion.log_probs, atol=1e-6)
+        before = [*group.prompt.token_ids, *completion.token_ids[:-1]]
+        np.testing.assert_allclose(entropies, entropy_of[before], atol=1e-6)
 
 
 def test_order_of_verbs(tmp_path: Path) -> None:
@@ -280,6 +308,54 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str) -> None:
     second.diary.verb_started = started  # type: ignore[method-assign]
     assert second.loop.run().finished
     compare(second, whole)
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "staleness"), [*((at, 0) for at in range(1, 12)), *((at, 1) for at in range(3, 8))]
+)
+def test_engines_that_go_with_their_node_stop_the_run(tmp_path: Path, asked_at: int, staleness: int) -> None:
+    """From the ``asked_at``-th use of the engines on (roll-outs, evaluations, handoffs) all of them fail, and the stop
+    is asked for just then: the run is saved, and goes on to the same end."""
+    changes = {"max_staleness": staleness}
+    first = World(tmp_path / "run", evaluate_every=3, changes=changes)
+    lose_engines(first, asked_at, first.stop)
+    assert not first.loop.run().finished
+    second = World(tmp_path / "run", evaluate_every=3, changes=changes, diary=first.diary)
+    assert second.loop.run().finished
+    if not staleness:  # a resumed run samples its first step from newer weights than one that was sampled ahead
+        whole = World(tmp_path / "whole", evaluate_every=3)
+        whole.loop.run()
+        compare(second, whole)
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 5])
+def test_engines_that_are_lost_without_a_stop_end_the_run(tmp_path: Path, at: int) -> None:
+    """In the handoff, the roll-out and the evaluation; and while the next step is sampled."""
+    world = World(tmp_path, evaluate_every=1, changes={"max_staleness": at % 2})
+    lose_engines(world, at, lambda: None)
+    with pytest.raises(EnginesLost, match="gone with their node"):
+        world.loop.run()
+
+
+def lose_engines(world: World, at: int, on_loss: Callable[[], None]) -> None:
+    """Every use of the engines from the ``at``-th on fails; ``on_loss`` is called before the first that does."""
+    uses = 0
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def use(*args: Any) -> Any:
+            nonlocal uses
+            uses += 1
+            if uses == at:
+                on_loss()
+            if uses >= at:
+                raise EnginesLost("gone with their node")
+            return method(*args)
+
+        return use
+
+    world.rollouts.wait_decoded = failing(world.rollouts.wait_decoded)  # type: ignore[method-assign]
+    world.rollouts.abandon = failing(world.rollouts.abandon)  # type: ignore[method-assign]
+    world.policy.hand_off = failing(world.policy.hand_off)  # type: ignore[method-assign]
 
 
 def test_resumed_after_a_kill_equals_uninterrupted(tmp_path: Path) -> None:

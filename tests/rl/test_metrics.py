@@ -9,8 +9,8 @@ from fakes import completion, group_of, verdict
 from or1_megatron.config import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.metric_names import METRICS
 from or1_megatron.rl.metrics import (
-    METRICS,
     Hardware,
     evaluation_metrics,
     measured_mismatch,

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from or1_megatron.rollout import reaper
+from or1_megatron.rollout import cluster, reaper
 
 DRIVER = """
 import os, sys, time
@@ -78,3 +79,28 @@ def test_unreachable_address_is_a_clear_error() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
     assert "ClusterError: no Ray cluster answers at cluster.ray_address = '127.0.0.1:9'" in ended.stderr
+
+
+def test_a_start_that_took_too_long_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own limit, which a busy machine exceeds; what the attempt left is ended. Any other failure is final."""
+    left: list[subprocess.Popen[bytes]] = []
+
+    def init(**_options: object) -> SimpleNamespace:
+        if len(left) < 2:
+            left.append(subprocess.Popen(["sleep", "60"]))
+            raise Exception("The current node timed out during startup. This could happen because ...")
+        return SimpleNamespace(address_info={"session_dir": str(tmp_path)})
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    cluster.start_ray(None, "slow")
+    cluster.stop_ray()
+    assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
+
+    def full(**_options: object) -> None:
+        left.clear()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(cluster.ray, "init", full)
+    with pytest.raises(cluster.ClusterError, match="No space left"):
+        cluster.start_ray(None, "full")

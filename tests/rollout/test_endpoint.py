@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from openai_server import Reply, completion, serving
@@ -48,6 +49,11 @@ def test_requests_say_what_is_wanted_and_replies_come_back_to_their_asks() -> No
 def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() -> None:
     tries: Counter[int] = Counter()
 
+    def dripping() -> Iterator[bytes]:
+        for _ in range(40):  # each within the socket's own time-out
+            time.sleep(0.05)
+            yield b" "
+
     def answer(body: dict[str, Any]) -> Reply:
         number = body["seed"] - 100
         tries[number] += 1
@@ -63,19 +69,22 @@ def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() 
             return 401, {"error": "no key"}
         if number == 5:
             time.sleep(0.8)
+        if number == 6:
+            return 200, dripping()
         return completion("yes")
 
     with serving(answer) as url:
-        replies = {reply.ask.sample: reply for reply in sampled(url, 6, timeout_s=0.3)}
+        replies = {reply.ask.sample: reply for reply in sampled(url, 7, timeout_s=0.3)}
         assert isinstance(replies[0], Answer)
         failed = {n: reply for n, reply in replies.items() if isinstance(reply, Unanswered)}
-    assert {n: tries[n] for n in range(6)} == {0: 3, 1: 3, 2: 3, 3: 1, 4: 1, 5: 3}
+    assert {n: tries[n] for n in range(7)} == {0: 3, 1: 3, 2: 3, 3: 1, 4: 1, 5: 3, 6: 3}
     assert {n for n, reply in failed.items() if reply.for_good} == {3}
     for n, words in {
         1: "expected a chat completion, found '<html>not JSON</html>' (tried 3 times)",
         3: 'answered 400: \'{"error": "the prompt has 9000 tokens"}\'',
         4: "answered 401",
         5: "did not answer within 0.3 s (tried 3 times)",
+        6: "did not answer within 0.3 s (tried 3 times)",
     }.items():
         assert words in failed[n].reason
 

@@ -20,7 +20,17 @@ from or1_megatron.runtime import rollout_store
 from or1_megatron.runtime.files import DiskFullError
 from or1_megatron.runtime.rollout_store import RolloutStore, delete_oldest, read_rollouts, rollout_files, to_table
 from or1_megatron.schemas import ROLLOUT
-from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan
+from or1_megatron.types import (
+    AdvantagedGroup,
+    Completion,
+    Group,
+    Message,
+    Problem,
+    Prompt,
+    TokenScores,
+    Verdict,
+    VersionSpan,
+)
 
 
 def make_group(name: str, rewards: tuple[float, ...], tokens: int = 5) -> Group:
@@ -86,6 +96,8 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         "answer": "",
         "detail": "",
         "verify_wall_s": 0.25,
+        "log_prob_differences": None,
+        "entropies": None,
     }
     assert list(rows[0]) == [field.name for field in ROLLOUT]
     assert read_rollouts(tmp_path / "step_000012.parquet", ["reward"]).column("reward").to_pylist() == [
@@ -96,6 +108,36 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         0,
         1,
     ]
+
+
+def test_what_the_policy_made_of_the_trained_tokens(tmp_path: Path) -> None:
+    """Policy less engine, in float16; null for a rejected group, and where not every token was counted."""
+    kept, rejected = make_group("a", (1, 0)), make_group("b", (0, 0))
+    scores = TokenScores(
+        (np.full(5, -0.75, np.float32), np.full(3, -1.0, np.float32)),
+        (np.arange(5, dtype=np.float32), np.zeros(3, np.float32)),
+    )
+    store = RolloutStore(tmp_path, keep_bytes=1 << 30)
+    store.write(1, "short", [rejected, kept], [advantaged(kept, 0.7, -0.7)], scores)
+    store.close()
+    rows = pq.read_table(tmp_path / "step_000001.parquet").to_pylist()
+    assert [row["log_prob_differences"] for row in rows] == [None, None, [-0.25] * 5, None]  # the engine's: -0.5
+    assert [row["entropies"] for row in rows] == [None, None, [0, 1, 2, 3, 4], None]
+
+
+def test_files_of_before_a_field_was_are_read(tmp_path: Path) -> None:
+    """A nullable one is null there; any other is missed by name."""
+    table = to_table(1, "short", [make_group("a", (1, 0))], [])
+    path = tmp_path / "step_000001.parquet"
+    pq.write_table(table.drop_columns(["entropies", "log_prob_differences"]), path)
+    assert read_rollouts(path).column_names == [field.name for field in ROLLOUT]
+    assert read_rollouts(path, ["reward", "entropies"]).to_pylist() == [
+        {"reward": 1.0, "entropies": None},
+        {"reward": 0.0, "entropies": None},
+    ]
+    pq.write_table(table.drop_columns(["kept"]), path)
+    with pytest.raises(ValueError, match="not a rollout file of this version: it lacks kept"):
+        read_rollouts(path)
 
 
 def test_a_step_without_groups_is_an_empty_file(tmp_path: Path) -> None:

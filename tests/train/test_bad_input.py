@@ -211,7 +211,13 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
     for file in bare.glob("tokenizer*"):
         file.unlink()
     (model / "chat_template.jinja").unlink()
+    code, none = tmp_path / "code.jsonl", tmp_path / "none.jsonl"
+    tests = json.dumps({"inputs": ["1", "2"], "outputs": ["1"]})
+    code.write_text(ROW % 1 + json.dumps({"prompt": "1?", "ability": "code", "answer": tests}))
+    none.write_text(ROW % 1 + json.dumps({"prompt": "1?", "ability": "code", "answer": "{}"}))
     cases = {
+        f"data.train.0.path={code}": f"{code}:2: field 'ground_truth': mismatched: 2 inputs, 1 outputs",
+        f"data.train.0.path={none}": f"{none}:2: field 'ground_truth': unknown kind",
         f"data.train.0.path={data} data.max_prompt_tokens=12 evaluate.data=[]": "[9] 0 ['math']",
         f"data.train.0.path={data} data.max_prompt_tokens=2": f"none of 10 prompts (from {data}:1 on) fits",
         f"data.train.0.path={data} data.max_prompt_tokens=12 stages.0.prompts_per_step=16": (
@@ -235,7 +241,7 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
     for case, expected in cases.items():
         assert expected in said[case], output
     dropped = f"{data}: 1 of 10 prompts are longer than data.max_prompt_tokens = 12 and were dropped"
-    assert dropped in said[next(iter(cases))]
+    assert dropped in said[next(case for case in cases if "evaluate.data=[]" in case)]
     assert dropped in (tmp_path / "logs" / "rank_0.log").read_text()
 
 

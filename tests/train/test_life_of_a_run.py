@@ -83,7 +83,8 @@ def check_folder(run: Path) -> None:
             value for name, value in row.items() if name.startswith("time/") and name not in ("time/step", "time/other")
         )
         assert verbs == pytest.approx(row["time/step"], rel=0.02)
-        assert row["handoff/probe_max_abs_diff"] < 1e-3
+    probes = [row["handoff/probe_max_abs_diff"] for row in steps if "handoff/probe_max_abs_diff" in row]
+    assert len(probes) >= 5 and max(probes) < 1e-3  # a step in which a stop was asked for hands nothing off
     kl = [row["policy/kl"] for row in steps if "policy/kl" in row]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-5  # the reference is the start, and stays there
     assert all(row["correction/weight"] == pytest.approx(1, abs=1e-3) for row in steps if "correction/weight" in row)
