@@ -52,13 +52,30 @@ def _left_behind() -> list[psutil.Process]:
     return found
 
 
+def _described(process: psutil.Process) -> str:
+    """Its id, state, the test that started it or an ancestor of it, and its command line."""
+    try:
+        test = process.environ().get("PYTEST_CURRENT_TEST", "no test")
+        return f"{process.pid} [{process.status()}] {test}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error as gone:
+        return f"{process.pid} {gone}"
+
+
+_report = pytest.StashKey[list[str]]()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tests leave no process behind: what is still there when all fixtures are down fails the session."""
     deadline = time.monotonic() + _PATIENCE_S
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.2)
+    session.config.stash[_report] = [_described(process) for process in left]
     if left:
-        lines = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
-        print("\nprocesses left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After the summary of the tests, since it may be all that is wrong."""
+    if lines := config.stash.get(_report, []):
+        print("\nfailed: processes left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)
