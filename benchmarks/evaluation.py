@@ -3,10 +3,11 @@
     python benchmarks/evaluation.py [--problems 256] [--samples 8] [--long 40] [--rounds 3] [--starts 3]
 
 Bare: the same requests, tokenised and pickled before the clock starts, given to the same engines at once, half to each,
-and harvested till the last has come; nothing is judged or written. Against it, by turns, all that the command does from
-the moment when its engines are up: prompts, scheduling, verdicts, responses.jsonl, statistics, results.json and its
-picture. What it does before, beside the engines' start (problems and golds are read, the verifiers' processes load), is
-in the last figure: whole evaluations against starting engines, sampling bare and closing them.
+and harvested, in bundles of as many seconds as the evaluation's, till the last has come; nothing is judged or written.
+Against it, by turns, all that the command does from the moment when its engines are up: prompts, scheduling, verdicts,
+responses.jsonl, statistics, results.json and its picture. What it does before, beside the engines' start (problems and
+golds are read, the verifiers' processes load), is in the last figure: whole evaluations against starting engines,
+sampling bare and closing them.
 
 The quickstart's base model and problems at T = 96: a short run (--samples) and a long one (--long).
 """
@@ -38,7 +39,7 @@ from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.run import ask_seed
 from or1_megatron.evaluate.settings import EvaluationSettings
-from or1_megatron.rollout.asking import EngineSampler
+from or1_megatron.rollout.asking import LINGER_S, EngineSampler
 from or1_megatron.types import Prompt, Request, Sampling
 
 Measured = tuple[list[float], list[float], float | None]
@@ -77,13 +78,13 @@ def bare_s(engines: Sequence[Any], batches: Sequence[bytes]) -> float:
     left = [len(pickle.loads(batch)) for batch in batches]
     started_s = time.perf_counter()
     ray.get([engine.submit.remote(batch) for engine, batch in zip(engines, batches, strict=True)])
-    calls = {engine.harvest.remote(5.0): place for place, engine in enumerate(engines)}
+    calls = {engine.harvest.remote(5.0, LINGER_S): place for place, engine in enumerate(engines)}
     while calls:
         (done,), _ = ray.wait(list(calls), num_returns=1)
         place = calls.pop(done)
         left[place] -= len(pickle.loads(ray.get(done)).completions)
         if left[place]:
-            calls[engines[place].harvest.remote(5.0)] = place
+            calls[engines[place].harvest.remote(5.0, LINGER_S)] = place
     return time.perf_counter() - started_s
 
 

@@ -16,9 +16,38 @@ from or1_megatron.rollout.pool import EngineError
 from or1_megatron.types import Answer, Ask, Int32Array, Message, Problem, Prompt, Request, Sampling, Unanswered
 
 _HARVEST_WAIT_S = 5.0
+LINGER_S = 0.2  # answers come in bundles of so many seconds: a call costs as much as a dozen short responses
+_AHEAD_S = 0.5  # an engine has that much more to do than it decodes at once
 _PROMPTS_REMEMBERED = 4096
 
 Tokenise = Callable[[tuple[Message, ...]], Int32Array]
+
+
+class _Engine:
+    """An engine's requests under way, and how many it shall have."""
+
+    def __init__(self, handle: Any, index: int, max_concurrent: int) -> None:
+        self.handle, self.index = handle, index
+        self.under_way: dict[tuple[str, int], Ask] = {}
+        self._decodes = max_concurrent
+        self._least_ahead = self._ahead = max(1, max_concurrent // 8)
+        self._harvested_s = time.monotonic()
+
+    @property
+    def room(self) -> int:
+        """Requests that can be given to it: it decodes ``max_concurrent``, and its free places fill from the others."""
+        return self._decodes + self._ahead - len(self.under_way)
+
+    @property
+    def short(self) -> bool:
+        """Half of what was ahead has been used up: not with every answer, so that requests share a call."""
+        return self.room > self._ahead // 2
+
+    def answered(self, answers: int) -> None:
+        """Since the last harvest: how much is to be ahead follows from it."""
+        now_s = time.monotonic()
+        rate = answers / max(now_s - self._harvested_s, LINGER_S)
+        self._ahead, self._harvested_s = max(self._least_ahead, int(rate * _AHEAD_S)), now_s
 
 
 class EngineSampler:
@@ -39,48 +68,45 @@ class EngineSampler:
         # The samples of a problem share its prompt, and come one round of all problems after another.
         self._tokenise = lru_cache(_PROMPTS_REMEMBERED)(tokenise)
         self._max_prompt_tokens = max_prompt_tokens
-        # A little more than an engine decodes at once, so that its free places fill without asking us; more only when
-        # half of that has been used up, so that several requests share what a call costs.
-        spare = max(1, max_concurrent // 8)
-        self._room, self._enough = max_concurrent + spare, max_concurrent + spare // 2
+        self._max_concurrent = max_concurrent
 
     def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
         waiting = iter(asks)
-        under_way: list[dict[tuple[str, int], Ask]] = [{} for _ in self.engines]
-        harvests: dict[Any, int] = {}
+        engines = [_Engine(handle, index, self._max_concurrent) for index, handle in enumerate(self.engines)]
+        harvests: dict[Any, _Engine] = {}
         exhausted = False
         answered_s = time.monotonic()
         while True:
             refused: list[Unanswered] = []
-            if not exhausted and min(map(len, under_way)) <= self._enough:
-                exhausted = self._fill(waiting, under_way, refused)
+            if not exhausted and any(engine.short for engine in engines):
+                exhausted = self._fill(waiting, engines, refused)
             yield from refused
-            for index, asked in enumerate(under_way):
-                if asked and index not in harvests.values():
-                    harvests[self.engines[index].harvest.remote(_HARVEST_WAIT_S)] = index
+            for engine in engines:
+                if engine.under_way and engine not in harvests.values():
+                    harvests[engine.handle.harvest.remote(_HARVEST_WAIT_S, LINGER_S)] = engine
             if not harvests:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
             if time.monotonic() - answered_s > self._timeout_s:
                 waiting_for = ", ".join(
-                    f"engine {index}: {len(asked)}" for index, asked in enumerate(under_way) if asked
+                    f"engine {engine.index}: {len(engine.under_way)}" for engine in engines if engine.under_way
                 )
                 raise EngineError(f"no answer in {self._timeout_s:g} s; requests under way: {waiting_for}")
             for call in done:
-                index = harvests.pop(call)
-                for completion in _harvested(call, index).completions:
-                    ask = under_way[index].pop((completion.problem_id, completion.sample_index), None)
+                engine = harvests.pop(call)
+                completions = _harvested(call, engine.index).completions
+                engine.answered(len(completions))
+                for completion in completions:
+                    ask = engine.under_way.pop((completion.problem_id, completion.sample_index), None)
                     answered_s = time.monotonic()
                     if ask is not None:  # else it belongs to a sampling that was broken off
                         yield Answer(ask, completion.text, completion.truncated, completion.token_ids.size)
 
-    def _fill(
-        self, waiting: Iterator[Ask], under_way: Sequence[dict[tuple[str, int], Ask]], refused: list[Unanswered]
-    ) -> bool:
+    def _fill(self, waiting: Iterator[Ask], engines: Sequence[_Engine], refused: list[Unanswered]) -> bool:
         """Give every engine as much as it has room for, evenly; whether there is nothing left to give."""
-        batches: list[list[Request]] = [[] for _ in self.engines]
+        batches: dict[int, list[Request]] = {engine.index: [] for engine in engines}
         exhausted = False
-        while min(map(len, under_way)) < self._room:
+        while (engine := max(engines, key=lambda one: one.room)).room > 0:
             ask = next(waiting, None)
             if ask is None:
                 exhausted = True
@@ -91,17 +117,16 @@ class EngineSampler:
                     Unanswered(ask, f"{len(ids)} prompt tokens, more than {self._max_prompt_tokens}", for_good=True)
                 )
                 continue
-            index = min(range(len(self.engines)), key=lambda engine: len(under_way[engine]))
-            under_way[index][ask.key, ask.sample] = ask
+            engine.under_way[ask.key, ask.sample] = ask
             problem = Problem(ask.key, "", "", ask.messages, "", {}, ask.key)
-            batches[index].append(Request(Prompt(problem, ids), ask.sample, self._sampling, ask.seed))
+            batches[engine.index].append(Request(Prompt(problem, ids), ask.sample, self._sampling, ask.seed))
         calls = [
-            (index, self.engines[index].submit.remote(pickle.dumps(batch, protocol=5)))
-            for index, batch in enumerate(batches)
-            if batch
+            (engine, engine.handle.submit.remote(pickle.dumps(batches[engine.index], protocol=5)))
+            for engine in engines
+            if batches[engine.index]
         ]
-        for index, call in calls:
-            _result(call, index, "take requests")
+        for engine, call in calls:
+            _result(call, engine.index, "take requests")
         return exhausted
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from or1_megatron.handoff.choice import worker_info
 from or1_megatron.rollout.in_flight import KvCachePolicy, drain, forget
+from or1_megatron.rollout.message_queues import wait_without_spinning
 from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -80,6 +81,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
+        wait_without_spinning()
         self._settings = settings
         self._sampling_params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY

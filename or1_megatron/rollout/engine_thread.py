@@ -16,7 +16,7 @@ from or1_megatron.types import Completion
 T = TypeVar("T")
 
 # Finished responses are handed out together, not one call each; an engine that runs dry does not linger.
-_LINGER_S = 0.03
+LINGER_S = 0.03
 
 
 class EngineFailed(RuntimeError):
@@ -65,8 +65,10 @@ class EngineThread:
         """What ended the engine; None as long as it is there."""
         return self._failure
 
-    def harvest(self, wait_s: float) -> Harvest:
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> Harvest:
         """Finished completions; waits up to ``wait_s`` for the first, and returns empty-handed after that.
+
+        ``linger_s``: how long to wait for more, once the first is there.
 
         Raises:
             EngineFailed: the engine is not there any more.
@@ -74,7 +76,7 @@ class EngineThread:
         with self._state:
             self._state.wait_for(lambda: self._completions or self._busy_s or self._failure is not None, timeout=wait_s)
             if self._completions:
-                self._state.wait_for(lambda: self._busy_since_s is None or self._failure is not None, timeout=_LINGER_S)
+                self._state.wait_for(lambda: self._busy_since_s is None or self._failure is not None, timeout=linger_s)
             if self._failure is not None:
                 raise EngineFailed(self._failure)
             harvest = Harvest(tuple(self._completions), tuple(self._busy_s))

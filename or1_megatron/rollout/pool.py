@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from or1_megatron.config import RolloutConfig
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.control import EngineError, RayEngineControl, gather, lost_engines
+from or1_megatron.rollout.engine_thread import LINGER_S
 
 __all__ = ["EngineActor", "EngineError", "EnginePlace", "EnginePool", "RayEngineControl"]
 
@@ -59,9 +60,9 @@ class EngineActor:
         """Pickled list of Request. One object instead of one per array: Ray's cost is per array."""
         self._thread.call(lambda engine: engine.submit(pickle.loads(requests)))
 
-    def harvest(self, wait_s: float) -> bytes:
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> bytes:
         """Pickled Harvest."""
-        return pickle.dumps(self._thread.harvest(wait_s), protocol=5)
+        return pickle.dumps(self._thread.harvest(wait_s, linger_s), protocol=5)
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of the engine by name."""

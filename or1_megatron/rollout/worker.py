@@ -1,7 +1,8 @@
 """What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
 
-vLLM imports this module in every worker process, before the worker looks up its weight-transfer backend: importing
-``handoff``'s workers here is what makes ours known there, under tensor parallelism too.
+vLLM imports this module in every worker process, before the worker makes its message queues and looks up its
+weight-transfer backend: importing ``handoff``'s workers here is what makes ours known there, under tensor parallelism
+too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 
 from or1_megatron.handoff import gloo_worker, shard_worker
 from or1_megatron.handoff.reload import put_back
+from or1_megatron.rollout.message_queues import wait_without_spinning
 
 gloo_worker.register()
 shard_worker.register()
+wait_without_spinning()
 
 
 class FullDistributionLogProbs(torch.nn.Module):

@@ -101,3 +101,9 @@ def test_error_while_building_reaches_the_first_caller() -> None:
 
     with pytest.raises(EngineFailed, match="no such model"):
         EngineThread(build, "engine 1").call(lambda engine: None)
+
+
+def test_who_lingers_gets_more_at_once_but_not_after_the_last() -> None:
+    thread = EngineThread(lambda: CountingEngine(step_s=0.02), "engine 0")
+    thread.call(lambda engine: engine.submit(list(range(12))))
+    assert thread.harvest(5.0, linger_s=60.0).completions == tuple(range(12))
