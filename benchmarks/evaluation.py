@@ -127,14 +127,16 @@ def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measure
         assert isinstance(sampler, EngineSampler)
         for turn in range(rounds + 1):  # the first warms up
             batches = pickled(data, samples, turn)
-            before_s = engines_cpu_s()
-            bare.append(bare_s(sampler.engines, batches))
-            engines_s, before_s = engines_cpu_s() - before_s, own_cpu_s()
-            whole.append(evaluation_s(sampler, data, samples, settings(turn), out / f"{samples}_{turn}"))
-            shares.append((own_cpu_s() - before_s) / engines_s)
+            for evaluated in (turn % 2 == 0, turn % 2 == 1):  # neither is always the first, should the machine drift
+                engines_s, others_s = engines_cpu_s(), own_cpu_s()
+                if evaluated:
+                    whole.append(evaluation_s(sampler, data, samples, settings(turn), out / f"{samples}_{turn}"))
+                    shares.append((own_cpu_s() - others_s) / (engines_cpu_s() - engines_s))
+                else:
+                    bare.append(bare_s(sampler.engines, batches))
             print(
                 f"{samples} samples, {turn}: bare {bare[-1]:.2f} s, evaluation {whole[-1]:.2f} s; CPU beside the "
-                f"engines' {engines_s:.2f} s: {shares[-1]:.1%}",
+                f"engines': {shares[-1]:.1%}",
                 flush=True,
             )
     return bare[1:], whole[1:], statistics.median(shares[1:])
@@ -176,6 +178,8 @@ def main() -> None:
             ("long", options.long, measure_running, options.rounds),
             ("long, with the engines' start", options.long, measure_starting, options.starts),
         ):
+            if not rounds:
+                continue
             bare, whole, share = measure(data, samples, rounds, out)
             ratio = statistics.median(w / b for w, b in zip(whole, bare, strict=True))
             figures[f"evaluation / bare, {title}"] = figure(ratio, at_most=1.05)

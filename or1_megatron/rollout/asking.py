@@ -66,7 +66,9 @@ class EngineSampler:
         self._timeout_s = timeout_s
         self.engines, self._sampling = list(engines), sampling
         # The samples of a problem share its prompt, and come one round of all problems after another.
-        self._tokenise = lru_cache(_PROMPTS_REMEMBERED)(tokenise)
+        self._prompt = lru_cache(_PROMPTS_REMEMBERED)(
+            lambda key, messages: Prompt(Problem(key, "", "", messages, "", {}, key), tokenise(messages))
+        )
         self._max_prompt_tokens = max_prompt_tokens
         self._max_concurrent = max_concurrent
 
@@ -111,15 +113,13 @@ class EngineSampler:
             if ask is None:
                 exhausted = True
                 break
-            ids = self._tokenise(ask.messages)
-            if len(ids) > self._max_prompt_tokens:
-                refused.append(
-                    Unanswered(ask, f"{len(ids)} prompt tokens, more than {self._max_prompt_tokens}", for_good=True)
-                )
+            prompt = self._prompt(ask.key, ask.messages)
+            if (tokens := len(prompt.token_ids)) > self._max_prompt_tokens:
+                reason = f"{tokens} prompt tokens, more than {self._max_prompt_tokens}"
+                refused.append(Unanswered(ask, reason, for_good=True))
                 continue
             engine.under_way[ask.key, ask.sample] = ask
-            problem = Problem(ask.key, "", "", ask.messages, "", {}, ask.key)
-            batches[engine.index].append(Request(Prompt(problem, ids), ask.sample, self._sampling, ask.seed))
+            batches[engine.index].append(Request(prompt, ask.sample, self._sampling, ask.seed))
         calls = [
             (engine, engine.handle.submit.remote(pickle.dumps(batches[engine.index], protocol=5)))
             for engine in engines

@@ -15,6 +15,8 @@ from or1_megatron.runtime.files import naming_disk_full, write_atomically
 
 logger = logging.getLogger(__name__)
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
 
 class JsonlWriter:
     """Appends rows. Each is one write of a whole line straight to the kernel, so kill -9 loses nothing written before.
@@ -34,7 +36,10 @@ class JsonlWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Floats that JSON does not have (NaN, infinities) become null."""
-        line = json.dumps({name: _jsonable(value) for name, value in row.items()}, allow_nan=False) + "\n"
+        try:
+            line = _encode(dict(row)) + "\n"
+        except ValueError:
+            line = _encode({name: _jsonable(value) for name, value in row.items()}) + "\n"
         size = os.fstat(self._fd).st_size
         with naming_disk_full(self.path, self._what):
             try:
