@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from or1_megatron.handoff.gloo import HandoffError
-from or1_megatron.handoff.wire import Arrival, Buffers, InOrder, Waiters, Work
+from or1_megatron.handoff.wire import Arrival, Buffers, Counted, InOrder, Waiters, Work
 
 T = TypeVar("T")
 
@@ -54,12 +54,13 @@ class _Finished:
         stream.synchronize()
 
 
-class NcclTransport:
+class NcclTransport(Counted):
     """``Transport`` between GPUs, each of another rank. Memory is the device's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL
 
+        super().__init__()
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         with _errors_left_to_us():
@@ -68,7 +69,6 @@ class NcclTransport:
         self._starts = InOrder()
         self._waiters = Waiters(timeout_s, self._group.abort)
         self._buffers = Buffers(self.allocate)
-        self.bytes_sent = self.bytes_received = 0
 
     def begin(self, numbers: Sequence[int]) -> None:
         self._starts.begin(numbers)
@@ -78,7 +78,7 @@ class NcclTransport:
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         def sent() -> None:
-            self.bytes_sent += buffer.numel()
+            self.count(sent=buffer.numel())
 
         # NCCL has no tags: between two ranks the order of starting is the order of the plan
         return self._follow(number, lambda: self._group.send([buffer], destination, 0), sent)
@@ -93,7 +93,7 @@ class NcclTransport:
                 self._buffers.give(owner)
 
         def arrived() -> Arrival:
-            self.bytes_received += size_bytes
+            self.count(received=size_bytes)
             return Arrival(message, release)
 
         return self._follow(number, lambda: self._group.recv([message], source, 0), arrived)

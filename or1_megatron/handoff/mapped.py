@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from or1_megatron.handoff.gloo import HandoffError
-from or1_megatron.handoff.wire import Arrival, Waiters, Work, abort
+from or1_megatron.handoff.wire import Arrival, Counted, Waiters, Work, abort
 
 _NOTICE_BYTES = 2048
 _HEADER_BYTES = mmap.PAGESIZE
@@ -127,15 +127,15 @@ class _Answered:
         self._answer.wait(timeout)
 
 
-class MappedTransport:
+class MappedTransport(Counted):
     """``Transport`` on one node: any number of receivers read the very bytes that the sender has packed."""
 
     def __init__(self, group: ProcessGroupGloo, sharing: Sharing, timeout_s: float) -> None:
         """``group``: of all ranks; it carries notices and acknowledgements."""
+        super().__init__()
         self._group: Any = group  # send and recv are absent from torch's stub
         self._sharing = sharing
         self._waiters = Waiters(timeout_s, lambda: abort(group))
-        self.bytes_sent = self.bytes_received = 0
 
     def begin(self, numbers: Sequence[int]) -> None:
         """As with gloo, which carries the notices."""
@@ -152,7 +152,7 @@ class MappedTransport:
             return _Answered(self._group.send([notice], destination, number), expected)
 
         def read() -> None:
-            self.bytes_sent += buffer.numel()
+            self.count(sent=buffer.numel())
 
         return self._waiters.follow(start, read)
 
@@ -169,7 +169,7 @@ class MappedTransport:
             if announced != size_bytes:
                 raise HandoffError(f"handoff: rank {source} sent {announced} bytes, {size_bytes} were expected")
             message = self._sharing.map(description)[:size_bytes]
-            self.bytes_received += size_bytes
+            self.count(received=size_bytes)
             if into is None:
                 return Arrival(message, release)
             into[:size_bytes].copy_(message)

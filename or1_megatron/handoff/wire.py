@@ -73,6 +73,19 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Counted:
+    """The bytes of a transport; its waiting threads count together."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = self.bytes_received = 0
+        self._counting = Lock()
+
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        with self._counting:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+
 class Buffers:
     """Memory that is used again and again within a handoff."""
 
@@ -256,14 +269,14 @@ def abort(group: ProcessGroupGloo) -> None:
         group.recv([nothing], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]  # no stub
 
 
-class GlooTransport:
+class GlooTransport(Counted):
     """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
+        super().__init__()
         self._group = group
         self._waiters = Waiters(timeout_s, lambda: abort(group))
         self._buffers = Buffers(on_host)
-        self.bytes_sent = self.bytes_received = 0
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Messages have tags, and nothing of one waits for another."""
@@ -273,7 +286,7 @@ class GlooTransport:
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         def sent() -> None:
-            self.bytes_sent += buffer.numel()
+            self.count(sent=buffer.numel())
 
         return self._waiters.follow(
             lambda: self._group.send([buffer], destination, number),  # type: ignore[attr-defined]  # no stub
@@ -289,7 +302,7 @@ class GlooTransport:
                 self._buffers.give(owner)
 
         def arrived() -> Arrival:
-            self.bytes_received += size_bytes
+            self.count(received=size_bytes)
             return Arrival(message, release)
 
         return self._waiters.follow(

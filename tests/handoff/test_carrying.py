@@ -7,6 +7,7 @@ that die (test_transports), several nodes, GPUs.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from or1_megatron.handoff.gloo import HandoffError, join_store, open_group, open
 from or1_megatron.handoff.links import Links, Place, routes_for
 from or1_megatron.handoff.plan import Want, make_plan
 from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, unpack
-from or1_megatron.handoff.wire import Arrival, GlooTransport, InOrder
+from or1_megatron.handoff.wire import Arrival, Counted, GlooTransport, InOrder
 from or1_megatron.weights.holdings import Box, Holding, whole
 
 DEADLINE_S = 30.0
@@ -194,6 +195,22 @@ def test_two_hops_end_where_each_rank_has_one_queue(ranks: Any) -> None:
         links._network = OneAtATime(links._network._group)
     for handoff in (1, 2):
         check(made, made.hand_off(handoff)[1])
+
+
+class Slowly(int):
+    """Lets other threads in between the reading of what it is added to and the writing of the sum."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(0.001)
+        return other + int(self)
+
+
+def test_waiting_threads_count_every_byte() -> None:
+    counted = Counted()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(200):
+            threads.submit(counted.count, sent=Slowly(3), received=Slowly(5))
+    assert (counted.bytes_sent, counted.bytes_received) == (600, 1000)
 
 
 def test_what_is_handed_in_is_started_in_order() -> None:
