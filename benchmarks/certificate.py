@@ -57,7 +57,8 @@ def use_checksums(wanted: bool) -> None:
             return self.found
 
     shipping.Checksums = checksum.Checksums if wanted else Zeros  # type: ignore[misc, assignment]
-    inspection.checksum = checksum.checksum if wanted else (lambda *arguments: 0)  # type: ignore[assignment]
+    for user in (shipping, inspection):
+        user.checksum = checksum.checksum if wanted else (lambda *arguments: 0)  # type: ignore[attr-defined]
 
 
 def worker(model: Path, out: Path, handoffs: int) -> None:

@@ -94,7 +94,7 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
             ship(plan, rank, links, board, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
             for shipment, message, _ in incoming(plan, rank, links, board):
-                for cut, values, _ in unpack(shipment, message, handoff):
+                for cut, values, *_ in unpack(shipment, message, handoff):
                     found[cut.name][slice(*cut.box[0])].copy_(values)
             links.rest()
         group.barrier().wait()

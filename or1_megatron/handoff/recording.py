@@ -11,9 +11,9 @@ A loader that does more to a tensor than look at a part of it cannot be served s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +31,31 @@ View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride): what a loader made of a placeholder."""
 
 
-class Part(NamedTuple):
+def _as_it_is() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Part:
     """A rectangle of a tensor, as received."""
 
     box: Box
     values: Tensor
+    verify: Callable[[], None] = _as_it_is
+    """Raises when ``values`` are not what was sent."""
     copied: bool = False
     """False: ``values`` may be a view into a message."""
+
+    def verified(self) -> Tensor:
+        """The values, compared with what was sent when first asked for: as they are read anyway, from the cache."""
+        self.verify()
+        self.verify = _as_it_is
+        return self.values
+
+    def keep(self) -> None:
+        """The message's memory is about to be used again."""
+        if not self.copied:
+            self.values, self.copied = self.verified().clone(), True
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +259,23 @@ class SliceLoader(_Placeholders):
         """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
         if spec.name in self._recorded.whole:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=parts[0].values.device)
-            for box, values, _ in parts:
-                tensor[tuple(slice(*bounds) for bounds in box)] = values
+            for part in parts:
+                tensor[tuple(slice(*bounds) for bounds in part.box)] = part.verified()
             return tensor
         self._parts[spec.name] = parts
         return self.placeholder(spec)
 
     def keep_copies(self, waiting: Mapping[str, list[Part]]) -> None:
-        """Copy what vLLM still needs, and ``waiting`` (not yet offered): their memory is about to be overwritten."""
+        """Copy what vLLM still needs, and ``waiting`` (not yet offered): their memory is about to be overwritten.
+
+        What vLLM has no use for any more has been compared with what was sent by then, be it that nobody copied it.
+        """
         for name in self.forget_dead():
-            self._parts.pop(name, None)
+            for part in self._parts.pop(name, ()):
+                part.verified()
         for parts in (*self._parts.values(), *waiting.values()):
-            parts[:] = [part if part.copied else Part(part.box, part.values.clone(), True) for part in parts]
+            for part in parts:
+                part.keep()
 
     def check_complete(self) -> None:
         """Raises RuntimeError when a rectangle was never copied into a parameter."""
@@ -268,10 +291,10 @@ class SliceLoader(_Placeholders):
         landing = self._recorded.landings[name].get(view)
         if landing is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")
-        for box, values, _ in self._parts[name]:
-            where = place_in(box, landing)
+        for part in self._parts[name]:
+            where = place_in(part.box, landing)
             if where is not None:
-                destination[where].copy_(values.reshape(destination[where].shape))
+                destination[where].copy_(part.verified().reshape(destination[where].shape))
         self._due.discard((name, view))
 
     def transformed(self, name: str, operation: str) -> None:

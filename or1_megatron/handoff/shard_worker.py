@@ -25,7 +25,7 @@ from or1_megatron.handoff.plan import HandoffPlan
 from or1_megatron.handoff.recording import Part, Recorded, SliceLoader, record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
 from or1_megatron.handoff.shard_trainer import BACKEND
-from or1_megatron.handoff.shipping import unpack
+from or1_megatron.handoff.shipping import unverified
 
 log = logging.getLogger(__name__)
 
@@ -148,10 +148,10 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         complete: list[tuple[TensorSpec, list[Part]]] = []
         before, total = links.counts(), 0
         for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
-            for cut, values, known in unpack(shipment, message, handoff):
+            for cut, values, known, verify in unverified(shipment, message, handoff):
                 total += known
                 self._inspector.expect(cut, values, known, handoff)
-                parts[cut.name].append(Part(cut.box, values))
+                parts[cut.name].append(Part(cut.box, values, verify))
                 missing[cut.name] -= 1
                 if not missing[cut.name]:
                     complete.append((self._specs[cut.name], parts.pop(cut.name)))
@@ -159,7 +159,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 with loader:
                     self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
                 complete.clear()
-                del values
+                del values, verify
                 loader.keep_copies(parts)  # the messages' memory is about to be used again
         links.rest()
         sent, received = (now - then for now, then in zip(links.counts(), before, strict=True))

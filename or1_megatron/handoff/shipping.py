@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from or1_megatron.handoff.checksum import Checksums
+from or1_megatron.handoff.buckets import Slot
+from or1_megatron.handoff.checksum import Checksums, checksum
 from or1_megatron.handoff.plan import Shipment, Slice
 
 
@@ -17,12 +19,15 @@ class SliceMismatch(RuntimeError):
 
 
 class Received(NamedTuple):
-    """A slice that has arrived as it was sent."""
+    """A slice that has arrived."""
 
     cut: Slice
     values: Tensor
     """A view into the message."""
     checksum: int
+    """That came with it."""
+    verify: Callable[[], None]
+    """Raises SliceMismatch if ``values`` are not what was sent. Reads them: best called where they are read anyway."""
 
 
 def payload_bytes(shipment: Shipment) -> int:
@@ -56,18 +61,32 @@ def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
     Raises:
         SliceMismatch: a slice does not have the checksum that came with it; names it.
     """
+    found = unverified(shipment, message, handoff)
+    for each in found:
+        each.verify()
+    return found
+
+
+def unverified(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
+    """As ``unpack``, for who calls ``verify`` on each; on a GPU they are compared here, with one wait for all."""
     slots = shipment.bucket.slots
-    sums = Checksums([slot.spec for slot in slots], handoff, message.device)
-    for index, slot in enumerate(slots):
-        sums.add(index, slot.flat(message))
-    came = message[payload_bytes(shipment) :].view(torch.int64).tolist()
-    found = []
-    for slot, arrived, signed in zip(slots, sums.values(), came, strict=True):
-        expected = signed % (1 << 64)
+    came = [signed % (1 << 64) for signed in message[payload_bytes(shipment) :].view(torch.int64).tolist()]
+    at_hand: list[int | None] = [None] * len(slots)
+    if message.device.type != "cpu":
+        sums = Checksums([slot.spec for slot in slots], handoff, message.device)
+        for index, slot in enumerate(slots):
+            sums.add(index, slot.flat(message))
+        at_hand = [*sums.values()]
+
+    def verify(slot: Slot[Slice], expected: int, known: int | None) -> None:
+        arrived = checksum(slot.spec, slot.flat(message), handoff) if known is None else known
         if arrived != expected:
             raise SliceMismatch(
                 f"{slot.spec} from trainer rank {shipment.source} did not arrive as it was sent in handoff {handoff}: "
                 f"checksum {arrived:016x}, sent as {expected:016x}"
             )
-        found.append(Received(slot.spec, slot.view(message), arrived))
-    return found
+
+    return [
+        Received(slot.spec, slot.view(message), expected, partial(verify, slot, expected, known))
+        for slot, expected, known in zip(slots, came, at_hand, strict=True)
+    ]
