@@ -97,11 +97,19 @@ class EnginePool:
             on_cpu: the engines' nodes have no GPU.
             places: one per engine; required when colocated on GPUs, else Ray places the engines.
             weight_transfer: ``handoff.backend``.
+
+        Raises:
+            EngineError: engines on CPU without ``kv_cache_bytes``.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
         if places is not None and len(places) != config.engines:
             raise ValueError(f"{len(places)} places for rollout.engines = {config.engines}")
+        if on_cpu and config.kv_cache_bytes is None:
+            raise EngineError(
+                "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
+                "model), and would otherwise claim a fraction of all memory"
+            )
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
         self._config, self._run_id, self._on_cpu = config, run_id, on_cpu

@@ -9,6 +9,8 @@ import pytest
 from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
 from ray.exceptions import RayTaskError
 
+from or1_megatron.config import RolloutConfig
+from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
@@ -129,3 +131,8 @@ def test_scores_of_prompts_equal_transformers(tiny_model: TinyModel, engine_pool
     for engine in scores:
         for values, ids in zip(engine, sequences, strict=True):
             np.testing.assert_allclose(values, tiny_model.log_probs(ids[:1].tolist(), ids[1:].tolist()), atol=1e-4)
+
+
+def test_engines_on_cpu_are_refused_without_a_size_for_their_cache(tiny_model: TinyModel) -> None:
+    with pytest.raises(EngineError, match=r"kv_cache_bytes of the engines is not set; on CPU"):
+        EnginePool(RolloutConfig(engines=1), tiny_model.folder, "float32", 64, "none", on_cpu=True)
