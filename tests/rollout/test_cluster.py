@@ -93,6 +93,7 @@ def test_a_start_that_took_too_long_is_made_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_reaper", None)  # that of the tests' own cluster is put back
     cluster.start_ray(None, "slow")
     cluster.stop_ray()
     assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
