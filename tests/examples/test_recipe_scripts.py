@@ -134,6 +134,7 @@ def test_shell_scripts_are_valid_bash() -> None:
         assert os.access(script, os.X_OK), script
 
 
+@pytest.mark.slow
 def test_a_stage_is_trained_by_torchrun(place: dict[str, str]) -> None:
     done = run("examples/or1_7b/stage_1.sh", place)
     assert done.returncode == 0, done.stderr[-3000:]

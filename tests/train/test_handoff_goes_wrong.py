@@ -16,6 +16,7 @@ SABOTAGE = Path(__file__).with_name("sabotage")
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_stops_the_run_and_names_the_tensor(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""One run of the whole trainer, killed, stopped and damaged in four ways and always gone on with to its end.
+"""One run of the whole trainer, killed, stopped and damaged and always gone on with to its end.
 
 Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
 GPUs, several nodes.
@@ -35,22 +35,15 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     assert "rank 1" in output and "SIGKILL" in output, output[-3000:]
     assert training.survivors() == []
 
-    # The launcher is killed: nobody is left to tell the ranks.
-    training = train(config)
-    training.wait_for_checkpoint(run, 2)
-    training.process.send_signal(signal.SIGKILL)
-    _, output = training.finish()
-    assert "resumed from the checkpoint of step" in output, output[-3000:]
-    assert training.survivors() == []
-
     # Pre-emption: save and exit.
     training = train(config)
-    training.wait_for_checkpoint(run, 3)
+    training.wait_for_checkpoint(run, 2)
     training.process.send_signal(signal.SIGUSR1)
     status, output = training.finish()
     assert status == 128 + signal.SIGUSR1, output[-3000:]
+    assert "resumed from the checkpoint of step" in output, output[-3000:]
     assert training.survivors() == []
-    assert newest_checkpoint(run) >= 3
+    assert newest_checkpoint(run) >= 2
 
     # The newest checkpoint is damaged: to the end from the one before it, and on another layout.
     *_, before, stopped_at = checkpoint_steps(run)
@@ -71,6 +64,22 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     status, output = train(config).finish(timeout_s=60)
     assert status == 0
     assert "holds a finished run" in output
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_ranks_along(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """Nobody is left to tell them."""
+    run = tmp_path / "launcher"
+    config = small_config(run)
+    training = train(config)
+    training.wait_for_checkpoint(run, 1)
+    training.process.send_signal(signal.SIGKILL)
+    training.finish()
+    assert training.survivors() == []
+    status, output = train(config).finish()
+    assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]
 
 
 def check_folder(run: Path) -> None:
