@@ -4,24 +4,26 @@ Under tensor parallelism an engine talks to its workers through queues in shared
 after every message. Where each process has a core to itself that saves microseconds. On CPU the cores that spin are
 those that others compute with: the second in which a worker waits for the next call is the one in which the trainer
 packs weights for it.
+
+vLLM's other way of waiting, for a notification, is no substitute for spinning: with many messages in short succession
+some notifications are dropped, and the reader sleeps until its time runs out, 5 s later.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+
+_NAP_S = 0.0005
 
 
 def wait_without_spinning() -> None:
-    """Let this process's readers sleep until they are told of a message, on CPU; call before the queues are made.
-
-    Before its first message a reader spins all the same, as long as vLLM has it: it may not have been heard of yet.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    """Let this process's waits for a message be naps instead of a spin, on CPU."""
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        SpinCondition.record_read = _read_once
+        shm_broadcast.sched_yield = _nap
 
 
-def _read_once(condition: Any) -> None:
-    condition.busy_loop_s = 0.0
+def _nap() -> None:
+    time.sleep(_NAP_S)
