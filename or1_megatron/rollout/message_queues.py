@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 
-_NAP_S = 0.0005
+_NAP_S = 0.001
 
 
 def wait_without_spinning() -> None:
