@@ -31,7 +31,7 @@ class _Engine:
         self.under_way: dict[tuple[str, int], Ask] = {}
         self._decodes = max_concurrent
         self._least_ahead = self._ahead = max(1, max_concurrent // 8)
-        self._harvested_s = time.monotonic()
+        self._answered, self._started_s = 0, time.monotonic()
 
     @property
     def room(self) -> int:
@@ -44,10 +44,10 @@ class _Engine:
         return self.room > self._ahead // 2
 
     def answered(self, answers: int) -> None:
-        """Since the last harvest: how much is to be ahead follows from it."""
-        now_s = time.monotonic()
-        rate = answers / max(now_s - self._harvested_s, LINGER_S)
-        self._ahead, self._harvested_s = max(self._least_ahead, int(rate * _AHEAD_S)), now_s
+        """How much is to be ahead follows from the rate since the start: answers may come in bursts, hours apart."""
+        self._answered += answers
+        seconds = max(time.monotonic() - self._started_s, LINGER_S)
+        self._ahead = max(self._least_ahead, int(self._answered / seconds * _AHEAD_S))
 
 
 class EngineSampler:
