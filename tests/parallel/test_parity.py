@@ -132,6 +132,7 @@ def test_mixtures_equal_transformers(tiny_qwen2: Path, tmp_path: Path) -> None:
         assert_equal(rows[layout])
 
 
+@pytest.mark.slow
 def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: Path) -> None:
     """bf16 passes at its own bounds; held to a thousandth of them it fails, and the status and the lines say so."""
     layouts = named(["TP2 SP", "PP2", "PP2"])

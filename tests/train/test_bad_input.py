@@ -175,6 +175,7 @@ def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path
     assert "keep_last" not in said and "--set run.dir=" in said
 
 
+@pytest.mark.slow
 def test_what_rank_0_finds_ends_both_ranks(
     small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path
 ) -> None:
