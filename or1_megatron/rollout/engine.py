@@ -26,7 +26,6 @@ import numpy as np
 
 from or1_megatron.handoff.choice import worker_info
 from or1_megatron.rollout.in_flight import KvCachePolicy, drain, forget
-from or1_megatron.rollout.message_queues import wait_without_spinning
 from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -35,6 +34,28 @@ WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 # be prefilled whole (see _device_options), the budget must also hold the longest sequence.
 _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
+
+
+_NAP_S = 0.001
+
+
+def wait_without_spinning() -> None:
+    """Let this process's waits for messages between vLLM's processes be naps, on CPU; called in each of them.
+
+    Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU the cores that
+    spin are those that others compute with: the second in which a worker waits for the next call is the one in which
+    the trainer packs weights for it. vLLM's other way of waiting is no substitute: of many notifications in short
+    succession some are dropped, and the reader sleeps until its time runs out, 5 s later.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.sched_yield = _nap
+
+
+def _nap() -> None:
+    time.sleep(_NAP_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from or1_megatron.handoff import gloo_worker, shard_worker
 from or1_megatron.handoff.reload import put_back
-from or1_megatron.rollout.message_queues import wait_without_spinning
+from or1_megatron.rollout.engine import wait_without_spinning
 
 gloo_worker.register()
 shard_worker.register()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from or1_megatron.rollout.message_queues import wait_without_spinning
+from or1_megatron.rollout.engine import wait_without_spinning
 
 
 def test_a_reader_naps_and_gets_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
