@@ -2,16 +2,17 @@
 
 Loaders are run on placeholders: tensors of the full HF shape on the meta device, which have no storage. Whatever views
 a loader takes of one (narrow, chunk, index), torch itself keeps their geometry; when the loader copies a view into its
-parameter, a dispatch mode sees it. The first time that is written down (``record_wants``). At every update the loaders
-run again on placeholders, through vLLM's layerwise reload, and the copies are carried out with what was received
-(``SliceLoader``). So fused projections, tensor parallelism, tied embeddings and experts need no table here.
+parameter, a dispatch mode sees it. That is written down once (``record_wants``). So fused projections, tensor
+parallelism, tied embeddings and experts need no table here.
 
-A loader that does more to a tensor than look at a part of it cannot be served so; it gets the whole tensor.
+At an update most layers need no loader (``placing``). The others' run again on placeholders, through vLLM's layerwise
+reload, and their copies are carried out with what was received (``SliceLoader``). A loader that does more to a tensor
+than look at a part of it cannot be served so either; it gets the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
 from or1_megatron.handoff.buckets import TensorSpec
 from or1_megatron.handoff.plan import Want
@@ -88,6 +90,12 @@ class Recorded:
     """Tensors that have to come whole, with the reason."""
     places: dict[tuple[str, View], list[Place]] = field(default_factory=dict)
     """By tensor and view of it: where the copies end up."""
+    strays: set[str] = field(default_factory=set)
+    """Tensors that are copied to anything else than a parameter as well."""
+    touched: set[tuple[str, str]] = field(default_factory=set)
+    """(module, parameter) that is written to by anything else than copies of tensors: padding, for instance."""
+    elements: dict[str, int] = field(default_factory=dict)
+    """By module: how many vLLM's layerwise reload waits for."""
 
     def wants(self, specs: Sequence[TensorSpec]) -> list[Want]:
         found = []
@@ -124,7 +132,7 @@ def landing_of(shape: tuple[int, ...], view: View) -> Landing | None:
     return Landing(tuple(box), tuple(axes))
 
 
-def _view(tensor: Tensor) -> View:
+def view_of(tensor: Tensor) -> View:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
@@ -158,10 +166,14 @@ class _Placeholders(TorchDispatchMode):
     def transformed(self, name: str, operation: str) -> None:
         raise NotImplementedError
 
+    def called(self, func: Any, args: Sequence[Any]) -> None:
+        """Any operation but a placeholder's copy."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:
             self.copied(args[0], name, args[1])
             return args[0]
+        self.called(func, args)
         name = next((found for arg in args if (found := self._name(arg)) is not None), None)
         result = func(*args, **(kwargs or {}))
         if name is not None:
@@ -184,17 +196,20 @@ class _Recorder(_Placeholders):
             for name, parameter in module.named_parameters(recurse=False):
                 storage = parameter.untyped_storage()._cdata
                 self._parameters.setdefault(storage, (path, name, tuple(parameter.shape)))
+            self.recorded.elements[path] = get_layer_size(module)
 
     def _note_place(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
-        if known is not None:
-            place = Place(known[0], known[1], _view(destination), known[2])
+        if known is None:
+            self.recorded.strays.add(name)
+        else:
+            place = Place(known[0], known[1], view_of(destination), known[2])
             places = self.recorded.places.setdefault((name, view), [])
             if place not in places:
                 places.append(place)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
-        view = _view(source)
+        view = view_of(source)
         landing = landing_of(self.shapes[name], view)
         if landing is None:
             self.recorded.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
@@ -206,6 +221,12 @@ class _Recorder(_Placeholders):
 
     def transformed(self, name: str, operation: str) -> None:
         self.recorded.whole.setdefault(name, f"its loader computes {operation} of it")
+
+    def called(self, func: Any, args: Sequence[Any]) -> None:
+        if func._schema.is_mutable:
+            for value in args:
+                if isinstance(value, Tensor) and (known := self._parameters.get(value.untyped_storage()._cdata)):
+                    self.recorded.touched.add(known[:2])
 
 
 def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[TensorSpec]) -> Recorded:
@@ -247,13 +268,13 @@ class SliceLoader(_Placeholders):
     they may be views into a message, which ``keep_copies`` turns into copies.
     """
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Recorded, placed: Set[str] = frozenset()) -> None:
+        """``placed``: tensors that come without it."""
         super().__init__()
         self._recorded = recorded
         self._parts: dict[str, list[Part]] = {}
-        self._due = {(name, view) for name, views in recorded.landings.items() for view in views} - {
-            (name, view) for name in recorded.whole for view in recorded.landings.get(name, ())
-        }
+        others = recorded.landings.keys() - recorded.whole.keys() - placed
+        self._due = {(name, view) for name in others for view in recorded.landings[name]}
 
     def offer(self, spec: TensorSpec, parts: list[Part]) -> Tensor:
         """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
@@ -287,7 +308,7 @@ class SliceLoader(_Placeholders):
         if destination.is_meta:
             torch.ops.aten.copy_.default(destination, source)  # vLLM counts what is copied
             return
-        view = _view(source)
+        view = view_of(source)
         landing = self._recorded.landings[name].get(view)
         if landing is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")

@@ -21,6 +21,7 @@ from or1_megatron.handoff.carrying import Tally, incoming
 from or1_megatron.handoff.gloo import WireSpec, join_store, open_group
 from or1_megatron.handoff.inspection import Inspector
 from or1_megatron.handoff.links import Links, this_place
+from or1_megatron.handoff.placing import Placer
 from or1_megatron.handoff.plan import HandoffPlan
 from or1_megatron.handoff.recording import Part, Recorded, SliceLoader, record_wants
 from or1_megatron.handoff.reload import finish_reload, put_back
@@ -67,6 +68,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         self._plan: HandoffPlan | None = None
         self._recorded = Recorded()
         self._specs: dict[str, TensorSpec] = {}
+        self._placer: Placer | None = None
         self._loader: SliceLoader | None = None
         self._inspector: Inspector | None = None
         self._handoff = 0
@@ -94,6 +96,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
             board.publish(f"wants/{index}", (self._recorded.wants(specs), this_place()))
             self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
+            cuts = (slot.spec for shipment in self._plan.shipments for slot in shipment.bucket.slots)
+            self._placer = Placer(self.model, self._recorded, cuts)
             opened = in_background(
                 lambda: open_group(store, init_info.address, self._rank, init_info.world_size, init_info.timeout_s)
             )
@@ -114,7 +118,9 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
-        self._loader = SliceLoader(self._recorded)
+        if self._placer is not None:
+            self._placer.begin()
+            self._loader = SliceLoader(self._recorded, self._placer.names)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base, which ends by synchronising an accelerator: transports do that with every message."""
@@ -138,7 +144,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         self._board.publish(f"received/{update_info.handoff}/{self._rank}", tally)
 
     def _receive(self, board: Board, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int) -> Tally:
-        assert self._inspector is not None
+        assert self._inspector is not None and self._placer is not None
         self._handoff = handoff
         missing = defaultdict[str, int](int)
         for shipment in plan.shipments:
@@ -151,14 +157,18 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             for cut, values, known, verify in unverified(shipment, message, handoff):
                 total += known
                 self._inspector.expect(cut, values, known, handoff)
+                if cut.name in self._placer.names:
+                    self._placer.put(cut, values, verify)
+                    continue
                 parts[cut.name].append(Part(cut.box, values, verify))
                 missing[cut.name] -= 1
                 if not missing[cut.name]:
                     complete.append((self._specs[cut.name], parts.pop(cut.name)))
             if last_of_round:  # not for every message: vLLM looks through all of its modules each time
-                with loader:
-                    self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
-                complete.clear()
+                if complete:
+                    with loader:
+                        self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
+                    complete.clear()
                 del values, verify
                 loader.keep_copies(parts)  # the messages' memory is about to be used again
         links.rest()
@@ -166,7 +176,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         return Tally(sent, received, {self._rank: total})
 
     def finish_weight_update(self) -> None:
-        assert self._loader is not None and self._inspector is not None
+        assert self._loader is not None and self._inspector is not None and self._placer is not None
+        self._placer.check_complete()
         with self._loader:
             finish_reload(self.model, self.model_config)
         self._loader.check_complete()

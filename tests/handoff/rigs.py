@@ -144,19 +144,29 @@ def in_engine(handle: Any, function: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
-    """The model's loader takes two tensors for each other."""
+    """The model's loader takes two tensors for each other, and so does what puts slices where loaders would."""
 
     def swap(engine: Any) -> None:
+        from dataclasses import replace
+
         from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-        true = Qwen2ForCausalLM.load_weights
+        from or1_megatron.handoff.placing import Placer
+
+        load, put = Qwen2ForCausalLM.load_weights, Placer.put
         names = {one: other, other: one}
 
         def load_weights(model: Any, weights: Any) -> Any:
-            return true(model, ((names.get(name, name), tensor) for name, tensor in weights))
+            return load(model, ((names.get(name, name), tensor) for name, tensor in weights))
 
-        Qwen2ForCausalLM.load_weights = load_weights
-        engine.undo = lambda: setattr(Qwen2ForCausalLM, "load_weights", true)
+        def put_elsewhere(placer: Any, cut: Any, values: Any, verify: Any) -> None:
+            put(placer, replace(cut, name=names.get(cut.name, cut.name)), values, verify)
+
+        def undo() -> None:
+            Qwen2ForCausalLM.load_weights, Placer.put = load, put  # type: ignore[method-assign]
+
+        Qwen2ForCausalLM.load_weights, Placer.put = load_weights, put_elsewhere  # type: ignore[method-assign]
+        engine.undo = undo
 
     in_engine(handle, swap)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from or1_megatron.handoff.buckets import TensorSpec
-from or1_megatron.handoff.plan import Want
+from or1_megatron.handoff.plan import Slice, Want
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -42,6 +42,16 @@ def filled(param: Tensor, loaded_weight: Tensor) -> None:
     param.data.copy_(torch.full_like(param, loaded_weight.sum().item()))
 
 
+def padded(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data[:2].copy_(loaded_weight)
+    param.data[2:].fill_(0)
+
+
+def doubled_in_place(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight)
+    param.data.copy_(2 * param.data)
+
+
 CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
     # loader, shape on the wire, shape of the parameter
     "lower_half": (lower_half, (8, 3), (4, 3)),
@@ -49,7 +59,10 @@ CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
     "transposed": (transposed, (2, 5), (5, 2)),
     "shifted": (shifted, (4,), (4,)),
     "filled": (filled, (3,), (2,)),
+    "padded": (padded, (2, 2), (3, 2)),
+    "doubled_in_place": (doubled_in_place, (3,), (3,)),
 }
+PLACED = {"lower_half", "one_expert"}
 
 
 class Toy(nn.Module):
@@ -91,6 +104,8 @@ def test_what_loaders_ask_for(recorded: Any) -> None:
         Want("transposed", ((0, 2), (0, 5))),
         Want("shifted", ((0, 4),)),
         Want("filled", ((0, 3),)),
+        Want("padded", ((0, 2), (0, 2))),
+        Want("doubled_in_place", ((0, 3),)),
     ]
     assert record.whole.keys() == {"transposed", "shifted", "filled"}
     assert "aten.add" in record.whole["shifted"]
@@ -98,8 +113,26 @@ def test_what_loaders_ask_for(recorded: Any) -> None:
         assert (parameter == -1).all()  # nothing was written
 
 
+def in_pieces(box: Any) -> list[Any]:
+    """As several senders would send it."""
+    (start, stop), rest = box[0], box[1:]
+    middle = (start + stop + 1) // 2
+    return [((low, high), *rest) for low, high in ((start, middle), (middle, stop)) if low < high]
+
+
+def cut_out(tensor: Tensor, box: Any) -> Tensor:
+    return tensor[tuple(slice(*bounds) for bounds in box)].clone()
+
+
+def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
+    for name, (load, _, shape) in CASES.items():
+        expected = torch.empty(shape)
+        load(expected, wholes[name])
+        assert torch.equal(toy.get_submodule(name).weight, expected), name
+
+
 def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: Any) -> None:
-    """In pieces, as several senders would send them."""
+    """All of them through the loaders."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     from or1_megatron.handoff.recording import Part, SliceLoader
@@ -111,23 +144,113 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: An
     initialize_layerwise_reload(toy)
     for want in record.wants(specs):
         spec = next(spec for spec in specs if spec.name == want.name)
-        (start, stop), rest = want.box[0], want.box[1:]
-        middle = (start + stop + 1) // 2
-        boxes = [((low, high), *rest) for low, high in ((start, middle), (middle, stop)) if low < high]
-        parts = [Part(box, wholes[want.name][tuple(slice(*bounds) for bounds in box)].clone()) for box in boxes]
+        parts = [Part(box, cut_out(wholes[want.name], box)) for box in in_pieces(want.box)]
         with loader:
             toy.load_weights([(want.name, loader.offer(spec, parts))])
     with loader:
         finish_reload(toy, None)
     loader.check_complete()
-    for name, (load, _, shape) in CASES.items():
-        expected = torch.empty(shape)
-        load(expected, wholes[name])
-        assert torch.equal(toy.get_submodule(name).weight, expected), name
+    assert_loaded(toy, wholes)
+
+
+def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
+    """And the rest through its loaders, in the same handoff; twice."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    from or1_megatron.handoff.placing import Placer
+    from or1_megatron.handoff.recording import Part, SliceLoader
+    from or1_megatron.handoff.reload import finish_reload
+
+    toy, record, specs = recorded
+    wants = record.wants(specs)
+    cuts = [Slice(want.name, box, torch.float32) for want in wants for box in in_pieces(want.box)]
+    placer = Placer(toy, record, cuts)
+    assert placer.names == PLACED
+    compared = []
+    for _ in range(2):
+        wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
+        loader = SliceLoader(record, placer.names)
+        initialize_layerwise_reload(toy)
+        placer.begin()
+        for cut in cuts:
+            if cut.name in placer.names:
+                values = cut_out(wholes[cut.name], cut.box)
+                placer.put(cut, values, lambda cut=cut: compared.append(cut))
+                values.zero_()  # as a message's memory is used again
+        rest = {want.name: Part(want.box, cut_out(wholes[want.name], want.box)) for want in wants}
+        with loader:
+            toy.load_weights(
+                (spec.name, loader.offer(spec, [rest[spec.name]]))
+                for spec in specs
+                if spec.name in rest.keys() - placer.names
+            )
+            finish_reload(toy, None)
+        placer.check_complete()
+        loader.check_complete()
+        assert_loaded(toy, wholes)
+    assert compared == 2 * [cut for cut in cuts if cut.name in PLACED]
+
+
+def test_layer_that_lacks_a_slice_is_named(recorded: Any) -> None:
+    from or1_megatron.handoff.placing import Placer
+
+    toy, record, specs = recorded
+    cuts = [Slice(want.name, want.box, torch.float32) for want in record.wants(specs)]
+    placer = Placer(toy, record, cuts)
+    placer.begin()
+    with pytest.raises(RuntimeError, match="'lower_half' of the engine's model lacks 1 of 1 slices"):
+        placer.check_complete()
+
+
+class Pair(nn.Module):
+    """One layer that takes up two tensors."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.register_parameter("one", put(one, torch.zeros(3)))
+        self.layer.register_parameter("other", put(other, torch.zeros(3)))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter = getattr(self.layer, name)
+            parameter.weight_loader(parameter, tensor)
+
+
+def copied(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def copied_elsewhere_too(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight)
+    torch.empty(3, device="meta").copy_(loaded_weight)
+
+
+def added(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight + 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "placed"), [(copied, {"one", "other"}), (copied_elsewhere_too, set()), (added, set()), (padded, set())]
+)
+def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from or1_megatron.handoff.placing import placeable
+    from or1_megatron.handoff.recording import record_wants
+
+    pair = Pair(copied, other)
+    record_metadata_for_reloading(pair)
+    shapes = {"one": (3,), "other": (2,) if other is padded else (3,)}
+    specs = [TensorSpec(name, torch.float32, shape) for name, shape in shapes.items()]
+    record = record_wants(pair, None, specs)
+    assert placeable(pair, record) == placed
+    pair.layer.quant_method = object()  # of a kind that is not known to load by copying
+    assert placeable(pair, record) == set()
 
 
 def test_what_was_never_loaded_is_named(recorded: Any) -> None:
     from or1_megatron.handoff.recording import SliceLoader
 
-    with pytest.raises(RuntimeError, match="'lower_half' was received, but its loader never put it"):
+    with pytest.raises(RuntimeError, match="'doubled_in_place' was received, but its loader never put it"):
         SliceLoader(recorded[1]).check_complete()
