@@ -94,8 +94,8 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
             ship(plan, rank, links, board, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
             for shipment, message, _ in incoming(plan, rank, links, board):
-                for cut, values, *_ in unpack(shipment, message, handoff):
-                    found[cut.name][slice(*cut.box[0])].copy_(values)
+                for each in unpack(shipment, message, handoff):
+                    found[each.cut.name][slice(*each.cut.box[0])].copy_(each.values)
             links.rest()
         group.barrier().wait()
         seconds.append(time.perf_counter() - started)

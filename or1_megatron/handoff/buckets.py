@@ -47,14 +47,17 @@ class Slot(Generic[S]):
 
     spec: S
     offset_bytes: int
+    end_bytes: int
+    shape: tuple[int, ...]
+    """The spec's; worked out once, as ``end_bytes`` is: both are asked for at every handoff."""
 
     def flat(self, buffer: torch.Tensor) -> torch.Tensor:
         """Its bytes inside ``buffer`` [bucket bytes] uint8; no copy."""
-        return buffer[self.offset_bytes : self.offset_bytes + self.spec.size_bytes]
+        return buffer[self.offset_bytes : self.end_bytes]
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor inside ``buffer``; no copy."""
-        return self.flat(buffer).view(self.spec.dtype).view(self.spec.shape)
+        return self.flat(buffer).view(self.spec.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,12 @@ def plan_buckets(specs: Sequence[S], bucket_bytes: int) -> list[Bucket[S]]:
     filled = 0
     for spec in specs:
         offset = -(-filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if slots and offset + spec.size_bytes > bucket_bytes:
+        size = spec.size_bytes
+        if slots and offset + size > bucket_bytes:
             buckets.append(Bucket(tuple(slots), filled))
             slots, offset = [], 0
-        slots.append(Slot(spec, offset))
-        filled = offset + spec.size_bytes
+        filled = offset + size
+        slots.append(Slot(spec, offset, filled, spec.shape))
     if slots:
         buckets.append(Bucket(tuple(slots), filled))
     return buckets

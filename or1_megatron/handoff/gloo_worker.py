@@ -121,8 +121,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 message = torch.empty(message_bytes(shipment), dtype=torch.uint8)
                 self._wait(broadcast(self._group, message), shipment.bucket.slots[0].spec)
                 slices = unpack(shipment, message, self._handoff)
-                for cut, values, known, _ in slices:
-                    self._inspector.expect(cut, values, known, self._handoff)
+                for each in slices:
+                    self._inspector.expect(each)
                 self.model.load_weights((each.cut.name, each.values) for each in slices)
         except BaseException:
             abandon(self._group)

@@ -12,6 +12,8 @@ that the engine computes with it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +23,25 @@ from or1_megatron.handoff.certificate import HandoffMismatch
 from or1_megatron.handoff.checksum import checksum
 from or1_megatron.handoff.plan import Slice
 from or1_megatron.handoff.recording import Place, Recorded, View, place_in
-from or1_megatron.weights.holdings import Box, intersection
+from or1_megatron.handoff.shipping import Received
+from or1_megatron.weights.holdings import intersection
 
 log = logging.getLogger(__name__)
 
 # What leaves parameters as they were loaded, wherever it leaves a parameter of the same shape at all.
 _IN_PLACE = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A part of a parameter, and the part of a slice that it should hold."""
+
+    part: Slice
+    inner: tuple[slice, ...] | None
+    """Of the slice; None: all of it."""
+    place: Place
+    view: View
+    """Of the parameter."""
 
 
 class Inspector:
@@ -35,21 +50,19 @@ class Inspector:
     def __init__(self, model: torch.nn.Module, recorded: Recorded) -> None:
         self._modules = dict(model.named_modules())
         self._recorded = recorded
-        self._expected: dict[tuple[str, View, Box], tuple[Slice, int]] = {}
-        self._unreadable: set[tuple[str, View]] = set()  # found to be, by the first check
+        self._spots: dict[Slice, list[_Spot]] = {}  # those that cannot be read are taken out by the first check
+        self._expected: list[tuple[Slice, _Spot, int]] = []
 
-    def expect(self, cut: Slice, values: Tensor, known: int, handoff: int) -> None:
-        """``values`` of ``cut``'s shape have arrived as they were sent, with the checksum ``known``."""
-        for view, landing in self._recorded.landings.get(cut.name, {}).items():
-            shared = intersection(cut.box, landing.box)
-            if shared is None or (cut.name, view) in self._unreadable or not self._places(cut, view):
-                continue
-            if shared == cut.box:
-                self._expected[cut.name, view, shared] = cut, known
-                continue
-            inner = values[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(shared, cut.box, strict=True))]
-            part = Slice(cut.name, shared, cut.dtype)
-            self._expected[cut.name, view, shared] = part, checksum(part, _flat(inner), handoff)
+    def expect(self, received: Received) -> None:
+        """It has arrived, and is on its way into the model."""
+        cut = received.cut
+        if cut not in self._spots:
+            self._spots[cut] = [*self._spots_of(cut)]
+        for spot in self._spots[cut]:
+            wanted = received.checksum
+            if spot.inner is not None:
+                wanted = checksum(spot.part, _flat(received.values[spot.inner]), received.handoff)
+            self._expected.append((cut, spot, wanted))
 
     def check(self, handoff: int) -> int:
         """Read all parameters that can be read; returns how many of the received parts they hold.
@@ -58,30 +71,38 @@ class Inspector:
             HandoffMismatch: a parameter holds something else than was received for it; names tensor and parameter.
         """
         found, expected = 0, self._expected
-        self._expected = {}
-        for (name, view, box), (part, wanted) in expected.items():
-            where = place_in(box, self._recorded.landings[name][view])
-            for place in self._places(part, view):
-                parameter = self._in_place(place, part.dtype)
-                if parameter is None or where is None:
-                    self._unreadable.add((name, view))
-                    continue
-                size, stride = place.view[1:]
-                region = parameter.as_strided(size, stride, parameter.storage_offset() + place.view[0])[where]
-                held = checksum(part, _flat(region), handoff)
-                if held != wanted:
-                    raise HandoffMismatch(
-                        f"{part} arrived as it was sent in handoff {handoff}, but '{place.module}.{place.parameter}' "
-                        f"of the engine's model holds something else: checksum {held:016x}, expected {wanted:016x}"
-                    )
-                found += 1
+        self._expected = []
+        for cut, spot, wanted in expected:
+            place, part = spot.place, spot.part
+            parameter = self._in_place(place, part.dtype)
+            if parameter is None:
+                self._spots[cut].remove(spot)
+                continue
+            offset, size, stride = spot.view
+            region = parameter.as_strided(size, stride, parameter.storage_offset() + offset)
+            held = checksum(part, _flat(region), handoff)
+            if held != wanted:
+                raise HandoffMismatch(
+                    f"{part} arrived as it was sent in handoff {handoff}, but '{place.module}.{place.parameter}' "
+                    f"of the engine's model holds something else: checksum {held:016x}, expected {wanted:016x}"
+                )
+            found += 1
         log.info("handoff %d: %d parts compared in place, of %d received", handoff, found, len(expected))
         return found
 
-    def _places(self, cut: Slice, view: View) -> list[Place]:
-        """Where the tensor's part should be, save where it can be foretold that it cannot be read there."""
-        places = self._recorded.places.get((cut.name, view), [])
-        return [place for place in places if self._in_place(place, cut.dtype, loaded=False) is not None]
+    def _spots_of(self, cut: Slice) -> Iterator[_Spot]:
+        """Where it should be, save where it can be foretold that it cannot be read there."""
+        for view, landing in self._recorded.landings.get(cut.name, {}).items():
+            shared = intersection(cut.box, landing.box)
+            where = None if shared is None else place_in(shared, landing)
+            if shared is None or where is None:
+                continue
+            inner = None
+            if shared != cut.box:
+                inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(shared, cut.box, strict=True))
+            for place in self._recorded.places.get((cut.name, view), []):
+                if self._in_place(place, cut.dtype, loaded=False) is not None:
+                    yield _Spot(Slice(cut.name, shared, cut.dtype), inner, place, place.part(where))
 
     def _in_place(self, place: Place, dtype: torch.dtype, loaded: bool = True) -> Tensor | None:
         """The parameter, if it is what was loaded; before it is ``loaded``, if it may come to be that."""

@@ -9,18 +9,18 @@ element once; any other is loaded by its loaders. What follows a layer's loading
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from or1_megatron.handoff.plan import Slice
-from or1_megatron.handoff.recording import Place, Recorded, View, landing_of, place_in, view_of
+from or1_megatron.handoff.recording import Place, Recorded, View, landing_of, place_in
+from or1_megatron.handoff.shipping import Received
 from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Of layers with a method, those whose loading is copying. Quantised ones may keep count of what was loaded, or compute.
@@ -112,12 +112,12 @@ class Placer:
         """Of a handoff, after vLLM's ``initialize_layerwise_reload``."""
         self._missing = dict(self._expected)
 
-    @torch.no_grad()
-    def put(self, cut: Slice, values: Tensor, verify: Callable[[], None]) -> None:
-        """Copy ``values``, of ``cut``'s shape and in memory of any lifetime, once ``verify`` has not raised."""
-        verify()
+    def put(self, received: Received) -> None:
+        """Copy a slice to its place, once it has been found to be what was sent."""
+        received.verify()
+        values = received.flat.view(received.cut.dtype)
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass
-            for target in self.targets[cut]:
+            for target in self.targets[received.cut]:
                 layer = self._modules[target.module]
                 missing = self._missing[target.module]
                 if missing == self._expected[target.module]:
@@ -126,7 +126,7 @@ class Placer:
                 assert parameter is not None
                 offset, size, stride = target.view
                 place = parameter.data.as_strided(size, stride, parameter.storage_offset() + offset)
-                place.copy_(values.reshape(size))
+                place.copy_(values.view(size))
                 self._missing[target.module] = missing - 1
                 if missing == 1:
                     _layerwise_process(layer, get_layerwise_info(layer))
@@ -144,6 +144,4 @@ def _targets(cut: Slice, recorded: Recorded) -> Iterable[Target]:
         if where is None:
             continue
         for place in recorded.places[cut.name, view]:
-            offset, size, stride = place.view
-            part = torch.empty(place.shape, device="meta").as_strided(size, stride, offset)[where]
-            yield Target(place.module, place.parameter, view_of(part))
+            yield Target(place.module, place.parameter, place.part(where))

@@ -79,6 +79,11 @@ class Place:
     shape: tuple[int, ...]
     """Of the whole parameter, as the loaders see it: processing may change it afterwards."""
 
+    def part(self, where: tuple[slice, ...]) -> View:
+        """A rectangle of it, as a view of the parameter."""
+        offset, size, stride = self.view
+        return view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
+
 
 @dataclass
 class Recorded:
@@ -225,7 +230,9 @@ class _Recorder(_Placeholders):
     def called(self, func: Any, args: Sequence[Any]) -> None:
         if func._schema.is_mutable:
             for value in args:
-                if isinstance(value, Tensor) and (known := self._parameters.get(value.untyped_storage()._cdata)):
+                if not isinstance(value, Tensor) or not value.numel():
+                    continue
+                if (known := self._parameters.get(value.untyped_storage()._cdata)) is not None:
                     self.recorded.touched.add(known[:2])
 
 

@@ -185,8 +185,12 @@ class ShardSender:
             receiving: Future[None] | None = None
             if self._client is not None:
                 client, info = self._client, {"handoff": self._handoffs}
-                client.start_weight_update()
-                receiving = in_background(lambda: client.update_weights(info))
+
+                def receive() -> None:
+                    client.start_weight_update()  # what this rank packs first can wait for it
+                    client.update_weights(info)
+
+                receiving = in_background(receive)
             tally = self._ship(board, receiving)
             board.publish(f"sent/{self._handoffs}/{self._rank}", tally)
             if self._client is None or receiving is None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -143,6 +144,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             raise
         self._board.publish(f"received/{update_info.handoff}/{self._rank}", tally)
 
+    @torch.no_grad()
     def _receive(self, board: Board, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int) -> Tally:
         assert self._inspector is not None and self._placer is not None
         self._handoff = handoff
@@ -154,13 +156,14 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         complete: list[tuple[TensorSpec, list[Part]]] = []
         before, total = links.counts(), 0
         for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
-            for cut, values, known, verify in unverified(shipment, message, handoff):
-                total += known
-                self._inspector.expect(cut, values, known, handoff)
+            for each in unverified(shipment, message, handoff):
+                cut = each.cut
+                total += each.checksum
+                self._inspector.expect(each)
                 if cut.name in self._placer.names:
-                    self._placer.put(cut, values, verify)
+                    self._placer.put(each)
                     continue
-                parts[cut.name].append(Part(cut.box, values, verify))
+                parts[cut.name].append(Part(cut.box, each.values, each.verify))
                 missing[cut.name] -= 1
                 if not missing[cut.name]:
                     complete.append((self._specs[cut.name], parts.pop(cut.name)))
@@ -169,7 +172,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                     with loader:
                         self.model.load_weights((spec.name, loader.offer(spec, boxes)) for spec, boxes in complete)
                     complete.clear()
-                del values, verify
+                del each
                 loader.keep_copies(parts)  # the messages' memory is about to be used again
         links.rest()
         sent, received = (now - then for now, then in zip(links.counts(), before, strict=True))

@@ -84,6 +84,7 @@ class ShardedWeights:
         }
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
         self._held: dict[str, list[tuple[Row, Piece]]] | None = None
+        self._found: dict[tuple[str, Box], tuple[Tensor, tuple[slice, ...]]] = {}
 
     def _stage(self, row: Row) -> int:
         """The pipeline stage that holds a row."""
@@ -180,9 +181,14 @@ class ShardedWeights:
     def _expert_rank(self, row: Row) -> int | None:
         return None if row.expert is None else row.expert // self._local_experts
 
-    @torch.no_grad()
     def read(self, name: str, box: Box) -> Tensor:
         """A rectangle of an HF tensor, as a view of this rank's parameter. KeyError when this rank does not hold it."""
+        if (name, box) not in self._found:  # a handoff reads the same ones again and again
+            self._found[name, box] = self._find(name, box)
+        parameter, place = self._found[name, box]
+        return self.readable(parameter.detach())[place]
+
+    def _find(self, name: str, box: Box) -> tuple[Tensor, tuple[slice, ...]]:
         if self._held is None:
             self._held = self._pieces_by_name()
         for row, piece in self._held.get(name, ()):
@@ -191,7 +197,7 @@ class ShardedWeights:
                     slice(start - low + there, stop - low + there)
                     for (start, stop), (low, _), (there, _) in zip(box, piece.box, piece.place, strict=True)
                 )
-                return self.readable(self._parameters[row.megatron]).detach()[place]
+                return self._parameters[row.megatron], place
         raise KeyError(f"rank {self._mesh.rank} does not hold '{name}' at {box}")
 
     def _pieces_by_name(self) -> dict[str, list[tuple[Row, Piece]]]:

@@ -159,8 +159,10 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
         def load_weights(model: Any, weights: Any) -> Any:
             return load(model, ((names.get(name, name), tensor) for name, tensor in weights))
 
-        def put_elsewhere(placer: Any, cut: Any, values: Any, verify: Any) -> None:
-            put(placer, replace(cut, name=names.get(cut.name, cut.name)), values, verify)
+        def put_elsewhere(placer: Any, received: Any) -> None:
+            received.verify()
+            elsewhere = replace(received.cut, name=names.get(received.cut.name, received.cut.name))
+            put(placer, replace(received, slot=replace(received.slot, spec=elsewhere)))
 
         def undo() -> None:
             Qwen2ForCausalLM.load_weights, Placer.put = load, put  # type: ignore[method-assign]

@@ -71,10 +71,10 @@ class Ranks:
         found = {name: torch.full(shape, torch.nan, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
         links = self.links[rank]
         for shipment, message, _ in incoming(self.plan.of(rank), rank, links, self.boards[rank]):
-            for cut, values, *_ in unpack(shipment, message, handoff):
-                part = found[cut.name][tuple(slice(*bounds) for bounds in cut.box)]
-                assert part.isnan().all(), f"{cut} came twice"
-                part.copy_(values)
+            for each in unpack(shipment, message, handoff):
+                part = found[each.cut.name][tuple(slice(*bounds) for bounds in each.cut.box)]
+                assert part.isnan().all(), f"{each.cut} came twice"
+                part.copy_(each.values)
         links.rest()
         return found
 

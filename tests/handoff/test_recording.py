@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from or1_megatron.handoff.buckets import TensorSpec
+from or1_megatron.handoff.buckets import Slot, TensorSpec
+from or1_megatron.handoff.checksum import checksum
 from or1_megatron.handoff.plan import Slice, Want
+from or1_megatron.handoff.shipping import Received
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -124,6 +126,11 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
     return tensor[tuple(slice(*bounds) for bounds in box)].clone()
 
 
+def arrived(cut: Slice, values: Tensor) -> Received:
+    flat = values.view(torch.uint8).flatten()
+    return Received(Slot(cut, 0, cut.size_bytes, cut.shape), flat, checksum(cut, flat, 1), 0, 1)
+
+
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
     for name, (load, _, shape) in CASES.items():
         expected = torch.empty(shape)
@@ -166,7 +173,6 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
     cuts = [Slice(want.name, box, torch.float32) for want in wants for box in in_pieces(want.box)]
     placer = Placer(toy, record, cuts)
     assert placer.names == PLACED
-    compared = []
     for _ in range(2):
         wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
         loader = SliceLoader(record, placer.names)
@@ -174,9 +180,9 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
         placer.begin()
         for cut in cuts:
             if cut.name in placer.names:
-                values = cut_out(wholes[cut.name], cut.box)
-                placer.put(cut, values, lambda cut=cut: compared.append(cut))
-                values.zero_()  # as a message's memory is used again
+                received = arrived(cut, cut_out(wholes[cut.name], cut.box))
+                placer.put(received)
+                received.flat.zero_()  # as a message's memory is used again
         rest = {want.name: Part(want.box, cut_out(wholes[want.name], want.box)) for want in wants}
         with loader:
             toy.load_weights(
@@ -188,7 +194,27 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
         placer.check_complete()
         loader.check_complete()
         assert_loaded(toy, wholes)
-    assert compared == 2 * [cut for cut in cuts if cut.name in PLACED]
+
+
+def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    from or1_megatron.handoff.placing import Placer
+    from or1_megatron.handoff.reload import put_back
+    from or1_megatron.handoff.shipping import SliceMismatch
+
+    toy, record, specs = recorded
+    cut = next(Slice(want.name, want.box, torch.float32) for want in record.wants(specs) if want.name == "lower_half")
+    before = toy.get_submodule("lower_half").weight.clone()
+    placer = Placer(toy, record, [cut])
+    initialize_layerwise_reload(toy)
+    placer.begin()
+    received = arrived(cut, torch.ones(4, 3))
+    received.flat[17] ^= 1
+    with pytest.raises(SliceMismatch, match=r"'lower_half'.* did not arrive as it was sent"):
+        placer.put(received)
+    put_back(toy, None)
+    assert torch.equal(toy.get_submodule("lower_half").weight, before)
 
 
 def test_layer_that_lacks_a_slice_is_named(recorded: Any) -> None:
