@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.handoff.buckets import Slot
-from or1_megatron.handoff.checksum import Checksums, checksum
+from or1_megatron.handoff.checksum import Checksums, Content, checksum
 from or1_megatron.handoff.plan import Shipment, Slice
 
 
@@ -22,29 +22,38 @@ class Received:
     """A slice that has arrived, as long as its message's memory is not used again."""
 
     slot: Slot[Slice]
-    flat: Tensor
-    """[bytes] uint8: a view into the message."""
+    message: Tensor
+    """[bytes] uint8."""
+    content: Content | None
+    """The message's memory, if that is the host's."""
     checksum: int
     """That came with it."""
     source: int
     """The trainer rank that has packed it."""
     handoff: int
     found: int | None = None
-    """The checksum that ``flat`` has, where that has been worked out."""
+    """The checksum that it has, where that has been worked out."""
 
     @property
     def cut(self) -> Slice:
         return self.slot.spec
 
     @property
+    def flat(self) -> Tensor:
+        """[elements] of the slice's dtype: a view into the message."""
+        return self.slot.flat(self.message).view(self.slot.spec.dtype)
+
+    @property
     def values(self) -> Tensor:
-        """A view into the message."""
-        return self.flat.view(self.slot.spec.dtype).view(self.slot.shape)
+        """Of the slice's shape: a view into the message."""
+        return self.flat.view(self.slot.shape)
 
     def verify(self) -> None:
         """Raises SliceMismatch if it is not what was sent. Reads it: best called where it is read anyway."""
         if self.found is None:
-            self.found = checksum(self.cut, self.flat, self.handoff)
+            slot = self.slot
+            flat = slot.flat(self.message) if self.content is None else self.content[slot.offset_bytes : slot.end_bytes]
+            self.found = checksum(slot.spec, flat, self.handoff)
         if self.found != self.checksum:
             raise SliceMismatch(
                 f"{self.cut} from trainer rank {self.source} did not arrive as it was sent in handoff {self.handoff}: "
@@ -68,11 +77,11 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
     """
     slots = shipment.bucket.slots
     sums = Checksums([slot.spec for slot in slots], handoff, message.device)
+    content = message.numpy() if message.device.type == "cpu" else None
     with torch._C.DisableTorchFunction():  # the policy's stand-ins for a device: several calls a slice, none needs them
         for index, slot in enumerate(slots):
-            flat = slot.flat(message)
-            flat.view(slot.spec.dtype).view(slot.shape).copy_(read(slot.spec))
-            sums.add(index, flat)
+            slot.view(message).copy_(read(slot.spec))
+            sums.add(index, slot.flat(message) if content is None else content[slot.offset_bytes : slot.end_bytes])
     values = sums.values()
     signed = [value - (1 << 64) if value >= 1 << 63 else value for value in values]
     message[payload_bytes(shipment) :].view(torch.int64).copy_(torch.tensor(signed, dtype=torch.int64))
@@ -95,14 +104,15 @@ def unverified(shipment: Shipment, message: Tensor, handoff: int) -> list[Receiv
     """As ``unpack``, for who calls ``verify`` on each; on a GPU they are compared here, with one wait for all."""
     slots = shipment.bucket.slots
     came = [signed % (1 << 64) for signed in message[payload_bytes(shipment) :].view(torch.int64).tolist()]
+    content = message.numpy() if message.device.type == "cpu" else None
     arrived = [
-        Received(slot, slot.flat(message), expected, shipment.source, handoff)
+        Received(slot, message, content, expected, shipment.source, handoff)
         for slot, expected in zip(slots, came, strict=True)
     ]
-    if message.device.type != "cpu":
+    if content is None:
         sums = Checksums([slot.spec for slot in slots], handoff, message.device)
-        for index, each in enumerate(arrived):
-            sums.add(index, each.flat)
+        for index, slot in enumerate(slots):
+            sums.add(index, slot.flat(message))
         for each, found in zip(arrived, sums.values(), strict=True):
             each.found = found
             each.verify()

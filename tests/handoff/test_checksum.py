@@ -68,7 +68,7 @@ def test_a_device_adds_up_as_the_host_does() -> None:
         base[1:9],
         base[8 : 8 + 8203],
     ]
-    host, device = [host_sum(part) for part in parts], DeviceSums(len(parts), torch.device("cpu"))
+    host, device = [host_sum(part.numpy()) for part in parts], DeviceSums(len(parts), torch.device("cpu"))
     for index, part in enumerate(parts):
         device.add(index, part)
     assert host == device.totals()

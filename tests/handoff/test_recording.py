@@ -128,7 +128,7 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
 
 def arrived(cut: Slice, values: Tensor) -> Received:
     flat = values.view(torch.uint8).flatten()
-    return Received(Slot(cut, 0, cut.size_bytes, cut.shape), flat, checksum(cut, flat, 1), 0, 1)
+    return Received(Slot(cut, 0, cut.size_bytes, cut.shape), flat, flat.numpy(), checksum(cut, flat, 1), 0, 1)
 
 
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
@@ -182,7 +182,7 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
             if cut.name in placer.names:
                 received = arrived(cut, cut_out(wholes[cut.name], cut.box))
                 placer.put(received)
-                received.flat.zero_()  # as a message's memory is used again
+                received.message.zero_()  # as a message's memory is used again
         rest = {want.name: Part(want.box, cut_out(wholes[want.name], want.box)) for want in wants}
         with loader:
             toy.load_weights(
@@ -210,7 +210,7 @@ def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
     initialize_layerwise_reload(toy)
     placer.begin()
     received = arrived(cut, torch.ones(4, 3))
-    received.flat[17] ^= 1
+    received.message[17] ^= 1
     with pytest.raises(SliceMismatch, match=r"'lower_half'.* did not arrive as it was sent"):
         placer.put(received)
     put_back(toy, None)
