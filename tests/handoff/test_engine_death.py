@@ -30,7 +30,7 @@ PROBE = probe_tokens(len(WORDS), 48)
 TIMEOUT_S = 60.0
 
 
-@pytest.fixture(params=["gloo", pytest.param("shard", marks=pytest.mark.slow)])
+@pytest.fixture(params=["gloo", "shard"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -68,6 +68,7 @@ def silent(handle: Any, seed: int) -> bool:
     return pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=30)).completions == ()
 
 
+@pytest.mark.slow
 def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool, transport: str) -> None:
     """Its successor has new weights before it serves; a second death is one too many."""
     backend, kind, others = TRANSPORTS[transport]

@@ -119,6 +119,7 @@ def test_iteration_that_disagrees_with_metadata_is_refused_by_name(tiny_model: T
         _next_tensor(iter([]), TensorSpec("a", torch.float32, (2,)))
 
 
+@pytest.mark.slow
 def test_trainer_of_two_ranks_beside_its_own_process_group(
     tiny_model: TinyModel, engine_pool: EnginePool, sender: Any, tmp_path: Path
 ) -> None:

@@ -16,19 +16,19 @@ import ranks
 from safetensors.torch import load_file
 
 FAST: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
-    "qwen3": ("qwen3", {}, ["TP2 SP", "PP2"], ["TP2"]),
-    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, ["PP2"], ["PP2"]),
+    "qwen3": ("qwen3", {}, ["TP2 SP"], ["TP2"]),
     "llama3": ("llama3", {}, ["TP2"], ["PP2"]),
     "mistral": ("mistral", {}, ["CP2"], ["TP2"]),
-    "one_kv_head": ("one_kv_head", {}, ["TP2", "CP2"], ["TP2"]),
+    "one_kv_head": ("one_kv_head", {}, ["TP2"], ["TP2"]),
     "qwen3_moe": ("qwen3_moe", {}, ["TP2 SP", "DP2 EP2"], ["TP2 SP", "DP2 EP2"]),
 }
 """Model, changes of its config, layouts compared, layouts exported from."""
 SLOW: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
-    "qwen3": ("qwen3", {}, ["1", "CP2", "TP2 PP2 SP distopt", "PP2 VPP2 one_pass"], ["PP2 VPP2"]),
+    "qwen3": ("qwen3", {}, ["1", "PP2", "CP2", "TP2 PP2 SP distopt", "PP2 VPP2 one_pass"], ["PP2 VPP2"]),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, ["PP2"], ["PP2"]),
     "llama3 tied": ("llama3", {"tie_word_embeddings": True}, ["1", "TP2 PP2", "CP2", "full"], ["TP2 PP2"]),
     "mistral": ("mistral", {}, ["1", "TP2 PP2", "TP2 SP distopt"], ["PP2"]),
-    "one_kv_head": ("one_kv_head", {}, ["1", "TP4", "TP4 SP", "TP2 SP", "TP2 CP2 distopt"], ["TP4"]),
+    "one_kv_head": ("one_kv_head", {}, ["1", "CP2", "TP4", "TP4 SP", "TP2 SP", "TP2 CP2 distopt"], ["TP4"]),
     "two_kv_heads": ("qwen2", {}, ["TP4", "TP4 SP distopt"], ["TP4"]),
     "qwen3_moe": (
         "qwen3_moe",

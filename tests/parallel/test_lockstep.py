@@ -99,6 +99,7 @@ def left_over(folder: Path) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 def test_a_traceback_comes_through_torchrun(tmp_path: Path) -> None:
     status, output = ranks.run("lockstep_worker.py", RANKS, "raise 1 verb", str(tmp_path), timeout_s=90)
     assert status != 0

@@ -34,6 +34,7 @@ def run(out: Path, model: Path, layout: dict[str, Any], part: str) -> dict[str, 
     return told
 
 
+@pytest.mark.slow
 def test_stage_2_at_another_layout(tiny_qwen2: Path, tmp_path: Path) -> None:
     told = run(tmp_path / "first.json", tiny_qwen2, {"ranks": 1}, "first")
     told |= run(tmp_path / "second.json", tiny_qwen2, {"ranks": 2, "pipeline": 2}, "second")

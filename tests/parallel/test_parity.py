@@ -32,28 +32,31 @@ LAYOUTS = [
     "1 rows96",  # two or three sequences to a row
     "1 rows160 shuffled",
     "1 rows1200",  # all in one row
-    "TP2",
     "TP2 SP shuffled response_mean",
-    "PP2",
     "PP2 VPP2",
     "PP2 layers=3+1",
-    "CP2",
     "CP2 distopt shuffled response_mean",
+    "DP2 distopt overlap_gather",
+    "TP2 PP2 SP distopt",
+    "full",
+    "one_pass",
+    "PP2 VPP2 one_pass overlap",
+]
+TIED = ["TP2", "PP2 one_pass", "PP2 VPP2 one_pass overlap"]
+MORE = [
+    "TP2",
+    "PP2",
+    "CP2",
     "DP2",
     "DP2 distopt",
-    "DP2 distopt overlap_gather",
     "DP2 overlap response_mean",
     "TP2 PP2",
-    "TP2 PP2 SP distopt",
     "TP2 CP2",
     "PP2 VPP2 DP2 distopt full",
     "selective",
-    "full",
-    "one_pass",
     "TP2 SP one_pass response_mean",
-    "PP2 VPP2 one_pass overlap",
 ]
-TIED = ["TP2", "PP2", "PP2 VPP2 distopt", "one_pass overlap", "PP2 one_pass", "PP2 VPP2 one_pass overlap"]
+MORE_TIED = ["PP2", "PP2 VPP2 distopt", "one_pass overlap"]
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -125,10 +128,14 @@ def test_tied_embeddings_equal_transformers(layout: str, tied: tuple[int, str, d
 
 
 @pytest.mark.slow
-def test_mixtures_equal_transformers(tiny_qwen2: Path, tmp_path: Path) -> None:
-    status, printed, rows = check_parity(tiny_qwen2, tmp_path / "out.json", *named(MIXED), timeout_s=900)
+@pytest.mark.parametrize(("model", "layouts"), [("tiny_qwen2", MORE), ("tied_qwen2", MORE_TIED), ("tiny_qwen2", MIXED)])
+def test_more_layouts_equal_transformers(
+    model: str, layouts: list[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(model)
+    status, printed, rows = check_parity(folder, tmp_path / "out.json", *named(layouts), timeout_s=900)
     assert status == 0, printed[-4000:]
-    for layout in MIXED:
+    for layout in layouts:
         assert_equal(rows[layout])
 
 

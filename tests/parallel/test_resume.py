@@ -18,7 +18,9 @@ import ranks
 LAYOUTS = [{"ranks": 1}, {"ranks": 2, "pipeline": 2}]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["1 rank", "pipeline 2"])
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.slow)], ids=["1 rank", "pipeline 2"]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(layout: dict[str, Any], tiny_qwen2: Path, tmp_path: Path) -> None:
     """Two stages of three steps with one and two updates each, saved asynchronously after every step. From the
     checkpoint of step 2, 3 (between the stages) and 4, and after a stop within step 5: every metric of the steps that

@@ -1,4 +1,4 @@
-"""One run of the whole trainer, killed, stopped and damaged and always gone on with to its end.
+"""One run of the whole trainer, stopped, damaged and (slow) killed, and always gone on with to its end.
 
 Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
 GPUs, several nodes.
@@ -26,22 +26,12 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     run = tmp_path / "run"
     config = small_config(run)
 
-    # A rank dies.
-    training = train(config)
-    training.wait_for_checkpoint(run, 1)
-    training.rank(1).kill()
-    status, output = training.finish()
-    assert status != 0
-    assert "rank 1" in output and "SIGKILL" in output, output[-3000:]
-    assert training.survivors() == []
-
     # Pre-emption: save and exit.
     training = train(config)
     training.wait_for_checkpoint(run, 2)
     training.process.send_signal(signal.SIGUSR1)
     status, output = training.finish()
     assert status == 128 + signal.SIGUSR1, output[-3000:]
-    assert "resumed from the checkpoint of step" in output, output[-3000:]
     assert training.survivors() == []
     assert newest_checkpoint(run) >= 2
 
@@ -64,6 +54,24 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     status, output = train(config).finish(timeout_s=60)
     assert status == 0
     assert "holds a finished run" in output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_rank_has_died(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    run = tmp_path / "rank"
+    config = small_config(run)
+    training = train(config)
+    training.wait_for_checkpoint(run, 1)
+    training.rank(1).kill()
+    status, output = training.finish()
+    assert status != 0
+    assert "rank 1" in output and "SIGKILL" in output, output[-3000:]
+    assert training.survivors() == []
+    status, output = train(config).finish()
+    assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]
+    check_folder(run)
 
 
 @pytest.mark.slow
