@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from or1_megatron.ablate.ablation import Arm
 from or1_megatron.runtime.jsonl import read_steps
@@ -65,8 +66,31 @@ def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:
             json.dumps({"arm": run.arm.name, "seed": run.seed, "set": list(run.arm.overrides)}, indent=2) + "\n"
         )
         with run.log.open("a") as log:
-            status = subprocess.run(run.command(), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            status = _run_to_its_end(run.command(), log)
         yield run, status
+
+
+def _run_to_its_end(command: list[str], log: TextIO) -> int:
+    """Its exit status. SIGTERM is passed on to it: it saves and ends, and then so does this process."""
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    heard = []
+
+    def pass_on(number: int, _: object) -> None:
+        heard.append(number)
+        process.terminate()
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        status = process.wait()
+    except BaseException:  # Ctrl-C, which the run has heard too
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if heard:
+        raise SystemExit(128 + heard[0])
+    return status
 
 
 def _finished(folder: Path) -> bool:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -210,6 +214,39 @@ def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(
     ended = list(run_all(runs))
     assert [(run.arm.name, status) for run, status in ended] == [(arms[1].name, 2)]
     assert "does not exist" in runs[1].log.read_text()
+
+
+CAMPAIGN = """
+import sys
+from pathlib import Path
+from or1_megatron.ablate.ablation import arms_of, load_ablation
+from or1_megatron.ablate.runs import ArmRun, run_all, runs_of
+ArmRun.command = lambda run: [sys.executable, '-c', sys.argv[1]]
+arms = arms_of(load_ablation(Path(sys.argv[2])), 'small')
+for run, status in run_all(runs_of(arms, (1,), Path(sys.argv[3]))):
+    print('went on', status, flush=True)
+"""
+RUN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))
+print('begun', flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_campaign_that_is_ended_ends_its_run_first(tmp_path: Path) -> None:
+    """The run has time to save; no other is begun."""
+    arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path)]
+    campaign = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not any("begun" in log.read_text() for log in tmp_path.glob("runs/*.log")):
+        assert time.monotonic() < deadline and campaign.poll() is None
+        time.sleep(0.05)
+    campaign.terminate()
+    output, _ = campaign.communicate(timeout=30)
+    assert (campaign.returncode, output) == (128 + signal.SIGTERM, "")
+    (log,) = tmp_path.glob("runs/*.log")
+    assert log.read_text() == "begun\nsaved\n"
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
