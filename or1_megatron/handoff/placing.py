@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
@@ -66,7 +67,8 @@ def placeable(model: torch.nn.Module, recorded: Recorded) -> frozenset[str]:
 
 def _plain(layer: Any) -> bool:
     method = getattr(layer, "quant_method", None)
-    return method is None or type(method).__name__ in _PLAIN
+    # vLLM processes attention layers' own tensors (scales) last, in a way of their own.
+    return not is_deferred_attention_layer(layer) and (method is None or type(method).__name__ in _PLAIN)
 
 
 def _is_filled(path: str, recorded: Recorded, filled: dict[tuple[str, str], list[Place]]) -> bool:
@@ -99,7 +101,6 @@ class Placer:
         self._modules = dict(model.named_modules())
         self.names = placeable(model, recorded)
         self.targets: dict[Slice, list[Target]] = {}
-        """Empty lists stand for slices of which this rank keeps nothing."""
         self._expected: dict[str, int] = defaultdict(int)  # slices by layer
         for cut in cuts:
             if cut.name in self.names:

@@ -99,6 +99,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
             cuts = (slot.spec for shipment in self._plan.shipments for slot in shipment.bucket.slots)
             self._placer = Placer(self.model, self._recorded, cuts)
+            log.info("engine rank %d: %d tensors are loaded without their loaders", index, len(self._placer.names))
             opened = in_background(
                 lambda: open_group(store, init_info.address, self._rank, init_info.world_size, init_info.timeout_s)
             )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, rollout_config
+from rigs import in_engine
 from sharded_trainer import Grid, Trainer
 
 from or1_megatron.config import HandoffConfig
@@ -161,6 +162,24 @@ def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> No
         hull = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True))
         assert hull == box, f"engine rank {rank}: {name}"
         assert sum(map(box_size, boxes)) == box_size(box)
+
+
+def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
+    """What engines compute is compared above; here, that most slices took the short way there."""
+    pool, model = pools["single"]
+    trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
+    trainer.send()
+
+    def placed(engine: Any) -> set[str]:
+        import gc
+
+        from or1_megatron.handoff.placing import Placer
+
+        return set[str]().union(*(found.names for found in gc.get_objects() if isinstance(found, Placer)))
+
+    names = {name for name, _ in model.named_parameters()}
+    assert names - in_engine(pool.handles[0], placed) == {"model.embed_tokens.weight", "lm_head.weight"}
+    trainer.close()
 
 
 def same_shaped(shipment: Any) -> list[tuple[Any, Any]]:
