@@ -57,37 +57,26 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_rank_has_died(
-    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_run_goes_on_after_a_death(
+    victim: str, small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    run = tmp_path / "rank"
+    """The launcher's, too: nobody is left then to tell its ranks."""
+    run = tmp_path / victim
     config = small_config(run)
     training = train(config)
     training.wait_for_checkpoint(run, 1)
-    training.rank(1).kill()
+    if victim == "rank":
+        training.rank(1).kill()
+    else:
+        training.process.kill()
     status, output = training.finish()
     assert status != 0
-    assert "rank 1" in output and "SIGKILL" in output, output[-3000:]
+    assert victim == "launcher" or ("rank 1" in output and "SIGKILL" in output), output[-3000:]
     assert training.survivors() == []
     status, output = train(config).finish()
     assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]
     check_folder(run)
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_takes_its_ranks_along(
-    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
-) -> None:
-    """Nobody is left to tell them."""
-    run = tmp_path / "launcher"
-    config = small_config(run)
-    training = train(config)
-    training.wait_for_checkpoint(run, 1)
-    training.process.send_signal(signal.SIGKILL)
-    training.finish()
-    assert training.survivors() == []
-    status, output = train(config).finish()
-    assert status == 0 and "resumed from the checkpoint of step" in output, output[-3000:]
 
 
 def check_folder(run: Path) -> None:
