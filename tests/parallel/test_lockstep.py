@@ -29,10 +29,10 @@ FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "sleep 1 verb": ([1, 1, 1], {0, 1, 2}, [LATE, "time.sleep(600)"]),
     "kill 1 verb": ([1, -9, 1], {0, 2}, ["lost a peer in 'wait'", "not heard from: rank 1"]),
     "kill 0 verb": ([-9, 1, 1], {1, 2}, ["rank 0, which hosts the store, is gone"]),
-    "kill 1 between": ([1, -9, 1], set(), ["rank 1 gave no sign of life for 6 s between two verbs", "time.sleep(600)"]),
 }
 """Case to (exit statuses by rank, ranks that are said to wait in the verb, what else is printed)."""
 SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
+    "kill 1 between": ([1, -9, 1], set(), ["rank 1 gave no sign of life for 6 s between two verbs", "time.sleep(600)"]),
     "kill 0 between": ([-9, 1, 1], set(), ["rank 1: rank 0 is gone while waiting for a verb"]),
     "sleep 0 verb": ([1, 1, 1], {0, 1, 2}, [LATE, "time.sleep(600)"]),
     "stop 1 verb": ([1, "stopped", 1], {0, 2}, [LATE, "not heard from: rank 1"]),
