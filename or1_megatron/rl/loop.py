@@ -391,6 +391,7 @@ class Loop:
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
             "stream": self.supply.stream_state(),
+            "rejected_share": self.supply.rejected_share,
             "evaluations": self.evaluations.state(),
             "rejected_in_a_row": self._rejected_in_a_row,
             "seconds": dict(self._seconds),
@@ -398,7 +399,7 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state``."""
-        check_state(state, self.state().keys() - {"clip_high"})
+        check_state(state, self.state().keys() - {"clip_high", "rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
@@ -407,6 +408,7 @@ class Loop:
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])
         self.ports.stream.restore(state["stream"])
+        self.supply.rejected_share = state.get("rejected_share", 0.0)
         self.evaluations.restore(state["evaluations"], self.steps_done)
         self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])

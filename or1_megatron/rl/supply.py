@@ -41,7 +41,8 @@ class Supply:
         self._before: Mapping[str, Any] | None = None  # of the stream, before the prompts of a roll-out with refill
         self._before_ahead: Mapping[str, Any] | None = None
         self._ahead: tuple[list[Group], RolloutReport] | None = None
-        self._rejected_share = 0.0  # of the last step, for how far ahead the engines are sent on; no result hangs on it
+        self.rejected_share = 0.0
+        """Of the last step's groups: it says how far ahead the engines are sent on; no result hangs on it."""
 
     @property
     def has_ahead(self) -> bool:
@@ -65,7 +66,7 @@ class Supply:
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         until = None
         if len(prompts) > stage.prompts_per_step:
-            until = Until(stage.prompts_per_step, self._keeps, self._rejected_share)
+            until = Until(stage.prompts_per_step, self._keeps, self.rejected_share)
         seed = derive_seed(self._seed, "rollout", step)
         self._rollouts.roll_out(prompts, stage.group_size, sampling, seed, until)
 
@@ -79,7 +80,7 @@ class Supply:
             self._stream.restore(self._before)
             self._stream.take(len(groups))
             self._before = None
-        self._rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
+        self.rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
         return groups, report
 
     def ask_ahead(self, stage: StageConfig, step: int) -> None:

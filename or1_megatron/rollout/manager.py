@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from or1_megatron.config import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
-from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, plan_requests, union_s
+from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, deal, plan_requests, union_s
 from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
 from or1_megatron.verify.pool import VerifierPool
 from or1_megatron.verify.pool_local import local_workers
@@ -42,7 +42,7 @@ class _RollOut:
     group_size: int
     requests: Mapping[RequestKey, Request]
     keys: Mapping[int, RequestKey]  # by seed, which is what a completion carries
-    waiting: deque[Request]
+    waiting: deque[tuple[RequestKey, Request]]
     ration: Ration
     retries_before: int
     started_s: float = field(default_factory=time.time)
@@ -85,7 +85,8 @@ class RolloutManager:
         """
         self._engines = list(engines)
         # A little more than an engine decodes at once, so that its free places fill without asking us.
-        self._engine_limit = max_concurrent + max(1, max_concurrent // 8)
+        self._low = max(1, max_concurrent // 8)
+        self._engine_limit = max_concurrent + self._low
         self._lost: set[int] = set()
         self._successors = False
         self._outstanding = [0] * len(self._engines)
@@ -129,7 +130,7 @@ class RolloutManager:
         if len(keys) != len(requests):
             raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
         self._busy_s = [[] for _ in self._engines]
-        ration, waiting = Ration(len(prompts), until), deque(requests.values())
+        ration, waiting = Ration(len(prompts), until), deque(requests.items())
         self._current = _RollOut(prompts, group_size, requests, keys, waiting, ration, self._verifiers.retries)
         self._feed(self._current)
 
@@ -151,7 +152,8 @@ class RolloutManager:
         current = self._current
         if current is None:
             return (0, 0)
-        return len(current.completions), min(current.ration.allowed * current.group_size, len(current.requests))
+        asked = max(current.given, current.ration.allowed * current.group_size)
+        return len(current.completions), min(asked, len(current.requests))
 
     async def abandon(self) -> None:
         """Give up the current roll-out, if there is one; returns when no engine has anything of it."""
@@ -189,20 +191,13 @@ class RolloutManager:
             await self._verifiers.close()
 
     def _feed(self, current: _RollOut) -> None:
-        """Give waiting requests to whichever engine has least to do, as long as one has room."""
-        batches: dict[int, list[Request]] = {}
-        allowed = current.ration.allowed
-        while current.waiting and current.keys[current.waiting[0].seed][0] < allowed:
-            present = [index for index in range(len(self._engines)) if index not in self._lost]
-            index = min(present, key=self._outstanding.__getitem__, default=None)
-            if index is None or self._outstanding[index] >= self._engine_limit:
-                break
-            request = current.waiting.popleft()
-            batches.setdefault(index, []).append(request)
-            current.engine_of[request.seed] = index
-            current.given += 1
-            self._outstanding[index] += 1
+        """Give the engines what they have room for."""
+        present = {n: count for n, count in enumerate(self._outstanding) if n not in self._lost}
+        batches = deal(current.waiting, current.ration, present, self._engine_limit, self._low)
         for index, requests in batches.items():
+            current.engine_of.update((request.seed, index) for request in requests)
+            current.given += len(requests)
+            self._outstanding[index] += len(requests)
             self._spawn(self._submit(index, requests))
 
     async def _submit(self, index: int, requests: list[Request]) -> None:
@@ -250,7 +245,8 @@ class RolloutManager:
         for seed in seeds:
             del current.engine_of[seed]
         current.given -= len(seeds)
-        current.waiting.extendleft(current.requests[current.keys[seed]] for seed in reversed(seeds))
+        keys = [current.keys[seed] for seed in seeds]
+        current.waiting.extendleft((key, current.requests[key]) for key in reversed(keys))
         self._feed(current)
 
     def _took(self, index: int, completion: Completion) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from or1_megatron.types import Completion, Group, Prompt, Request, Sampling, Until, Verdict
@@ -73,16 +74,19 @@ def assemble_groups(
     return groups
 
 
+_CAUTION = 0.25
+"""What is known of the share of rejections before the first verdict counts as this many groups, in D_R."""
+
+
 class Ration:
     """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
 
     Without ``until`` all of them. With it the result is the shortest run of prompts with enough groups kept, whatever
-    the order in which groups are judged; engines are sent on to the prompts that are certain to be needed, since every
-    group that was rejected wants one more, and to those that probably will be.
+    the order in which groups are judged. Engines are sent on to as many prompts as will be enough with two standard
+    deviations to spare, for a straggler that is asked for late costs a whole response's time.
 
-    Worked example, 3 groups wanted of 8 prompts, 0 rejections expected: prompts 0..2 are given out. 1 is rejected:
-    0..3. 3 is kept, then 0: two kept among 0..3, and 2 is still out. 2 is rejected: 0..4. 4 is kept: 0, 3, 4, and the
-    result is prompts 0..4.
+    Worked example, 30 groups wanted of 100 prompts, a share of 0.4 rejections expected: of 63 prompts 37.8 are kept on
+    average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.
     """
 
     def __init__(self, prompts: int, until: Until | None) -> None:
@@ -91,17 +95,19 @@ class Ration:
         self.needed = prompts
         """Prompts of the result; all, as long as it is not ``over``."""
         self.over = False
+        self.limit = prompts
+        """Prompts of which the result is made up at the most."""
 
     @property
     def allowed(self) -> int:
         """Prompts that may be given out."""
         if self._until is None:
             return self._prompts
-        wanted = self._until.kept
-        rejected = sum(not kept for kept in self._kept.values())
-        share = (self._until.expected_rejected * wanted + rejected) / (wanted + len(self._kept))
-        expected = math.ceil(wanted / (1 - share)) if share < 1 else self._prompts
-        return min(max(wanted + self._rejected_for_certain(), expected), self._prompts)
+        wanted, judged, kept = self._until.kept, len(self._kept), sum(self._kept.values())
+        before = _CAUTION * wanted
+        rejected = (self._until.expected_rejected * before + judged - kept) / (before + judged)
+        more = _enough(max(0, wanted - kept), rejected, self._prompts)
+        return min(max(judged + more, wanted + self._rejected_for_certain()), self.limit)
 
     def judged(self, prompt_index: int, group: Group) -> None:
         """All responses to this prompt have their verdicts."""
@@ -109,6 +115,9 @@ class Ration:
         if self._until is None:
             self.over = len(self._kept) == self._prompts
             return
+        kept_ones = sorted(index for index, kept in self._kept.items() if kept)
+        if len(kept_ones) >= self._until.kept:
+            self.limit = kept_ones[self._until.kept - 1] + 1
         found = 0
         for index in range(self._prompts):
             if index not in self._kept:
@@ -130,6 +139,42 @@ class Ration:
                 reached += 1
             index += 1
         return certain
+
+
+def _enough(wanted: int, rejected_share: float, most: int) -> int:
+    """The fewest n of which n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
+    kept_share = 1 - rejected_share
+    if wanted == 0 or kept_share <= 0:
+        return 0 if wanted == 0 else most
+    spread = 2 * math.sqrt(kept_share * rejected_share)
+    root = (spread + math.sqrt(spread**2 + 4 * kept_share * wanted)) / (2 * kept_share)
+    return min(math.ceil(root**2 - 1e-9), most)
+
+
+def deal(
+    waiting: deque[tuple[RequestKey, Request]], ration: Ration, outstanding: Mapping[int, int], room: int, low: int
+) -> dict[int, list[Request]]:
+    """Take requests from the front of ``waiting`` for whichever engine has least to do.
+
+    Args:
+        outstanding: engine -> requests that it has.
+        room: an engine takes no more than this many.
+        low: with fewer than this many an engine is given requests beyond the ration too, as long as they may be part of
+            the result: what it decodes then costs it little, and no engine is idle while there may be work.
+
+    Returns:
+        Engine -> what it is to be given now.
+    """
+    load, dealt, allowed = dict(outstanding), defaultdict[int, list[Request]](list), ration.allowed
+    while waiting and load:
+        (prompt_index, _), request = waiting[0]
+        index = min(load, key=load.__getitem__)
+        if prompt_index >= ration.limit or load[index] >= (room if prompt_index < allowed else low):
+            break
+        waiting.popleft()
+        dealt[index].append(request)
+        load[index] += 1
+    return dealt
 
 
 def union_s(intervals: Sequence[tuple[float, float]]) -> float:

@@ -95,7 +95,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
         groups, report = rollouts.collect()
         assert [group.prompt.problem.id for group in groups] == [f"problem{i}" for i in range(len(groups))]
         assert len(groups) < 20 and sum(map(first_is_even, groups)) == 3 and first_is_even(groups[-1])
-        assert idle(engine_pool) and (report.surplus_responses > 0 or expected_rejected == 0)
+        assert idle(engine_pool) and report.surplus_responses > 0
         assert report.response_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
         assert 0 < report.decode_s <= report.wall_s + 0.05
     rollouts.roll_out(more[:3], 6, SAMPLING, 5, Until(4, first_is_even))

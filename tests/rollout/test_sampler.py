@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import subprocess
 import sys
+from collections import deque
 
 import numpy as np
 import pytest
 from engine_fixtures import prompt
 
-from or1_megatron.rollout.sampler import Ration, assemble_groups, plan_requests, request_seed, union_s
+from or1_megatron.rollout.sampler import Ration, assemble_groups, deal, plan_requests, request_seed, union_s
 from or1_megatron.types import Completion, Group, Sampling, Until, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
@@ -74,20 +76,33 @@ def right(judged: Group) -> bool:
 
 
 def test_ration_worked_example() -> None:
-    """The docstring's: 3 wanted of 8, in this order of verdicts."""
+    """The docstring's first, by hand; then 3 wanted of 8, in this order of verdicts: two kept among 0..3 and 2 still
+    out, then 2 is rejected, 4 kept: 0, 3, 4."""
+    assert Ration(100, Until(30, right, 0.4)).allowed == 63
+    assert Ration(50, Until(30, right, 0.4)).allowed == 50
+    assert Ration(100, Until(30, right, 1.0)).allowed == 100
     ration = Ration(8, Until(3, right))
-    seen = [ration.allowed]
+    assert ration.allowed == 3  # nothing speaks for a rejection
     for index, kept in ((1, False), (3, True), (0, True), (2, False), (4, True)):
-        assert not ration.over and ration.needed == 8
+        assert not ration.over and ration.needed == ration.limit == 8 and ration.allowed >= min(8, 3 + (index != 1))
         ration.judged(index, group(kept))
-        seen.append(ration.allowed)
-    assert ration.over and ration.needed == 5
-    assert seen == [3, 4, 4, 4, 5, 5]
+    assert ration.over and ration.needed == ration.limit == 5
+
+
+def test_ration_knows_what_cannot_be_part_of_the_result() -> None:
+    """2 wanted: with 3 and 5 kept, nothing from 6 on; with 1 too, nothing from 4 on. Then a rejected 0 ends it."""
+    ration = Ration(9, Until(2, right))
+    limits = []
+    for index, kept in ((3, True), (5, True), (1, True), (2, False), (0, False)):
+        ration.judged(index, group(kept))
+        limits.append(ration.limit)
+        assert ration.allowed <= ration.limit
+    assert limits == [9, 6, 4, 4, 4] and ration.over and ration.needed == 4
 
 
 def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
     """500 drawn cases: judged in any order that the ration lets out, the result is the shortest run of prompts with
-    enough groups kept, or all; what is let out never falls short of it, and never goes back."""
+    enough groups kept, or all; what is let out never falls short of it."""
     rng = np.random.default_rng(0)
     for _ in range(500):
         prompts, wanted = int(rng.integers(1, 20)), int(rng.integers(1, 8))
@@ -102,6 +117,58 @@ def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
             ration.judged(index, group(bool(kept[index])))
             judged.add(index)
         assert ration.needed == expected and set(range(expected)) <= judged
+
+
+@pytest.mark.parametrize("expected_rejected", [0.0, 0.4], ids=["nothing known", "share known"])
+def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> None:
+    """Four engines with room for 40 and responses of very unequal lengths, 24 groups of 4 wanted of 96, two in five
+    rejected. Whenever requests wait that may be part of the result, every engine has the 4 that count as little, and
+    none has more than its room; the result is as without speculation. No time is proved."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        prompts, samples, engines, room, low = 96, 4, 4, 40, 4
+        kept = rng.random(prompts) > 0.4
+        turns = {(p, s): float(rng.lognormal(0.0, 1.0)) for p in range(prompts) for s in range(samples)}
+        requests = plan_requests([prompt([2])] * prompts, samples, SAMPLING, 1)
+        keys = {request.seed: key for key, request in requests.items()}
+        ration, waiting = Ration(prompts, Until(24, right, expected_rejected)), deque(requests.items())
+        load, now, busy, left = (
+            dict.fromkeys(range(engines), 0),
+            0.0,
+            list[tuple[float, int, int]](),
+            [samples] * prompts,
+        )
+        while not ration.over:
+            for index, dealt in deal(waiting, ration, load, room, low).items():
+                load[index] += len(dealt)
+                for request in dealt:
+                    key = keys[request.seed]
+                    heapq.heappush(busy, (now + turns[key], index, key[0]))
+            assert max(load.values()) <= room
+            assert not waiting or waiting[0][0][0] >= ration.limit or min(load.values()) >= low
+            now, index, prompt_index = heapq.heappop(busy)
+            load[index] -= 1
+            left[prompt_index] -= 1
+            if not left[prompt_index]:
+                ration.judged(prompt_index, group(bool(kept[prompt_index])))
+        found = np.flatnonzero(kept.cumsum() >= 24)
+        assert ration.needed == (found[0] + 1 if found.size else prompts)
+
+
+def test_requests_go_to_whichever_engine_has_least() -> None:
+    """3 wanted of 4 prompts of 2: the first three prompts up to the room, the fourth to who has less than 2."""
+    requests = plan_requests([prompt([2])] * 4, 2, SAMPLING, 1)
+    for outstanding, room, expected in (
+        ({0: 3, 1: 0}, 5, {0: 2, 1: 4}),  # the six, none of the fourth prompt
+        ({0: 0, 2: 0}, 1, {0: 1, 2: 1}),
+        ({0: 0, 1: 9, 2: 9, 3: 9, 4: 9, 5: 9}, 9, {0: 6}),
+        ({0: 0, 1: 0, 2: 0, 3: 0, 4: 0}, 9, {0: 2, 1: 2, 2: 2, 3: 1, 4: 1}),  # and the fourth, speculatively
+        ({}, 9, {}),
+    ):
+        waiting = deque(requests.items())
+        dealt = deal(waiting, Ration(4, Until(3, right)), outstanding, room, low=2)
+        assert {index: len(given) for index, given in dealt.items()} == expected
+        assert len(waiting) == 8 - sum(expected.values())
 
 
 def test_ration_without_a_condition_is_everything() -> None:
