@@ -13,7 +13,7 @@ die() { echo "evaluate.sh: $*" >&2; exit 2; }
 name=$1
 shift
 RUNS=${RUNS:-runs} EVAL=${EVAL:-data/eval}
-last=$(find "$RUNS/$name" -maxdepth 1 -name 'stage_*' -type d 2>/dev/null | sort -V | tail -n 1)
+last=$({ find "$RUNS/$name" -maxdepth 1 -name 'stage_*' -type d 2>/dev/null || true; } | sort -V | tail -n 1)
 model=${MODEL_OUT:-${last:-$RUNS/$name}/hf}
 [[ -f $model/config.json ]] || die "$model holds no config.json; finish the last stage, or set MODEL_OUT"
 for set in aime24:32 aime25:32 livecodebench:4; do

@@ -4,7 +4,7 @@
 #   launch.sh RECIPE STAGE [arguments of `or1 train`, e.g. --set optimizer.lr=2e-6]
 #
 # What is where (each is checked first):
-#   MODEL        the base model's HF folder                 DATA   folder of math.parquet and code.parquet
+#   MODEL        the base model's HF folder                 DATA   folder of the training problems
 #   EVAL         folder of the evaluation sets              RUNS   where runs are written; shared by all nodes
 #   LAYOUT       a file of configs/layouts, without .yaml; the recipe's own if not set
 # Nodes:
@@ -14,7 +14,7 @@
 #   RAY_AUTH_TOKEN_PATH  file of the token that Ray's nodes know each other by ($RUNS/ray_token, made if there is none);
 #                RAY_AUTH_MODE=disabled: none
 #   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (180)
-#   DRY_RUN=1    check everything, print the plan, start nothing
+#   DRY_RUN=1    print the plan and what is not there yet; start nothing
 #
 # Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to go on); else failed.
 set -euo pipefail
@@ -45,7 +45,9 @@ mkdir -p "$RUNS" && [[ -w $RUNS ]] || die "RUNS=$RUNS cannot be written"
 
 arguments=("$recipe" --set "run.stage=$stage" "$@")
 ((NNODES == 1)) || arguments+=(--set "cluster.ray_address=$MASTER_ADDR:$ray_port" --set "cluster.nodes=$NNODES")
-or1 train "${arguments[@]}" --dry-run || exit 2
+# Node 0 looks into everything; the others need not read the data too.
+if [[ ${DRY_RUN:-} == 1 ]] || ((NODE_RANK > 0)); then look=--dry-run; else look=--check; fi
+or1 train "${arguments[@]}" "$look" || exit 2
 ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
 ((ranks % NNODES == 0)) || die "parallel.ranks = $ranks does not divide by NNODES = $NNODES; choose another LAYOUT"
 if [[ ${DRY_RUN:-} == 1 ]]; then exit 0; fi
@@ -101,7 +103,12 @@ pass_on() {
   [[ -z $stopped ]] || return 0
   stopped=$1
   for rank in $(ps -o pid= --ppid "$agent"); do kill -s "$1" "$rank" 2>/dev/null || true; done
-  (sleep "$grace_s" && kill -KILL "$agent") 2>/dev/null &
+  (
+    sleep "$grace_s" & # killed with this shell, or it would be left behind
+    nap=$!
+    trap 'kill "$nap"' TERM
+    wait "$nap" && kill -KILL "$agent"
+  ) 2>/dev/null &
   guard=$!
 }
 trap 'pass_on TERM' TERM INT HUP

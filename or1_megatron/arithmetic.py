@@ -6,14 +6,14 @@ with the numbers that conflict and a way out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config import Config, ParallelConfig, StageConfig
 from or1_megatron.memory import RESERVE_BYTES, activation_bytes, state_bytes
 from or1_megatron.shape import Shape
-from or1_megatron.stage_rules import stage_conflicts
+from or1_megatron.stage_rules import problem_conflicts, problem_warnings, problems_per_epoch, stage_conflicts
 from or1_megatron.weights.table import Experts
 
 Device = Literal["cpu", "cuda"]
@@ -44,7 +44,7 @@ class StagePlan:
     max_micro_batches: int  # per update and data-parallel rank
     waves: float  # responses per step over what all engines decode at once
     prompts_total: int
-    epochs: float | None  # prompts_total over the problems there are; None when those were not counted
+    epochs: float | None  # prompts_total over those of an epoch of this stage; None when those were not counted
     refill_prompts: int = 0  # beyond prompts_per_step, at most; not in the numbers above
     plateau: str = ""  # the metric whose plateau may end the stage sooner
 
@@ -75,15 +75,17 @@ class Plan:
     kv_tokens: int | None  # tokens that one engine's cache holds; None when vLLM sizes it
     state_bytes_per_rank: int  # weights, gradients and optimizer state of one trainer rank
     activation_bytes_per_rank: int  # an estimate, at rows of micro_batch_tokens
-    prompt_count: int | None
+    problems: int | None  # of all sources, each once; None when they were not counted
+    problems_per_epoch: int | None  # of the first stage, with repeats and weights
+    difficulty_model: str | None  # its filter comes later, and is not in the counts
     rollout_steps: int
     optimizer_steps: int
     responses_total: int
     warnings: tuple[str, ...]
 
 
-def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None, device: Device = "cpu") -> Plan:
-    """Work out ``config`` for a model with HF config ``hf`` and ``prompt_count`` training problems (None: unknown).
+def plan(config: Config, hf: Mapping[str, Any], problems: Sequence[int] | None = None, device: Device = "cpu") -> Plan:
+    """Work out ``config`` for a model with HF config ``hf``; ``problems`` of each source of data.train (None: unknown).
 
     Raises:
         PlanError: it cannot work; a line per conflict.
@@ -93,13 +95,13 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         *layout_conflicts(config.parallel, shape),
         *_length_conflicts(config, shape),
         *_engine_conflicts(config, shape, device),
-        *_batch_conflicts(config, prompt_count, device),
+        *_batch_conflicts(config, problems, device),
         *_algorithm_conflicts(config),
     ]
     if conflicts:
         raise PlanError("this configuration cannot work:\n" + "\n".join(f"  - {line}" for line in conflicts))
     parallel, rollout = config.parallel, config.rollout
-    stages = tuple(_stage(config, stage, prompt_count) for stage in config.stages)
+    stages = tuple(_stage(config, stage, problems) for stage in config.stages)
     engine_devices = rollout.engines * rollout.tensor_parallel
     together = max if rollout.placement == "colocated" else sum
     return Plan(
@@ -125,15 +127,21 @@ def plan(config: Config, hf: Mapping[str, Any], prompt_count: int | None = None,
         kv_tokens=_kv_tokens(config, shape),
         state_bytes_per_rank=state_bytes(config, shape),
         activation_bytes_per_rank=activation_bytes(config, shape),
-        prompt_count=prompt_count,
+        problems=None if problems is None else sum(problems),
+        problems_per_epoch=None if problems is None else round(problems_per_epoch(config, config.stages[0], problems)),
+        difficulty_model=config.data.difficulty_model,
         rollout_steps=sum(stage.steps for stage in stages),
         optimizer_steps=sum(stage.steps * stage.sgd_steps for stage in stages),
         responses_total=sum(stage.steps * stage.responses_per_step for stage in stages),
-        warnings=(*_warnings(config, stages), *_memory_warnings(config, shape)),
+        warnings=(
+            *_warnings(config, stages),
+            *(() if problems is None else problem_warnings(config, problems)),
+            *_memory_warnings(config, shape),
+        ),
     )
 
 
-def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> StagePlan:
+def _stage(config: Config, stage: StageConfig, problems: Sequence[int] | None) -> StagePlan:
     responses = stage.prompts_per_step * stage.group_size
     samples = stage.prompts_per_update * stage.group_size
     per_rank = _ceil(samples, config.parallel.data)
@@ -141,6 +149,7 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
     # A row is closed only when the next sequence does not fit, so it holds at least this many.
     per_row = config.parallel.micro_batch_tokens // longest
     rows_multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
+    per_epoch = 0.0 if problems is None else problems_per_epoch(config, stage, problems)
     return StagePlan(
         name=stage.name,
         steps=stage.steps,
@@ -156,7 +165,7 @@ def _stage(config: Config, stage: StageConfig, prompt_count: int | None) -> Stag
         max_micro_batches=_ceil(_ceil(per_rank, per_row), rows_multiple) * rows_multiple,
         waves=responses / (config.rollout.engines * config.rollout.max_concurrent),
         prompts_total=stage.steps * stage.prompts_per_step,
-        epochs=stage.steps * stage.prompts_per_step / prompt_count if prompt_count else None,
+        epochs=stage.steps * stage.prompts_per_step / per_epoch if per_epoch else None,
         refill_prompts=stage.refill_prompts,
         plateau="" if stage.plateau is None else stage.plateau.metric,
     )
@@ -273,7 +282,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
 
 
-def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -> Iterator[str]:
+def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
     data = config.parallel.data
     for stage in config.stages:
         samples = stage.prompts_per_update * stage.group_size
@@ -283,12 +292,9 @@ def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -
                 f"= {samples} samples cannot feed {data} data-parallel ranks; raise prompts_per_update or lower "
                 "parallel.ranks"
             )
-        if prompt_count is not None and stage.prompts_per_step > prompt_count:
-            yield (
-                f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {prompt_count} "
-                "problems; lower prompts_per_step or add problems"
-            )
     yield from stage_conflicts(config)
+    if problems is not None:
+        yield from problem_conflicts(config, problems)
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
             f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
@@ -297,8 +303,11 @@ def _batch_conflicts(config: Config, prompt_count: int | None, device: Device) -
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """What only several SGD steps per rollout step give a meaning to: at N_SGD = 1 rho is 1 and no clip ever closes."""
+    """What needs tokens that the clip closes. At N_SGD = 1 rho is 1 and none is, unless it is against the log-probs of
+    an older version (``rl.loss.old_is_the_policy``)."""
     algorithm = config.algorithm
+    if config.rollout.max_staleness and algorithm.correction.mode == "off":
+        return
     asked = {
         "entropy.bonus_on = clipped": algorithm.entropy.bonus_on == "clipped",
         f"loss.clip_high_control.delta = {algorithm.loss.clip_high_control.delta:g}": (
@@ -345,9 +354,9 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
 
 
 def _sampling_warnings(config: Config) -> Iterator[str]:
-    loss = config.algorithm.loss
+    loss, stale = config.algorithm.loss, config.rollout.max_staleness and config.algorithm.correction.mode == "off"
     for stage in config.stages:
-        if stage.sgd_steps == 1 and loss.clip_low != loss.clip_high:
+        if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:
             yield (
                 f"stage '{stage.name}': N_SGD = 1, where the ratio is 1: clip_low = {loss.clip_low:g} and clip_high = "
                 f"{loss.clip_high:g} have no effect"

@@ -78,6 +78,10 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the config comes to and stop.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="--dry-run, and all that a start is refused for: weights, data, previous stage."),
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
     ] = None,
@@ -94,7 +98,7 @@ def train(
 
     with explained(*USER_OS_ERRORS):
         from or1_megatron.config_file import load_config
-        from or1_megatron.door import check_inputs
+        from or1_megatron.door import check_inputs, lacking
         from or1_megatron.dry_run import plan_run, plan_shape, print_plan
 
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
@@ -105,8 +109,13 @@ def train(
             print_plan(plan_shape(loaded, shape, _device(device)), Console())
             return
         planned = plan_run(loaded, _device(device))
-        if dry_run:
+        if dry_run or check:
             print_plan(planned, Console())
+            if check:
+                check_inputs(loaded)
+                return
+            for line in lacking(loaded):
+                print(f"or1: not there yet: {line}", file=sys.stderr)
             return
         from or1_megatron.launch import launch_training
 

@@ -188,6 +188,10 @@ class EntropyConfig(Section):
                 "entropy: mode proportional_integral with both gains 0 never moves; set proportional_gain or "
                 "integral_gain"
             )
+        if self.mode == "adaptive" and self.delta == 0 and self.coefficient == 0:
+            raise ValueError(
+                "entropy: mode adaptive with delta = 0 and coefficient = 0 (c_0) never acts; set delta, or mode to off"
+            )
         if self.mode != "proportional_integral" and any(gains):
             raise ValueError(
                 f"entropy: proportional_gain = {gains[0]:g} and integral_gain = {gains[1]:g} belong to mode "

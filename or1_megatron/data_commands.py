@@ -82,6 +82,24 @@ def data_commands(explained: Explained) -> typer.Typer:
             for name in delete(folder):
                 print(f"deleted {name}")
 
+    @app.command()
+    def benchmark(
+        names: Annotated[list[str], typer.Argument(help="aime24, aime25, livecodebench.")],
+        out: Annotated[Path, typer.Option(help="Folder for NAME.jsonl: EVAL of the recipes.")] = Path("data/eval"),
+        sets: Annotated[Path, typer.Option(help="Where files of these sets lie; else they come from the hub.")] = Path(
+            "data/benchmarks"
+        ),
+    ) -> None:
+        """Write evaluation sets as the report used them: AIME24's ending, LiveCodeBench's months."""
+        from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+
+        with explained(*USER_OS_ERRORS):
+            from or1_megatron.evaluate.benchmarks import write_set
+
+            for name in names:
+                path, count = write_set(name, out, sets)
+                print(f"{path}: {count} problems")
+
     return app
 
 

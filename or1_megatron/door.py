@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 
 from or1_megatron.config import Config
-from or1_megatron.config_file import check_next_stage, check_resume, load_config
+from or1_megatron.config_file import ConfigError, check_next_stage, check_resume, load_config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.handoff.choice import check_choice, cuda_here
 from or1_megatron.layouts import choose_layers
-from or1_megatron.rl.checks import check_state
+from or1_megatron.rl.checks import PreviousStageUnfinished, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
 from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
 from or1_megatron.types import Problem
 from or1_megatron.verify.registry import build_verifiers, known_abilities
-from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.families import ModelError, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 
 
@@ -47,6 +47,22 @@ def check_inputs(config: Config) -> None:
         config.verify, abilities_of([*train, *held_out], known_abilities(config.verify))
     ).values():
         verifier.close()
+
+
+def lacking(config: Config) -> list[str]:
+    """What a start of the run would be refused for as things stand, of its model and the stage before; reads little."""
+    found = []
+    try:
+        begin_of(config, RunFolder(config.run.folder))
+    except (PreviousStageMissing, PreviousStageUnfinished, ConfigError) as error:
+        found.append(str(error))
+    for model in (config.model.hf, config.algorithm.kl.reference):
+        try:
+            if model is not None:
+                check_weight_files(model, read_hf_config(model))
+        except ModelError as error:
+            found.append(str(error))
+    return found
 
 
 class PreviousStageMissing(FileNotFoundError):

@@ -43,11 +43,8 @@ def plan_run(config: Config, device: Device) -> Plan:
         check_reference(config.algorithm.kl.reference, hf)
     for held_out in config.evaluate.data:
         _count_rows(held_out.path, held_out.split, "evaluate.data")
-    problems = sum(
-        _count_rows(source.path, source.split, "data.train") * source.repeat * source.weight
-        for source in config.data.train
-    )
-    return plan(config, hf, round(problems), device)
+    problems = [_count_rows(source.path, source.split, "data.train") for source in config.data.train]
+    return plan(config, hf, problems, device)
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
@@ -115,7 +112,10 @@ def _layout_rows(found: Plan) -> list[tuple[str, str]]:
     extras += f", experts over {found.expert} ranks" if found.expert > 1 else ""
     extras += f", {found.virtual_pipeline} chunks per stage" if found.virtual_pipeline > 1 else ""
     extras += f", {found.recompute} recompute" if found.recompute != "none" else ""
-    problems = "not counted" if found.prompt_count is None else f"{found.prompt_count:,} per epoch"
+    problems = "not counted"
+    if found.problems is not None:
+        problems = f"{found.problems:,}; {found.problems_per_epoch:,} per epoch"
+        problems += ", before data.difficulty_model's filter" if found.difficulty_model else ""
     return [
         ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}"),
         (

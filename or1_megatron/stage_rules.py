@@ -1,10 +1,10 @@
-"""What a stage's plateau, refill and evaluation need of the rest of the configuration."""
+"""What a stage's plateau, refill and evaluation need of the rest of the configuration, and its batches of the data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from or1_megatron.config import Config
+from or1_megatron.config import Config, StageConfig
 from or1_megatron.rl.metric_names import is_metric
 
 
@@ -45,3 +45,36 @@ def stage_conflicts(config: Config) -> Iterator[str]:
                 f"{stage.steps} steps: no second block would be full, and the plateau could never end it; lower window "
                 "or raise steps"
             )
+
+
+def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> float:
+    """Prompts of an epoch of ``stage``, repeats and weights counted; ``problems`` of each source of data.train."""
+    sources = zip(problems, config.repeats(stage), config.data.train, strict=True)
+    return sum(count * repeat * source.weight for count, repeat, source in sources)
+
+
+def problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
+    """Stages that draw more prompts a step than there are problems, a line each."""
+    for stage in config.stages:
+        there = _within_reach(config, stage, problems)
+        if stage.prompts_per_step > there:
+            yield (
+                f"stage '{stage.name}': prompts_per_step = {stage.prompts_per_step}, but data.train has {there} "
+                + ("problems in the sources of the stage's mixture" if stage.mixture else "problems")
+                + ", and those of a step all differ; lower prompts_per_step or add problems"
+            )
+
+
+def problem_warnings(config: Config, problems: Sequence[int]) -> Iterator[str]:
+    for stage in config.stages:
+        spare = _within_reach(config, stage, problems) - stage.prompts_per_step
+        if stage.refill_prompts > spare:
+            yield (
+                f"stage '{stage.name}': refill_prompts = {stage.refill_prompts}, but there are {spare} problems beyond "
+                f"prompts_per_step = {stage.prompts_per_step}; no more than those can be drawn"
+            )
+
+
+def _within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
+    """Problems of the stage's sources, each once."""
+    return sum(count for count, repeat in zip(problems, config.repeats(stage), strict=True) if repeat)

@@ -53,6 +53,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
             "minimum = 0.0, maximum = 0.005, estimate = sampled, measured_on = kept, gate = late; found also "
             "maximum = 0.01",
         ),
+        ("algorithm.entropy={mode: adaptive, delta: 0.0}", "delta = 0 and coefficient = 0 (c_0) never acts"),
         ("algorithm.entropy={mode: fixed, estimate: full}", "estimate full takes a forward pass per step"),
         ("algorithm.entropy.bonus_on=some", "expected 'all' or 'clipped'"),
     ],
@@ -72,6 +73,12 @@ def test_what_works_on_clipped_tokens_needs_several_sgd_steps(tmp_path: Path, se
     with pytest.raises(PlanError, match=rf"algorithm\.{key} = {value} works on tokens that the clip closes"):
         plan(load(tmp_path, f"algorithm.{setting}"), MODEL)
     plan(load(tmp_path, f"algorithm.{setting}", "stages.0.reuse=2"), MODEL)
+    # Stale rollouts without a correction: rho is against the engines' log-probs, and the clip closes at N_SGD 1 too.
+    stale = load(tmp_path, f"algorithm.{setting}", "rollout.max_staleness=1", "rollout.placement=separate")
+    plan(stale, MODEL)
+    corrected = ("rollout.max_staleness=1", "rollout.placement=separate", "algorithm.correction.mode=truncated")
+    with pytest.raises(PlanError, match="works on tokens that the clip closes"):
+        plan(load(tmp_path, f"algorithm.{setting}", *corrected), MODEL)
 
 
 def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:

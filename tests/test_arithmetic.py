@@ -43,7 +43,7 @@ def or1_7b(**changes: Any) -> Config:
 
 
 def conflicts(
-    config: Config, hf: dict[str, Any] = QWEN_7B, prompts: int | None = None, device: Any = "cuda"
+    config: Config, hf: dict[str, Any] = QWEN_7B, prompts: list[int] | None = None, device: Any = "cuda"
 ) -> list[str]:
     with pytest.raises(PlanError) as error:
         plan(config, hf, prompts, device)
@@ -51,7 +51,8 @@ def conflicts(
 
 
 def test_the_batch_arithmetic_of_or1_7b() -> None:
-    found = plan(or1_7b(), QWEN_7B, prompt_count=105_055 + 2 * 14_057, device="cuda")
+    mix = {"train": [{"path": "math.jsonl"}, {"path": "code.jsonl", "repeat": 2}]}
+    found = plan(or1_7b(data=mix), QWEN_7B, problems=[105_055, 14_057], device="cuda")
     one, two = found.stages
     assert (one.responses_per_step, one.sgd_steps, one.samples_per_update, one.samples_per_rank) == (4096, 1, 4096, 256)
     assert one.max_tokens_per_step == 4096 * (2048 + 16384)
@@ -167,7 +168,7 @@ def test_refusals_name_their_numbers(changes: dict[str, Any], parts: list[str]) 
 def test_more_refusals_of_batch_and_length() -> None:
     short = {**QWEN_7B, "max_position_embeddings": 32768}
     assert any("= 34816 exceeds" in line and "by 2048" in line for line in conflicts(or1_7b(), short))
-    assert any("has 200 problems" in line for line in conflicts(or1_7b(), prompts=200))
+    assert any("has 200 problems" in line for line in conflicts(or1_7b(), prompts=[200]))
     thin = {"name": "1", "steps": 1, "max_response_tokens": 64, "prompts_per_step": 4, "prompts_per_update": 1,
             "group_size": 8}  # fmt: skip
     assert any("8 samples cannot feed 16" in line for line in conflicts(or1_7b(stages=[thin])))
@@ -194,6 +195,25 @@ def test_warnings() -> None:
     assert "evaluate.data is empty" in text
 
 
+def test_a_step_draws_problems_that_all_differ() -> None:
+    """256 a step of 200 problems twice each, or of 300 of which the stage's mixture leaves 200: too few. With 280 and
+    20 an epoch of stage 1 (twice the second) has 320, of a mixture without the second 280."""
+    twice = {"train": [{"path": "a.jsonl", "repeat": 2}]}
+    assert any("has 200 problems, and those of a step" in x for x in conflicts(or1_7b(data=twice), prompts=[200]))
+    mix = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "repeat": 2}]}
+    stages = [{"name": "1", "steps": 10, "max_response_tokens": 64, "prompts_per_step": 256, "prompts_per_update": 256,
+               "group_size": 16}]  # fmt: skip
+    stages.append({**stages[0], "name": "2", "mixture": {"a": 1, "b": 0}})
+    (line,) = conflicts(or1_7b(data=mix, stages=stages), prompts=[200, 100])
+    assert "stage '2'" in line and "200 problems in the sources of the stage's mixture" in line
+    found = plan(or1_7b(data={**mix, "difficulty_model": "m"}, stages=stages), QWEN_7B, [280, 20], "cuda")
+    assert [stage.epochs for stage in found.stages] == [pytest.approx(2560 / 320), pytest.approx(2560 / 280)]
+    assert (found.problems, found.problems_per_epoch, found.difficulty_model) == (300, 320, "m")
+    stages[0]["refill_prompts"] = 100
+    said = plan(or1_7b(data=mix, stages=stages), QWEN_7B, [280, 20], "cuda").warnings
+    assert sum("refill_prompts = 100, but there are 44 problems beyond" in line for line in said) == 1
+
+
 def test_the_head_dimensions_are_those_of_the_installed_engine() -> None:
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
     from or1_megatron.arithmetic import CPU_HEAD_DIMS
@@ -203,7 +223,7 @@ def test_the_head_dimensions_are_those_of_the_installed_engine() -> None:
 
 def test_the_plan_can_be_read() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(plan(or1_7b(), QWEN_7B, 133_169, "cuda")))
+    console.print(render(plan(or1_7b(), QWEN_7B, [133_169], "cuda")))
     text = console.export_text()
     for part in ("32 ranks = TP 2 x PP 1 x CP 1 x DP 16", "7,615.5 M", "4,096", "D_R", "N_SGD", "1.27"):
         assert part in text, part

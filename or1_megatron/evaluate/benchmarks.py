@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -90,6 +91,40 @@ def load_set(
     problems = load_problems(path, split=split)
     ending = benchmark.ending if benchmark is not None else ""
     return name, [_ending(problem, ending) for problem in problems]
+
+
+def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
+    """Write a known set as ``sets``/name.jsonl, as the report evaluated it: AIME24's problems with their ending,
+    LiveCodeBench's of the report's window. ``found_in``: where files of that name are looked for before the hub.
+
+    Returns:
+        The file, which was replaced as a whole, and its problems.
+
+    Raises:
+        DataError: no known set, or what ``load_set`` raises.
+    """
+    if name not in BENCHMARKS:
+        raise DataError(f"{name}: no known set; expected one of {', '.join(BENCHMARKS)}")
+    window = REPORT_WINDOW if BENCHMARKS[name].dated else (None, None)
+    _, problems = load_set(name, found_in, *window)
+    sets.mkdir(parents=True, exist_ok=True)
+    path = sets / f"{name}.jsonl"
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        for index, problem in enumerate(problems):
+            file.write(json.dumps(_row(problem, index), ensure_ascii=False) + "\n")
+    partial.replace(path)
+    return path, len(problems)
+
+
+def _row(problem: Problem, index: int) -> dict[str, Any]:
+    return {
+        "data_source": problem.source,
+        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
+        "ability": problem.ability,
+        "reward_model": {"ground_truth": problem.ground_truth, "style": "rule"},
+        "extra_info": {"index": index},
+    }
 
 
 def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None]:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from or1_megatron.cli import app
 from or1_megatron.config_file import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
+from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.evaluate.benchmarks import BOX_INSTRUCTION, load_set
 from or1_megatron.evaluate.outcome import summarise
@@ -198,6 +199,37 @@ def test_known_sets_are_found_and_aime24_ends_with_its_instruction(tmp_path: Pat
     assert load_set("aime25", tmp_path)[1][0].messages[0].content == "What is 1+1?"
     with pytest.raises(DataError, match="no known set; known: aime24, aime25, livecodebench"):
         load_set("aime26", tmp_path)
+
+
+def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
+    """From files, in the columns in which they are published; the hub's way in is test_hub's. AIME24's ending comes
+    once, LiveCodeBench's problems are those of 2024-08 to 2025-01, and training's reader takes what was written."""
+    test = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
+    with (tmp_path / "livecodebench.jsonl").open("w") as file:
+        for number, day in enumerate(("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")):
+            row = {
+                "question_title": "Twice", "question_content": f"Double it, {number}.", "platform": "atcoder",
+                "question_id": f"abc_{number}", "contest_date": f"{day}T00:00:00", "starter_code": "",
+                "public_test_cases": test, "private_test_cases": "", "metadata": "{}",
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    row = {"Problem": "What is 1+1?", "Answer": 2, "ID": "2024-I-1", "Solution": ""}
+    (tmp_path / "aime24.jsonl").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "eval"
+    for _ in range(2):
+        done = CliRunner().invoke(
+            app, ["data", "benchmark", "aime24", "livecodebench", "--out", str(out), "--sets", str(tmp_path)]
+        )
+        assert done.exit_code == 0 and "livecodebench.jsonl: 2 problems" in done.stdout, done.output
+    (aime,) = load_problems(out / "aime24.jsonl")
+    assert aime.messages[0].content == "What is 1+1?" + BOX_INSTRUCTION and aime.ground_truth == '["2"]'
+    assert load_set("aime24", out)[1][0].messages == aime.messages
+    code = load_problems(out / "livecodebench.jsonl")
+    assert [("Double it, 1" in p.messages[0].content, p.ability) for p in code] == [(True, "code"), (False, "code")]
+    assert "Double it, 2" in code[1].messages[0].content
+    assert sorted(path.name for path in out.iterdir()) == ["aime24.jsonl", "livecodebench.jsonl"]
+    refused = CliRunner().invoke(app, ["data", "benchmark", "aime26", "--out", str(out), "--sets", str(tmp_path)])
+    assert refused.exit_code == 2 and "aime26: no known set; expected one of aime24" in refused.stderr
 
 
 def test_budgets_cut_off_what_is_longer() -> None:

@@ -62,14 +62,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def overrides(script: str) -> list[str]:
-    """Every stage made tiny; the recipes' data files are parquet, the test's are JSONL."""
+    """Every stage made tiny."""
     stages = 4 if "math" in script else 2
     values = dict(TINY)
     for index in range(stages):
         values |= {f"stages.{index}.{key}": str(value) for key, value in STAGE.items()}
-    values["data.train.0.path"] = "${DATA}/math.jsonl"
-    if "math" not in script:
-        values["data.train.1.path"] = "${DATA}/code.jsonl"
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 
 
@@ -108,6 +105,15 @@ def test_every_stage_script_checks_and_plans(script: str, place: dict[str, str])
     done = run(script, {**place, "DRY_RUN": "1"})
     assert done.returncode == 0, done.stderr
     assert "2 ranks = TP 1 x PP 1 x CP 1 x DP 2" in done.stdout
+    first = script.endswith("stage_1.sh")
+    assert first or ("or1: not there yet: stage" in done.stderr and "begins from a checkpoint of stage" in done.stderr)
+
+
+def test_a_stage_without_the_one_before_is_refused_at_the_door(place: dict[str, str], tmp_path: Path) -> None:
+    done = run("examples/or1_32b/stage_2.sh", {**place, "RUNS": str(tmp_path)})
+    assert done.returncode == 2
+    assert "or1: error: stage 2 ('2') begins from a checkpoint of stage 1 ('1'), and there is none" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_missing_is_said(place: dict[str, str]) -> None:
