@@ -109,7 +109,7 @@ class StageConfig(Section):
 
     @property
     def sgd_steps(self) -> int:
-        """N_SGD = (D_R / D_T) * N_reuse."""
+        """N_SGD = (D_R / D_T) * N_reuse, RECIPE section 1."""
         return self.prompts_per_step // self.prompts_per_update * self.reuse
 
 

@@ -34,6 +34,7 @@ def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]],
     finally:
         for verifier in verifiers.values():
             verifier.close()
+    there = [len(problems) for problems in train]
     if config.data.difficulty_model is not None:
         train = [filter_by_difficulty(problems, config.data.difficulty_model) for problems in train]
     longest = config.data.max_prompt_tokens
@@ -45,11 +46,18 @@ def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]],
         repeats = config.repeats(stage)
         kept = sum(len(source.prompts) for source, repeat in zip(sources, repeats, strict=True) if repeat)
         if stage.prompts_per_step > kept:
+            taken = [index for index, repeat in enumerate(repeats) if repeat]
+            read, difficult = sum(there[index] for index in taken), sum(len(train[index]) for index in taken)
+            dropped = f"data.max_prompt_tokens = {longest} dropped {difficult - kept}"
+            if config.data.difficulty_model is not None:
+                dropped = (
+                    f"data.difficulty_model = {config.data.difficulty_model} dropped {read - difficult}, " + dropped
+                )
             raise DataError(
-                f"data.train: {kept} problems are left after filtering"
+                f"data.train: of {read} problems"
                 + (" in the sources of its mixture" if stage.mixture else "")
-                + f", fewer than prompts_per_step = {stage.prompts_per_step} of stage '{stage.name}'; "
-                "add problems, raise data.max_prompt_tokens or lower prompts_per_step"
+                + f" {kept} are left ({dropped}), fewer than prompts_per_step = {stage.prompts_per_step} of stage "
+                f"'{stage.name}'; add problems, loosen the filter or lower prompts_per_step"
             )
     evaluated = {
         held.title: short_prompts(template, problems, held.path, longest)

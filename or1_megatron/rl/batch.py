@@ -58,7 +58,8 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
 
 
 def split(groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
-    """Whole groups into exactly ``mini_batches`` (D_R / D_T) runs of neighbours, as equal as can be, larger ones first.
+    """Whole groups into exactly ``mini_batches`` (D_R / D_T) runs of neighbours, as equal as can be, larger ones first:
+    the mini-batches after rejection of RECIPE section 1.
 
     Fewer groups than that: one per mini-batch; none: no mini-batch. 7 groups into 3: 3, 2, 2.
     """

@@ -13,7 +13,8 @@ from or1_megatron.types import Float32Array, Group
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float:
-    """e_k in nats per token: minus the mean log-prob of the sampled tokens, over *all* responses of the step.
+    """e_k in nats per token (RECIPE section 2, ``sampled``): minus the mean log-prob of the sampled tokens, over *all*
+    responses of the step.
 
     Rejected groups count too: their entropy is the policy's as much as any other's. The log-probs are the engines'
     (temperature applied, before top-p and top-k). Mean over tokens, not over responses. Worked example: responses with
@@ -38,7 +39,8 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 
 
 def full_entropy(entropies: Sequence[Float32Array]) -> float:
-    """e_k by the option ``full``: mean over all tokens of their full-vocabulary entropies [n] per response, nats.
+    """e_k by the option ``full`` (RECIPE section 2): mean over all tokens of their full-vocabulary entropies [n per
+    response], nats.
 
     Worked example: (1, 2, 3) and (2): 8 / 4 = 2. Raises ValueError when one is not finite or there is no token at all.
     """

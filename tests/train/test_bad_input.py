@@ -212,7 +212,16 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
     for file in bare.glob("tokenizer*"):
         file.unlink()
     (model / "chat_template.jinja").unlink()
-    code, none = tmp_path / "code.jsonl", tmp_path / "none.jsonl"
+    code, none, graded = (tmp_path / f"{name}.jsonl" for name in ("code", "none", "graded"))
+    rows = [
+        {
+            "data_source": "x", "prompt": [{"role": "user", "content": f"{i}+{i}?"}], "ability": "math",
+            "reward_model": {"ground_truth": json.dumps([str(2 * i)]), "style": "rule"},
+            "extra_info": {"index": i, "model_difficulty": {"M": 16 if i < 4 else 3}},
+        }
+        for i in range(10)
+    ]  # fmt: skip
+    graded.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tests = json.dumps({"inputs": ["1", "2"], "outputs": ["1"]})
     code.write_text(ROW % 1 + json.dumps({"prompt": "1?", "ability": "code", "answer": tests}))
     none.write_text(ROW % 1 + json.dumps({"prompt": "1?", "ability": "code", "answer": "{}"}))
@@ -222,7 +231,11 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
         f"data.train.0.path={data} data.max_prompt_tokens=12 evaluate.data=[]": "[9] 0 ['math']",
         f"data.train.0.path={data} data.max_prompt_tokens=2": f"none of 10 prompts (from {data}:1 on) fits",
         f"data.train.0.path={data} data.max_prompt_tokens=12 stages.0.prompts_per_step=16": (
-            "data.train: 9 problems are left after filtering, fewer than prompts_per_step = 16"
+            "data.train: of 10 problems 9 are left (data.max_prompt_tokens = 12 dropped 1), fewer than "
+            "prompts_per_step = 16"
+        ),
+        f"data.train.0.path={graded} data.difficulty_model=M stages.0.prompts_per_step=8": (
+            "data.train: of 10 problems 6 are left (data.difficulty_model = M dropped 4, data.max_prompt_tokens = "
         ),
         f"model.hf={broken}": f"{broken}: its tokenizer cannot be loaded",
         f"model.hf={bare}": f"{bare}: holds no tokenizer",
