@@ -310,6 +310,8 @@ class RolloutManager:
             current.decoded.set()
             current.judged.set()
         else:
+            if current.ration.limit < len(current.prompts):
+                self._give_up(current, current.ration.limit)
             self._feed(current)
 
     async def _wait_for(self, event: asyncio.Event, current: _RollOut, what: str) -> None:
