@@ -80,6 +80,16 @@ def test_what_cannot_work_is_refused_in_a_message(config: Path, overrides: list[
         assert "Traceback" not in result.stderr
 
 
+def test_check_refuses_what_the_dry_run_says_is_not_there_yet(config: Path) -> None:
+    """Weights that are still to be downloaded: planned with, not started with. Both print the plan first."""
+    planned, refused = (invoke("train", config, how, "--device", "cpu") for how in ("--dry-run", "--check"))
+    said = "holds no *.safetensors file"
+    assert planned.exit_code == 0 and f"or1: not there yet: {config.parent}/model" in planned.stderr
+    assert said in planned.stderr
+    assert refused.exit_code == 2 and refused.stderr.startswith("or1: error: ") and said in refused.stderr
+    assert "responses per step" in planned.stdout and "responses per step" in refused.stdout
+
+
 def test_a_corrupt_model_config_is_named(config: Path) -> None:
     (config.parent / "model" / "config.json").write_text('{"num_hidden')
     result = invoke("train", config, "--dry-run")
