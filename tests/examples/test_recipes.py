@@ -66,7 +66,7 @@ def test_the_released_models_are_trained_as_the_report_says(recipe: str, monkeyp
     assert (algorithm.advantage.truncation_mask, algorithm.advantage.reject_uniform_groups) == ("none", True)
     assert config.model.dtype == "bfloat16"
     assert config.data.max_prompt_tokens == 2048
-    mixture = {source.path.name.split(".")[0]: source.repeat for source in config.data.train}
+    mixture = {source.split: source.repeat for source in config.data.train}
     assert mixture == ({"math": 1} if recipe == "or1_math_7b" else {"math": 1, "code": 2})
 
 
