@@ -77,7 +77,13 @@ def lines(environment: Mapping[str, str], name: str = "SAID") -> list[str]:
 def signalled(environment: Mapping[str, str], number: signal.Signals, *command: str) -> tuple[int, str]:
     """Exit status and stderr of a command that is sent a signal once both of its ranks are up."""
     env = {**os.environ, **environment, "RANK_S": "60"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+
+    def take_signals() -> None:  # a shell's background jobs, as these tests may be one, are born deaf to SIGINT
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=take_signals
+    ) as process:
         deadline = time.monotonic() + 30
         while lines(environment, "HEARD").count("up") < 2:
             assert process.poll() is None and time.monotonic() < deadline
