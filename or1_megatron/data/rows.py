@@ -8,9 +8,12 @@ Skywork-OR1-RL-Data (docs/schemas.md): ``data_source``, ``prompt`` [{role, conte
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from or1_megatron.types import Message
 
 NonEmpty = Annotated[str, Field(min_length=1)]
 
@@ -78,6 +81,19 @@ def parse_row(raw: Any, origin: str) -> SkyworkRow | PlainRow:
         return PlainRow.model_validate(raw) if plain else SkyworkRow.model_validate(raw)
     except ValidationError as error:
         raise DataError(_explain(error, raw, origin)) from None
+
+
+def published_row(
+    source: str, messages: Sequence[Message], ability: str, ground_truth: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row in the schema of Skywork-OR1-RL-Data, as ``parse_row`` reads it."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": message.role, "content": message.content} for message in messages],
+        "ability": ability,
+        "reward_model": {"ground_truth": ground_truth, "style": "rule"},
+        "extra_info": dict(extra),
+    }
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], origin: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from or1_megatron.data.files import SUFFIXES, is_hub_id, read_rows
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError
+from or1_megatron.data.rows import DataError, published_row
 from or1_megatron.types import Message, Problem
 
 BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer within \\boxed{}."
@@ -112,19 +112,12 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         for index, problem in enumerate(problems):
-            file.write(json.dumps(_row(problem, index), ensure_ascii=False) + "\n")
+            row = published_row(
+                problem.source, problem.messages, problem.ability, problem.ground_truth, {"index": index}
+            )
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     partial.replace(path)
     return path, len(problems)
-
-
-def _row(problem: Problem, index: int) -> dict[str, Any]:
-    return {
-        "data_source": problem.source,
-        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
-        "ability": problem.ability,
-        "reward_model": {"ground_truth": problem.ground_truth, "style": "rule"},
-        "extra_info": {"index": index},
-    }
 
 
 def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from or1_megatron.data.pipeline.records import Candidate, read_candidates
+from or1_megatron.data.rows import published_row
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 
 if TYPE_CHECKING:
@@ -68,13 +69,8 @@ def dataset_schema(models: Sequence[str]) -> pa.Schema:
 
 def _published(row: Candidate, index: int, models: Sequence[str]) -> Mapping[str, Any]:
     measured = {model: row.difficulty.get(model) for model in models}
-    return {
-        "data_source": row.source,
-        "prompt": [{"role": message.role, "content": message.content} for message in row.messages],
-        "ability": row.ability,
-        "reward_model": {"ground_truth": row.ground_truth, "style": "rule"},
-        "extra_info": {"index": index, **({"model_difficulty": measured} if models else {})},
-    }
+    extra = {"index": index, **({"model_difficulty": measured} if models else {})}
+    return published_row(row.source, row.messages, row.ability, row.ground_truth, extra)
 
 
 def _rows(shards: Sequence[Path]) -> Iterator[Candidate]:
