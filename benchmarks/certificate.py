@@ -45,7 +45,9 @@ track: {{console: plain}}
 
 def use_checksums(wanted: bool) -> None:
     """In this process: compute them, or take all of them to be 0."""
-    from or1_megatron.handoff import checksum, inspection, shipping
+    from or1_megatron.handoff.message import checksum
+    from or1_megatron.handoff.message import message as shipping
+    from or1_megatron.handoff.vllm import parameter_check as inspection
 
     class Zeros:
         def __init__(self, cuts: Any, *others: Any) -> None:
@@ -67,7 +69,7 @@ def worker(model: Path, out: Path, handoffs: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from or1_megatron.config import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
+    from or1_megatron.config.schema import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
     from or1_megatron.handoff.sender import EngineWeightSender
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
@@ -142,7 +144,9 @@ def measure_probe(folder: Path, steps: int) -> list[dict[str, float]]:
             steps=steps,
         )
     )
-    subprocess.run([sys.executable, "-m", "or1_megatron.cli", "train", str(config)], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config)], check=True, env=environment
+    )
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "handoff/probe_s" in row][1:]
 

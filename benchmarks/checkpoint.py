@@ -56,7 +56,7 @@ def make_model(folder: Path) -> None:
 
 def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, out: Path) -> None:
     """One rank; rank 0 writes every round's seconds by name."""
-    from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+    from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.parallel.saver import CheckpointSaver

@@ -81,7 +81,7 @@ INVERT = {
 
 
 def _lcb(functional: bool) -> dict[str, Any]:
-    from or1_megatron.verify.livecodebench import compress
+    from or1_megatron.verify.code.livecodebench import compress
 
     kind = "functional" if functional else "stdin"
     tests = [(n, str(n * n)) for n in (3, 12, 0, 1000)]

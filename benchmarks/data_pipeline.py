@@ -58,7 +58,7 @@ def write_rows(path: Path, rows: int) -> None:
 
 def run_until(step: str, recipe: Path) -> tuple[float, int]:
     """(CPU seconds, peak resident bytes) of the build up to a step."""
-    command = [sys.executable, "-m", "or1_megatron.cli", "data", "build", str(recipe), "--until", step]
+    command = [sys.executable, "-m", "or1_megatron.commands.app", "data", "build", str(recipe), "--until", step]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

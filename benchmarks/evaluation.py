@@ -33,13 +33,13 @@ import ray
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron import evaluate_model
-from or1_megatron.config import RolloutConfig
+from or1_megatron.commands import evaluate_model
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.run import ask_seed
 from or1_megatron.evaluate.settings import EvaluationSettings
-from or1_megatron.rollout.asking import LINGER_S, EngineSampler
+from or1_megatron.rollout.engine_sampler import LINGER_S, EngineSampler
 from or1_megatron.types import Prompt, Request, Sampling
 
 Measured = tuple[list[float], list[float], float | None]

@@ -68,7 +68,7 @@ def worker(model: Path, out: Path, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from or1_megatron.config import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
+    from or1_megatron.config.schema import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
     from or1_megatron.handoff.sender import EngineWeightSender
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
@@ -155,8 +155,8 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     """Seconds for the plan's messages over the same transport to bare processes, neither packed nor read."""
     import torch.distributed as dist
 
-    from or1_megatron.handoff.board import Board
-    from or1_megatron.handoff.gloo import join_store, open_store
+    from or1_megatron.handoff.transport.group import join_store, open_store
+    from or1_megatron.handoff.transport.status_store import Board
 
     parts: list[Any] = [None] * mesh.world
     dist.all_gather_object(parts, plan.shipments, group=mesh.control)
@@ -189,7 +189,7 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
 
 def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
     """``carrying.ship`` without its reading, packing and checksums."""
-    from or1_megatron.handoff.shipping import message_bytes
+    from or1_megatron.handoff.message.message import message_bytes
 
     mine = plan.sent_by(rank)
     size, idle, travelling = max((message_bytes(s) for s in mine), default=0), list[Any](), list[Any]()
@@ -210,8 +210,8 @@ def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
 
 
 def links_of(transport: str, store: Any, rank: int, trainers: int, engine_ranks: int) -> Any:
-    from or1_megatron.handoff.gloo import open_group
-    from or1_megatron.handoff.links import Links
+    from or1_megatron.handoff.transport.group import open_group
+    from or1_megatron.handoff.transport.links import Links
 
     world = trainers + engine_ranks
     group = open_group(store, "127.0.0.1", rank, world, 300.0)
@@ -222,9 +222,9 @@ def copier(port: int, index: int) -> None:
     """A bare receiver; of shared memory it reads every byte once, as gloo's receiver does by copying."""
     import torch
 
-    from or1_megatron.handoff.board import Board
-    from or1_megatron.handoff.carrying import incoming
-    from or1_megatron.handoff.gloo import join_store
+    from or1_megatron.handoff.shard.transfer import incoming
+    from or1_megatron.handoff.transport.group import join_store
+    from or1_megatron.handoff.transport.status_store import Board
 
     torch.set_num_threads(1)
     store = join_store("127.0.0.1", port, 300.0)
@@ -248,7 +248,7 @@ def main() -> None:
         copier(int(sys.argv[2]), int(sys.argv[3]))
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    from or1_megatron.plan_handoff import expected_wants
+    from or1_megatron.commands.plan_handoff import expected_wants
     from or1_megatron.weights.families import family_of, read_hf_config
     from or1_megatron.weights.holdings import box_size
 

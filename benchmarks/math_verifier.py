@@ -27,7 +27,7 @@ from math_suites import suite_pairs
 from result import figure, write_result
 
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
 
 OURS = "ours"
 Accepts = Callable[[Pair], bool]

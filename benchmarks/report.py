@@ -19,7 +19,7 @@ import numpy as np
 from chromium import Chromium, find_chromium
 from result import ROOT, figure, write_result
 
-from or1_megatron.report.run_page import TEXTS, write_report
+from or1_megatron.report.page.run_page import TEXTS, write_report
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.types import (

@@ -23,8 +23,8 @@ from code_corpus import HACKS, HONEST, PROBLEMS
 from result import figure, write_result
 
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code import CodeVerifier
-from or1_megatron.verify.livecodebench import as_input_output
+from or1_megatron.verify.code.livecodebench import as_input_output
+from or1_megatron.verify.code.verifier import CodeVerifier
 
 TESTS = 30
 STDIN = {"inputs": [f"{n}\n" for n in range(TESTS)], "outputs": [f"{n * n}\n" for n in range(TESTS)]}

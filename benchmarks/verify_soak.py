@@ -27,10 +27,10 @@ import numpy as np
 import psutil
 from result import figure, write_result
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Completion, Message, Problem, VersionSpan
-from or1_megatron.verify.pool import VerifierPool
-from or1_megatron.verify.pool_local import local_workers
+from or1_megatron.verify.pool.local import local_workers
+from or1_megatron.verify.pool.queue import VerifierPool
 
 TIERS = ("bubblewrap", "landlock")
 TIMEOUT_S = 2.0
@@ -106,7 +106,7 @@ def verifiers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if {"or1_megatron.verify.pool_worker", "or1_megatron.verify.math_worker"} & set(process.cmdline()):
+            if {"or1_megatron.verify.pool.worker", "or1_megatron.verify.math.worker"} & set(process.cmdline()):
                 found.append(process)
         except psutil.Error:  # it has ended
             continue

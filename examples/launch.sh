@@ -95,7 +95,7 @@ fi
 (
   trap '' TERM USR1 INT HUP
   exec torchrun "${meeting[@]}" --nproc-per-node $((ranks / NNODES)) --max-restarts 0 --signals-to-handle SIGQUIT \
-    -m or1_megatron.train "${arguments[@]}"
+    -m or1_megatron.trainer.run "${arguments[@]}"
 ) &
 agent=$!
 stopped=""

@@ -38,7 +38,7 @@ from or1_megatron.types import (
 if TYPE_CHECKING:
     import torch
 
-    from or1_megatron.config import EvaluationConfig
+    from or1_megatron.config.schema import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True)

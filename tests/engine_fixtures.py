@@ -96,7 +96,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def rollout_config(**changes: Any) -> Any:
-    from or1_megatron.config import RolloutConfig
+    from or1_megatron.config.schema import RolloutConfig
 
     values = {"engines": 2, "max_concurrent": 32, "kv_cache_bytes": 16 << 20, "start_timeout_s": 200.0}
     return RolloutConfig(**{**values, **changes})

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.arithmetic import PlanError, plan
-from or1_megatron.config import Config
-from or1_megatron.config_file import ConfigError, check_resume, load_config, resolved_yaml
-from or1_megatron.dry_run import check_reference
+from or1_megatron.config.load import ConfigError, check_resume, load_config, resolved_yaml
+from or1_megatron.config.schema import Config
+from or1_megatron.sizing.dry_run import check_reference
+from or1_megatron.sizing.run_plan import PlanError, plan
 
 BASE = """\
 run: {dir: runs/x}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from or1_megatron.arithmetic import PlanError, plan
-from or1_megatron.config import Config
-from or1_megatron.dry_run import render
-from or1_megatron.shape import Shape
+from or1_megatron.config.schema import Config
+from or1_megatron.sizing.dry_run import render
+from or1_megatron.sizing.run_plan import PlanError, plan
+from or1_megatron.weights.shape import Shape
 
 # DeepSeek-R1-Distill-Qwen-7B's config.json.
 QWEN_7B = {
@@ -216,7 +216,7 @@ def test_a_step_draws_problems_that_all_differ() -> None:
 
 def test_the_head_dimensions_are_those_of_the_installed_engine() -> None:
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
-    from or1_megatron.arithmetic import CPU_HEAD_DIMS
+    from or1_megatron.sizing.run_plan import CPU_HEAD_DIMS
 
     assert list(CPU_HEAD_DIMS) == backend.CPUAttentionBackend.get_supported_head_sizes()
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from or1_megatron.config import ParallelConfig
-from or1_megatron.layouts import batch_layout
+from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.sizing.parallel_layouts import batch_layout
 
 # DeepSeek-R1-Distill-Qwen-7B's config.json: 7,615,616,512 parameters, 544,997,376 of them the input embedding's.
 QWEN_7B = {

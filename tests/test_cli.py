@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from or1_megatron.cli import app
+from or1_megatron.commands.app import app
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -110,5 +110,5 @@ def test_rollouts_of_no_run(tmp_path: Path) -> None:
 
 def test_help_starts_fast_enough_to_be_asked() -> None:
     """`or1 --help` must not import torch, which takes seconds."""
-    code = "import sys, or1_megatron.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, or1_megatron.commands.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

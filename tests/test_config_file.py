@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.config import Config
-from or1_megatron.config_file import (
+from or1_megatron.config.load import (
     NEXT_STAGE_CHANGES,
     NOT_RESUMABLE,
     ConfigError,
@@ -21,6 +20,7 @@ from or1_megatron.config_file import (
     load_config,
     resolved_yaml,
 )
+from or1_megatron.config.schema import Config
 
 BASE = """\
 run: {dir: runs/x}

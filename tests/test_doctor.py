@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from or1_megatron import doctor
+from or1_megatron.commands import doctor
 
 ROOT = Path(__file__).parents[1]
 

@@ -39,7 +39,7 @@ open(f"{folder}/{rank}.heard", "w").write(f"{heard} helper={'alive' if alive els
 
 DRIVER = """
 import sys
-from or1_megatron.config import ParallelConfig
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron import launch
 launch.KILL_MARGIN_S = 0.0
 sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ParallelConfig(ranks=2), grace_s=float(sys.argv[3])))

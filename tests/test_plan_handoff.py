@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from or1_megatron.cli import app
-from or1_megatron.config import ParallelConfig
-from or1_megatron.plan_handoff import expected_wants, forecast
+from or1_megatron.commands.app import app
+from or1_megatron.commands.plan_handoff import expected_wants, forecast
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.weights.families import family_of
 
 ROOT = Path(__file__).parents[1]

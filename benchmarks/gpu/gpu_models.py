@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import BatchLayout, pack

@@ -25,12 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from result import figure, write_result
 
-from or1_megatron.handoff.board import Board
-from or1_megatron.handoff.carrying import incoming, ship
-from or1_megatron.handoff.gloo import join_store, open_group, open_store
-from or1_megatron.handoff.links import Links, Place, routes_for
-from or1_megatron.handoff.plan import HandoffPlan, Want, make_plan
-from or1_megatron.handoff.shipping import unpack
+from or1_megatron.handoff.message.message import unpack
+from or1_megatron.handoff.shard.plan import HandoffPlan, Want, make_plan
+from or1_megatron.handoff.shard.transfer import incoming, ship
+from or1_megatron.handoff.transport.group import join_store, open_group, open_store
+from or1_megatron.handoff.transport.links import Links, Place, routes_for
+from or1_megatron.handoff.transport.status_store import Board
 from or1_megatron.weights.holdings import Holding
 
 HANDOFFS = 4

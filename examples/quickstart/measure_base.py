@@ -19,13 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the folder of an example is not a package
 from demonstrations import HABIT_PREFIXES
 
-from or1_megatron.config import RolloutConfig
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.pool import engine_env
 from or1_megatron.types import Completion, Prompt, Request, Sampling
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
 
 CONTEXTS_TOKENS = (56, 96)  # T of the two stages
 MAX_PROMPT_TOKENS = 32

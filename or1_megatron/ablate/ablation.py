@@ -21,9 +21,9 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from or1_megatron.config import Config, NonNegativeFloat, Positive, Section
-from or1_megatron.config_file import ConfigError, load_config
-from or1_megatron.runtime.yaml_reader import YamlError, read_file
+from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, Section
+from or1_megatron.config.yaml_reader import YamlError, read_file
 
 SCALES: Final = ("paper", "small")
 Scale = Literal["paper", "small"]

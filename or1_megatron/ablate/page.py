@@ -18,7 +18,7 @@ from or1_megatron.ablate.outcome import (
     value_over,
     with_columns,
 )
-from or1_megatron.report.svg import GREY, GRID, INK, band, line, path, ticks
+from or1_megatron.report.figures.svg import GREY, GRID, INK, band, line, path, ticks
 from or1_megatron.runtime.files import write_atomically
 
 ArmRows = Mapping[str, Mapping[int, Rows]]

@@ -43,7 +43,7 @@ class ArmRun:
         """The command that runs it, or goes on with it."""
         overrides = [*self.arm.overrides, f"run.dir={self.dir}", f"run.seed={self.seed}"]
         sets = [part for override in overrides for part in ("--set", override)]
-        return [sys.executable, "-m", "or1_megatron.cli", "train", str(self.arm.base), *sets]
+        return [sys.executable, "-m", "or1_megatron.commands.app", "train", str(self.arm.base), *sets]
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics, one per step, in order; none when there are none yet."""

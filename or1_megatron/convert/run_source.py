@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.config import Config
-from or1_megatron.config_file import load_config
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder, step_of
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from or1_megatron.config import EvaluationConfig, EvaluationSetConfig
+from or1_megatron.config.schema import EvaluationConfig, EvaluationSetConfig
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.rl.checks import check_verdicts
 from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, Sampling

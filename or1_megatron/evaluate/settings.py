@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from or1_megatron.config import (
+from or1_megatron.config.schema import (
     Fraction,
     NonNegative,
     NonNegativeFloat,

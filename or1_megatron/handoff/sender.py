@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.choice import VLLMS
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.backend_check import VLLMS
 from or1_megatron.interfaces import WeightShards
 from or1_megatron.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
-    from or1_megatron.handoff.gloo_trainer import GlooTrainerEngine
-    from or1_megatron.handoff.shard_trainer import ShardSender
+    from or1_megatron.handoff.gather.trainer import GlooTrainerEngine
+    from or1_megatron.handoff.shard.trainer import ShardSender
 
 
 class EngineControl(Protocol):
@@ -70,7 +70,7 @@ class EngineWeightSender:
         self._rank = rank
         self._sharded: ShardSender | None = None
         if config.backend == "shard":
-            from or1_megatron.handoff.shard_trainer import ShardSender
+            from or1_megatron.handoff.shard.trainer import ShardSender
 
             self._sharded = ShardSender(shards, rank, config, self._engines)  # type: ignore[arg-type]  # as documented
 
@@ -85,14 +85,14 @@ class EngineWeightSender:
             return
         if self._config.backend in VLLMS:
             if self._builtin is None:
-                from or1_megatron.handoff.builtin import open_builtin
+                from or1_megatron.handoff.vllm.builtin import open_builtin
 
                 self._builtin = open_builtin(self._config, self._shards, self._rank, self._engines)  # type: ignore[arg-type]
             return
         if self._engines is None or self._transfer is not None:
             return
-        from or1_megatron.handoff import gloo_trainer
-        from or1_megatron.handoff.sources import ShardsSource
+        from or1_megatron.handoff.gather import trainer as gloo_trainer
+        from or1_megatron.handoff.vllm.sources import ShardsSource
 
         gloo_trainer.register()
         info = gloo_trainer.GlooTrainerInitInfo(

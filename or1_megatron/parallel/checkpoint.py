@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from or1_megatron.parallel.agreement import raise_together
 from or1_megatron.parallel.box_files import read_holdings
+from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import COMMON, LOOP, RANDOM, CheckpointError, restore_random_state
 from or1_megatron.parallel.sharded_state import holdings, set_optimizer_step

@@ -139,7 +139,7 @@ def install_without_cuda() -> bool:
         import megatron.core.tensor_parallel.random as megatron_random
         import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
-        from or1_megatron.parallel import uneven
+        from or1_megatron.parallel import gloo_collectives as uneven
 
         uneven.install()
         megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already

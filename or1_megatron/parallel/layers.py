@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from or1_megatron.config import ParallelConfig
-from or1_megatron.layouts import LayerKind
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.packed import PackedCausalAttention, PackedRow
 from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.sizing.parallel_layouts import LayerKind
 
 
 class RMSNorm(torch.nn.Module):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from or1_megatron.parallel.agreement import AgreedError
+from or1_megatron.parallel.collective_errors import AgreedError
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.watchdog import Watchdog
 

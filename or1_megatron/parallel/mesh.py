@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from or1_megatron.config import ParallelConfig
+from or1_megatron.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)

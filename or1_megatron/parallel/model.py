@@ -17,11 +17,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from or1_megatron.config import ParallelConfig
-from or1_megatron.layouts import LayerKind
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.layers import layer_spec
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
+from or1_megatron.sizing.parallel_layouts import LayerKind
 from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.table import ModelFamily
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from or1_megatron.config import ModelConfig, ParallelConfig
-from or1_megatron.layouts import batch_layout, choose_layers
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.layers import start_tensor_overlap
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel, transformer_config
 from or1_megatron.parallel.schedule import DeviceRow, forward, to_device
 from or1_megatron.parallel.weights import HFTensors, ShardedWeights
+from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.types import Float32Array, MicroBatch
 from or1_megatron.weights.families import family_of, read_hf_config
 

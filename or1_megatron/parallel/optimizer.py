@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
-from or1_megatron.config import OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 
 class FusedStepAdamW(torch.optim.Optimizer):

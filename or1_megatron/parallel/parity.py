@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective, TokenInputs
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.parallel.agreement import raise_together
+from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE
 from or1_megatron.parallel.network import build_network, rows_on_device, score_rows, speaks_for_row

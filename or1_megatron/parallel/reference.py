@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from or1_megatron.config import ModelConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.network import build_network, score_rows
 from or1_megatron.parallel.offload import HostCopy, distinct_storages

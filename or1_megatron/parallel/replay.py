@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.layouts import batch_layout
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import first_not_finite, read_dump
+from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Float32Array
 from or1_megatron.weights.families import read_hf_config
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
-from or1_megatron.parallel.agreement import AgreedError, raise_together
 from or1_megatron.parallel.box_files import WrittenBox, write_boxes, write_metadata
 from or1_megatron.parallel.boxes import Box, Holding
+from or1_megatron.parallel.collective_errors import AgreedError, raise_together
 from or1_megatron.parallel.lockstep import LockstepError
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.sharded_state import holdings, optimizer_step

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Final, Protocol
 
-from or1_megatron.config import SafetyConfig, StageConfig
+from or1_megatron.config.schema import SafetyConfig, StageConfig
 
 ALARMS: Final[Mapping[str, str]] = {
     "grad_norm": "gradient norm far above its running median",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from or1_megatron.config import StageConfig
+from or1_megatron.config.schema import StageConfig
 from or1_megatron.types import AdvantagedGroup, Group
 
 

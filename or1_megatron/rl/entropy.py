@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from or1_megatron.config_algorithm import EntropyConfig, LossConfig
+from or1_megatron.config.algorithm import EntropyConfig, LossConfig
 from or1_megatron.types import Float32Array, Group
 
 

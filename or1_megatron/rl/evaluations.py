@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from or1_megatron.config import EvaluationConfig, StageConfig
+from or1_megatron.config.schema import EvaluationConfig, StageConfig
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.types import EvaluationResult
 

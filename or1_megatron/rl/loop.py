@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from or1_megatron.config import StageConfig
+from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import EnginesLost, Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen

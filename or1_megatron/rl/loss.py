@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from or1_megatron.config import AlgorithmConfig, StageConfig
+from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import TokenInputs
 
 _LARGEST_LOG_RATIO = 20.0

@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from or1_megatron.config import StageConfig
+from or1_megatron.config.schema import StageConfig
 from or1_megatron.rl.batch import real_tokens
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.types import (

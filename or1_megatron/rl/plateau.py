@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from or1_megatron.config import PlateauConfig
+from or1_megatron.config.schema import PlateauConfig
 
 
 class Plateau:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from or1_megatron.config import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
+from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import (
     CheckpointKeeper,
     Evaluator,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.config import SafetyConfig
+from or1_megatron.config.schema import SafetyConfig
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
 from or1_megatron.types import Batch, Float32Array, UpdateReport

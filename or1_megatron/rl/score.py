@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from or1_megatron.config import AlgorithmConfig, StageConfig
+from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import BatchLayout, check_log_probs, pack, to_samples
 from or1_megatron.rl.loss import old_is_the_policy

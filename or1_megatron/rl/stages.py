@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.config import StageConfig
+from or1_megatron.config.schema import StageConfig
 from or1_megatron.rl.checks import PreviousStageUnfinished, check_stage_over, check_stage_steps, check_steps
 from or1_megatron.rl.plateau import Plateau
 from or1_megatron.types import Group

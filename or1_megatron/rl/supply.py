@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from or1_megatron.config import AdvantageConfig, StageConfig
+from or1_megatron.config.schema import AdvantageConfig, StageConfig
 from or1_megatron.interfaces import EnginesLost, ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.runtime.seeds import derive_seed

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from or1_megatron.config import RolloutConfig, VerifyConfig
+from or1_megatron.config.schema import RolloutConfig, VerifyConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from or1_megatron.handoff.choice import worker_info
-from or1_megatron.rollout.in_flight import KvCachePolicy, drain, forget
+from or1_megatron.handoff.backend_check import worker_info
+from or1_megatron.rollout.kv_cache_update import KvCachePolicy, drain, forget
 from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"

@@ -17,14 +17,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
-from or1_megatron.rollout.sampler import Ration, RequestKey, assemble_groups, deal, plan_requests, union_s
+from or1_megatron.rollout.request_plan import Ration, RequestKey, assemble_groups, deal, plan_requests, union_s
 from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
-from or1_megatron.verify.pool import VerifierPool
-from or1_megatron.verify.pool_local import local_workers
-from or1_megatron.verify.pool_ray import on_one_node, ray_workers
+from or1_megatron.verify.pool.local import local_workers
+from or1_megatron.verify.pool.queue import VerifierPool
+from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 
 _HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
 _NAMED_IN_ERRORS = 8

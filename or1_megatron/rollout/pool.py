@@ -14,9 +14,9 @@ from typing import Any, Literal
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from or1_megatron.config import RolloutConfig
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import namespace
-from or1_megatron.rollout.control import EngineError, RayEngineControl, gather, lost_engines
+from or1_megatron.rollout.engine_group import EngineError, RayEngineControl, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 
 __all__ = ["EngineActor", "EngineError", "EnginePlace", "EnginePool", "RayEngineControl"]

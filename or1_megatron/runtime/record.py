@@ -11,7 +11,7 @@ from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trac
 from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 if TYPE_CHECKING:
-    from or1_megatron.config import TrackConfig
+    from or1_megatron.config.schema import TrackConfig
     from or1_megatron.interfaces import Observer, Tracker
 
 

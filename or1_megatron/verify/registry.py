@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import Verifier
-from or1_megatron.verify.code import CodeVerifier
-from or1_megatron.verify.custom import CustomVerifier
-from or1_megatron.verify.math import MathVerifier
-from or1_megatron.verify.sandbox import open_sandbox
+from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_megatron.verify.custom.verifier import CustomVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
+from or1_megatron.verify.sandbox.tiers import open_sandbox
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
     "math": lambda config: MathVerifier(config.timeout_s),

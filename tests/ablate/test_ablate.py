@@ -37,8 +37,8 @@ from or1_megatron.ablate.outcome import (
 )
 from or1_megatron.ablate.page import write_page
 from or1_megatron.ablate.runs import run_all, runs_of
-from or1_megatron.cli import app
-from or1_megatron.config_file import ConfigError
+from or1_megatron.commands.app import app
+from or1_megatron.config.load import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/ablations"

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from typer.testing import CliRunner
 
-from or1_megatron.cli import app
+from or1_megatron.commands.app import app
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.rows import runs_of, targets
 from or1_megatron.convert.to_hf import megatron_to_hf

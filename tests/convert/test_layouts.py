@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from or1_megatron.config import Config
-from or1_megatron.config_file import resolved_yaml
+from or1_megatron.config.load import resolved_yaml
+from or1_megatron.config.schema import Config
 from or1_megatron.convert.job import ConvertError
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.convert.to_megatron import hf_to_megatron

@@ -21,7 +21,7 @@ from or1_megatron.convert.to_megatron import hf_to_megatron
 
 SCRIPT = """
 import sys
-from or1_megatron.config import ParallelConfig
+from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group
 import torch
 from pathlib import Path

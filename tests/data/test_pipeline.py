@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
-from or1_megatron.cli import app
+from or1_megatron.commands.app import app
 from or1_megatron.data.pipeline.ledger import entries, kept
 from or1_megatron.data.problems import load_problems
 

@@ -17,6 +17,7 @@ import pytest
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
+from or1_megatron.commands.data_build import make_verifiers, open_sampler
 from or1_megatron.data.pipeline.build import build
 from or1_megatron.data.pipeline.judges import UNREADABLE, read_vote
 from or1_megatron.data.pipeline.ledger import entries, kept
@@ -24,10 +25,9 @@ from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Re
 from or1_megatron.data.problems import filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.data_build import make_verifiers, open_sampler
-from or1_megatron.rollout.asking import EngineSampler
+from or1_megatron.rollout.engine_sampler import EngineSampler
 from or1_megatron.types import Answer, Ask, Message, Problem, Sampling, Unanswered, Verdict
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 BASE = QUICKSTART / "base_model"

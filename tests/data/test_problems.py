@@ -14,7 +14,7 @@ import pytest
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
 
 
 def row(content: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:

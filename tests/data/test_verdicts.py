@@ -12,7 +12,7 @@ import pytest
 
 from or1_megatron.data.pipeline.verdicts import VerifierThreads, judged
 from or1_megatron.types import Answer, Ask, Message, Problem, Verdict
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.verifier import MathVerifier
 
 PROBLEM = Problem("p", "s", "math", (Message("user", "?"),), '["x^2 + 2x"]', {}, "file:1")
 

@@ -20,8 +20,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from or1_megatron.cli import app
-from or1_megatron.config_file import load_as
+from or1_megatron.commands.app import app
+from or1_megatron.commands.evaluate_model import evaluate_model
+from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
@@ -29,8 +30,7 @@ from or1_megatron.evaluate.benchmarks import BOX_INSTRUCTION, load_set
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import EvaluationSettings
-from or1_megatron.evaluate_model import evaluate_model
-from or1_megatron.report.rollouts import show_rollouts
+from or1_megatron.report.console.rollouts import show_rollouts
 
 ROOT = Path(__file__).parents[2]
 

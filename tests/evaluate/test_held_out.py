@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from or1_megatron.config import EvaluationConfig
+from or1_megatron.config.schema import EvaluationConfig
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.metrics import evaluation_metrics
 from or1_megatron.types import (

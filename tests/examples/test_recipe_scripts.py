@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.config_file import load_config
+from or1_megatron.config.load import load_config
 from or1_megatron.runtime.jsonl import read_steps
 
 ROOT = Path(__file__).parents[2]

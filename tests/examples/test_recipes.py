@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.config import Config
-from or1_megatron.config_file import load_config
-from or1_megatron.dry_run import plan_shape
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config
+from or1_megatron.sizing.dry_run import plan_shape
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"

@@ -100,7 +100,7 @@ ASKED = "configs/recipes/or1_7b.yaml --set run.stage=2 --set optimizer.lr=2e-6"
 def test_one_node_checks_asks_for_the_ranks_and_trains(stage: dict[str, str]) -> None:
     done = run(stage, *LAUNCH)
     assert done.returncode == 0, done.stderr
-    options = "--max-restarts 0 --signals-to-handle SIGQUIT -m or1_megatron.train"
+    options = "--max-restarts 0 --signals-to-handle SIGQUIT -m or1_megatron.trainer.run"
     assert lines(stage) == [
         f"or1 train {ASKED} --check",
         f"or1 config {ASKED} --key parallel.ranks",

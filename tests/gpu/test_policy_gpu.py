@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from or1_megatron.config import ModelConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.rl.batch import BatchLayout, pack
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.types import Sample

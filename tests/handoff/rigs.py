@@ -16,11 +16,11 @@ import torch
 from engine_fixtures import TinyModel
 from sharded_trainer import Grid, Trainer
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff import gloo_trainer
-from or1_megatron.handoff.mapped import MappedTransport
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.gather import trainer as gloo_trainer
 from or1_megatron.handoff.sender import EngineWeightSender
-from or1_megatron.handoff.wire import GlooTransport
+from or1_megatron.handoff.transport.base import GlooTransport
+from or1_megatron.handoff.transport.shared_memory import MappedTransport
 from or1_megatron.types import Float32Array, Int32Array
 
 Tamper = Callable[[torch.Tensor], None]
@@ -151,7 +151,7 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
 
         from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-        from or1_megatron.handoff.placing import Placer
+        from or1_megatron.handoff.shard.direct_copy import Placer
 
         load, put = Qwen2ForCausalLM.load_weights, Placer.put
         names = {one: other, other: one}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.shard_trainer import ShardSender
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.shard.trainer import ShardSender
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from or1_megatron.handoff.buckets import TensorSpec, plan_buckets
+from or1_megatron.handoff.message.buckets import TensorSpec, plan_buckets
 
 
 def spec(name: str, elements: int, dtype: torch.dtype = torch.float32) -> TensorSpec:

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from or1_megatron.handoff.board import Board, in_background
-from or1_megatron.handoff.carrying import incoming, ship
-from or1_megatron.handoff.gloo import HandoffError, join_store, open_group, open_store
-from or1_megatron.handoff.links import Links, Place, routes_for
-from or1_megatron.handoff.plan import Want, make_plan
-from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, unpack
-from or1_megatron.handoff.wire import Arrival, Counted, GlooTransport, InOrder
+from or1_megatron.handoff.message.message import SliceMismatch, message_bytes, unpack
+from or1_megatron.handoff.shard.plan import Want, make_plan
+from or1_megatron.handoff.shard.transfer import incoming, ship
+from or1_megatron.handoff.transport.base import Arrival, Counted, GlooTransport, InOrder
+from or1_megatron.handoff.transport.group import HandoffError, join_store, open_group, open_store
+from or1_megatron.handoff.transport.links import Links, Place, routes_for
+from or1_megatron.handoff.transport.status_store import Board, in_background
 from or1_megatron.weights.holdings import Box, Holding, whole
 
 DEADLINE_S = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.certificate import HandoffMismatch, Probe, compare_probe, probe_tokens
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.probe import HandoffMismatch, Probe, compare_probe, probe_tokens
 
 POLICY = [np.array([-1.0, -2.0, -3.0], dtype=np.float32), np.array([-0.5], dtype=np.float32)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from or1_megatron.handoff.checksum import DeviceSums, checksum, host_sum
-from or1_megatron.handoff.plan import Shipment, Slice, Want, make_plan
-from or1_megatron.handoff.shipping import SliceMismatch, message_bytes, pack, unpack
+from or1_megatron.handoff.message.checksum import DeviceSums, checksum, host_sum
+from or1_megatron.handoff.message.message import SliceMismatch, message_bytes, pack, unpack
+from or1_megatron.handoff.shard.plan import Shipment, Slice, Want, make_plan
 from or1_megatron.weights.holdings import Holding
 
 W = Slice("w", ((0, 100), (0, 30)), torch.float32)

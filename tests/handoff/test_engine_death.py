@@ -19,10 +19,10 @@ import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
 from rigs import TRANSPORTS, WholeTensors, in_engine, perturbed, scores
 
-from or1_megatron.config import HandoffConfig, VerifyConfig
-from or1_megatron.handoff.certificate import compare_probe, probe_tokens
+from or1_megatron.config.schema import HandoffConfig, VerifyConfig
+from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.client import start_rollouts
-from or1_megatron.rollout.control import EngineError
+from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.types import Request, Sampling
 

@@ -26,9 +26,9 @@ from rigs import (
     swapped_in_loader,
 )
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.certificate import HandoffMismatch, Probe, compare_probe, probe_tokens
-from or1_megatron.rollout.control import EngineError
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.probe import HandoffMismatch, Probe, compare_probe, probe_tokens
+from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
 
 PROBE = probe_tokens(len(WORDS), 48)

@@ -20,8 +20,8 @@ import ray
 import torch
 from engine_fixtures import RUN_ID, WORDS, TinyModel, decode, prompt
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.certificate import HandoffMismatch, compare_probe, probe_tokens
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.probe import HandoffMismatch, compare_probe, probe_tokens
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.pool import EnginePool
@@ -109,8 +109,8 @@ def test_one_wrong_tensor_fails_the_certificate(tiny_model: TinyModel, sender: A
 
 def test_iteration_that_disagrees_with_metadata_is_refused_by_name(tiny_model: TinyModel) -> None:
     """On the trainer's side, before anything wrong is sent."""
-    from or1_megatron.handoff.buckets import TensorSpec
-    from or1_megatron.handoff.gloo_trainer import _next_tensor
+    from or1_megatron.handoff.gather.trainer import _next_tensor
+    from or1_megatron.handoff.message.buckets import TensorSpec
 
     tensors = iter([("b", torch.zeros(2))])
     with pytest.raises(ValueError, match=r"declares 'a' torch.float32 \(2,\), iteration yields 'b'"):

@@ -18,8 +18,8 @@ import ray
 from engine_fixtures import WORDS, TinyModel, decode, prompt
 from rigs import WholeTensors, in_engine, perturbed, scores
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.certificate import compare_probe, probe_tokens
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.types import Completion, Request, Sampling
 

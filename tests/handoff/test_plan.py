@@ -10,8 +10,8 @@ import random
 import pytest
 import torch
 
-from or1_megatron.handoff.plan import HandoffPlan, PlanImpossible, Shipment, Want, make_plan
-from or1_megatron.handoff.routes import Relayed, TwoHops
+from or1_megatron.handoff.shard.plan import HandoffPlan, PlanImpossible, Shipment, Want, make_plan
+from or1_megatron.handoff.shard.routes import Relayed, TwoHops
 from or1_megatron.weights.holdings import Holding
 
 FLOAT = {"w": torch.float32, "n": torch.float32, "x": torch.float32}

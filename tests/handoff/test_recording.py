@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from or1_megatron.handoff.buckets import Slot, TensorSpec
-from or1_megatron.handoff.checksum import checksum
-from or1_megatron.handoff.plan import Slice, Want
-from or1_megatron.handoff.shipping import Received
+from or1_megatron.handoff.message.buckets import Slot, TensorSpec
+from or1_megatron.handoff.message.checksum import checksum
+from or1_megatron.handoff.message.message import Received
+from or1_megatron.handoff.shard.plan import Slice, Want
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -88,7 +88,7 @@ class Toy(nn.Module):
 def recorded() -> tuple[Toy, Any, list[TensorSpec]]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from or1_megatron.handoff.recording import record_wants
+    from or1_megatron.handoff.vllm.loader_trace import record_wants
 
     toy = Toy()
     record_metadata_for_reloading(toy)
@@ -142,8 +142,8 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: An
     """All of them through the loaders."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.recording import Part, SliceLoader
-    from or1_megatron.handoff.reload import finish_reload
+    from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
+    from or1_megatron.handoff.vllm.reload import finish_reload
 
     toy, record, specs = recorded
     wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
@@ -164,9 +164,9 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
     """And the rest through its loaders, in the same handoff; twice."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.placing import Placer
-    from or1_megatron.handoff.recording import Part, SliceLoader
-    from or1_megatron.handoff.reload import finish_reload
+    from or1_megatron.handoff.shard.direct_copy import Placer
+    from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
+    from or1_megatron.handoff.vllm.reload import finish_reload
 
     toy, record, specs = recorded
     wants = record.wants(specs)
@@ -199,9 +199,9 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
 def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.placing import Placer
-    from or1_megatron.handoff.reload import put_back
-    from or1_megatron.handoff.shipping import SliceMismatch
+    from or1_megatron.handoff.message.message import SliceMismatch
+    from or1_megatron.handoff.shard.direct_copy import Placer
+    from or1_megatron.handoff.vllm.reload import put_back
 
     toy, record, specs = recorded
     cut = next(Slice(want.name, want.box, torch.float32) for want in record.wants(specs) if want.name == "lower_half")
@@ -218,7 +218,7 @@ def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
 
 
 def test_layer_that_lacks_a_slice_is_named(recorded: Any) -> None:
-    from or1_megatron.handoff.placing import Placer
+    from or1_megatron.handoff.shard.direct_copy import Placer
 
     toy, record, specs = recorded
     cuts = [Slice(want.name, want.box, torch.float32) for want in record.wants(specs)]
@@ -262,8 +262,8 @@ def added(param: Tensor, loaded_weight: Tensor) -> None:
 def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from or1_megatron.handoff.placing import placeable
-    from or1_megatron.handoff.recording import record_wants
+    from or1_megatron.handoff.shard.direct_copy import placeable
+    from or1_megatron.handoff.vllm.loader_trace import record_wants
 
     pair = Pair(copied, other)
     record_metadata_for_reloading(pair)
@@ -276,7 +276,7 @@ def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> No
 
 
 def test_what_was_never_loaded_is_named(recorded: Any) -> None:
-    from or1_megatron.handoff.recording import SliceLoader
+    from or1_megatron.handoff.vllm.loader_trace import SliceLoader
 
     with pytest.raises(RuntimeError, match="'doubled_in_place' was received, but its loader never put it"):
         SliceLoader(recorded[1]).check_complete()

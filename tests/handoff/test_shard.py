@@ -19,12 +19,12 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, rollout_config
 from rigs import in_engine
 from sharded_trainer import Grid, Trainer
 
-from or1_megatron.config import HandoffConfig
-from or1_megatron.handoff.certificate import compare_probe, probe_tokens
-from or1_megatron.handoff.gloo import HandoffError
-from or1_megatron.handoff.mapped import MappedTransport
-from or1_megatron.handoff.wire import GlooTransport
-from or1_megatron.plan_handoff import expected_wants
+from or1_megatron.commands.plan_handoff import expected_wants
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.probe import compare_probe, probe_tokens
+from or1_megatron.handoff.transport.base import GlooTransport
+from or1_megatron.handoff.transport.group import HandoffError
+from or1_megatron.handoff.transport.shared_memory import MappedTransport
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.weights.holdings import Box, box_size
 from or1_megatron.weights.qwen2 import QWEN2
@@ -173,7 +173,7 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
     def placed(engine: Any) -> set[str]:
         import gc
 
-        from or1_megatron.handoff.placing import Placer
+        from or1_megatron.handoff.shard.direct_copy import Placer
 
         return set[str]().union(*(found.names for found in gc.get_objects() if isinstance(found, Placer)))
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from or1_megatron.handoff.gloo import HandoffError
-from or1_megatron.handoff.mapped import SharedMemory
+from or1_megatron.handoff.transport.group import HandoffError
+from or1_megatron.handoff.transport.shared_memory import SharedMemory
 
 HOLDER = """
 import sys, pickle, base64, torch
-from or1_megatron.handoff.mapped import SharedMemory
+from or1_megatron.handoff.transport.shared_memory import SharedMemory
 memory = SharedMemory()
 buffer = memory.allocate(1 << 20)
 buffer.copy_(torch.arange(1 << 20) % 251)

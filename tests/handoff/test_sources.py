@@ -13,9 +13,9 @@ import pytest
 import torch
 from sharded_trainer import Grid, RankWeights
 
-from or1_megatron.config import Config, HandoffConfig
-from or1_megatron.config_file import ConfigError
-from or1_megatron.handoff.choice import VLLMS, check_choice, worker_info
+from or1_megatron.config.load import ConfigError
+from or1_megatron.config.schema import Config, HandoffConfig
+from or1_megatron.handoff.backend_check import VLLMS, check_choice, worker_info
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_held_names_pass_the_checks_of_sharded_rdt(grid: Grid) -> None:
     from vllm.distributed.weight_transfer.base import layerwise_groups
     from vllm.distributed.weight_transfer.sharded_rdt_trainer import ShardedRDTTrainerWeightTransferEngine as Engine
 
-    from or1_megatron.handoff.sources import HeldSource
+    from or1_megatron.handoff.vllm.sources import HeldSource
 
     sources = [HeldSource(RankWeights(grid, rank)) for rank in range(4)]
     engines = []
@@ -74,7 +74,7 @@ def test_sources_pass_the_check_of_nccl(grid: Grid) -> None:
     """Iteration is what metadata declares, in name, order, dtype and shape; and a source that lies is found out."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine as Engine
 
-    from or1_megatron.handoff.sources import EverywhereSource
+    from or1_megatron.handoff.vllm.sources import EverywhereSource
 
     source = EverywhereSource(RankWeights(grid, 3))
     checked = list(Engine._checked_iter(source, source.metadata()))
@@ -87,7 +87,7 @@ def test_meshes_pass_the_checks_of_m2n() -> None:
     """TP2 and two replicas: each rank's shard is the part of the whole that its placement says, to vLLM's liking."""
     from vllm.distributed.weight_transfer.m2n_common import check_transferable, resolve_layout, validate_layout
 
-    from or1_megatron.handoff.sources import MeshSource
+    from or1_megatron.handoff.vllm.sources import MeshSource
 
     grid = Grid(_model(64), 2, 2, 1)
     for rank in range(4):
@@ -112,7 +112,7 @@ def test_init_infos_pass_their_own_checks() -> None:
     from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
-    from or1_megatron.handoff.builtin import init_info
+    from or1_megatron.handoff.vllm.builtin import init_info
 
     infos = {backend: init_info(backend, 3, 4, ("10.0.0.1", 1234, 2, 2)) for backend in VLLMS}
     assert {info.backend for info in infos.values()} == set(VLLMS)

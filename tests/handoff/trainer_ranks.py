@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from or1_megatron.config import HandoffConfig
+from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.sender import EngineWeightSender
 
 

@@ -27,7 +27,7 @@ def ddp() -> Iterator[Callable[..., Any]]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from or1_megatron.config import ParallelConfig
+    from or1_megatron.config.schema import ParallelConfig
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 
     start_process_group(60)

@@ -23,7 +23,7 @@ from typing import Any
 import problem
 import torch
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel import box_files, checkpoint
 from or1_megatron.parallel.mesh import build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from or1_megatron.config import ParallelConfig
-from or1_megatron.parallel.agreement import AgreedError, raise_together
+from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.parallel.collective_errors import AgreedError, raise_together
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.runtime.signals import StopRequested

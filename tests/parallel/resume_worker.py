@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts
 from megatron.core import parallel_state
 
-from or1_megatron.config import (
+from or1_megatron.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     EntropyConfig,

@@ -12,7 +12,7 @@ import problem
 import pytest
 import torch
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 

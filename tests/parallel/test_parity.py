@@ -19,12 +19,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from or1_megatron.check_parity import TOLERANCE, beyond, load_network, objective, record_probe, transformers_numbers
-from or1_megatron.check_parity import check_parity as measure_layouts
-from or1_megatron.config import ModelConfig
+from or1_megatron.commands.check_parity import (
+    TOLERANCE,
+    beyond,
+    load_network,
+    objective,
+    record_probe,
+    transformers_numbers,
+)
+from or1_megatron.commands.check_parity import check_parity as measure_layouts
+from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import TokenInputs
-from or1_megatron.layouts import LayoutError
 from or1_megatron.parallel.parity import Numbers, compare
+from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
 
 LAYOUTS = [
@@ -72,7 +79,16 @@ MIXED = [
 
 def check_parity(model: Path, out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, str, dict[str, Any]]:
     """(exit status, what it printed, rows by layout) of ``or1 check-parity``."""
-    command = [sys.executable, "-m", "or1_megatron.cli", "check-parity", str(model), "--out", str(out), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "or1_megatron.commands.app",
+        "check-parity",
+        str(model),
+        "--out",
+        str(out),
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     rows = {row["name"]: row for row in json.loads(out.read_text())} if out.is_file() else {}

@@ -20,9 +20,9 @@ import pytest
 import ranks
 from rich.console import Console
 
-from or1_megatron.layouts import LayoutError
-from or1_megatron.replay import differ, replay
+from or1_megatron.commands.replay import differ, replay
 from or1_megatron.rl.dump import DumpError, read_dump
+from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import UpdateReport
 
 SEEN = UpdateReport({"loss": 4.0}, 8, 2.0, 1e-6, False, 0.0, 0.0)
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path) -> tuple[Pa
 
 def replayed(dump: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "or1_megatron.cli", "replay", str(dump), *options],
+        [sys.executable, "-W", "ignore", "-m", "or1_megatron.commands.app", "replay", str(dump), *options],
         env={**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from or1_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.layouts import batch_layout
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
@@ -27,6 +26,7 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
+from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Batch, Sample, TokenScores, UpdateReport
 
 LOSS = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.1, temperature=0.8, on_policy=False)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from or1_megatron.report.figure import draw_run
-from or1_megatron.report.rollouts import show_rollouts
-from or1_megatron.report.svg import ticks
+from or1_megatron.report.console.rollouts import show_rollouts
+from or1_megatron.report.figures.run import draw_run
+from or1_megatron.report.figures.svg import ticks
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan

@@ -18,13 +18,13 @@ import pytest
 from report_runs import NASTY, tokenizer_of_bytes, write_run
 from typer.testing import CliRunner
 
-from or1_megatron.cli import app
-from or1_megatron.report.aggregates import truncation_histogram
-from or1_megatron.report.choice import UnknownRollout, choose, named, thinned
-from or1_megatron.report.embedding import rounded
-from or1_megatron.report.recordings import labels
-from or1_megatron.report.run_page import Written, write_report
-from or1_megatron.report.tokens import TokenTexts
+from or1_megatron.commands.app import app
+from or1_megatron.report.page.aggregates import truncation_histogram
+from or1_megatron.report.page.embedding import rounded
+from or1_megatron.report.page.recordings import labels
+from or1_megatron.report.page.run_page import Written, write_report
+from or1_megatron.report.page.selection import UnknownRollout, choose, named, thinned
+from or1_megatron.report.page.tokens import TokenTexts
 
 
 @pytest.fixture(scope="module")

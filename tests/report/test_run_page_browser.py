@@ -17,7 +17,7 @@ import pytest
 from chromium import Chromium, find_chromium
 from report_runs import NASTY, group, tokenizer_of_bytes, write_run
 
-from or1_megatron.report.run_page import write_report
+from or1_megatron.report.page.run_page import write_report
 from or1_megatron.runtime.rollout_store import to_table
 from or1_megatron.runtime.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes import group_of
 
-from or1_megatron.config import AdvantageConfig
+from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, group_advantages, reject
 
 EXACT = AdvantageConfig(eps=0.0)

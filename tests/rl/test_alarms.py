@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from or1_megatron.config import SafetyConfig, StageConfig
+from or1_megatron.config.schema import SafetyConfig, StageConfig
 from or1_megatron.rl.alarms import ALARMS, CALM_STEPS, Alarms, StepSeen
 
 STAGE = StageConfig(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from fakes import completion, group_of, verdict
 
-from or1_megatron.config import EntropyConfig
-from or1_megatron.config_algorithm import PRESETS, ClipHighConfig, LossConfig
+from or1_megatron.config.algorithm import PRESETS, ClipHighConfig, LossConfig
+from or1_megatron.config.schema import EntropyConfig
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, estimate, full_entropy, sampled_entropy
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes import Clock, Diary, RiddleStream, TablePolicy, TableRollouts, problem
 
-from or1_megatron.config import (
+from or1_megatron.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     CorrectionConfig,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_loop import STAGE, World, compare
 
-from or1_megatron.config import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
+from or1_megatron.config.schema import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
 from or1_megatron.rl.score import score
 
 OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_update": 4})

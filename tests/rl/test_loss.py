@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from or1_megatron.config import AlgorithmConfig, StageConfig
+from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import TokenInputs
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy, correction_weights, k3, make_objective
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes import completion, group_of, verdict
 
-from or1_megatron.config import AdvantageConfig
+from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.batch import BatchLayout, pack
 from or1_megatron.rl.metric_names import METRICS

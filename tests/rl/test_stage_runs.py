@@ -17,7 +17,7 @@ import pytest
 from fakes import problem
 from test_loop import PROBLEMS, STAGE, World
 
-from or1_megatron.config import SafetyConfig, StageConfig, StageEvaluationConfig
+from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluationConfig
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, OldState, PreviousStageUnfinished
 from or1_megatron.rl.loop import Loop

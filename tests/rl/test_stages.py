@@ -7,7 +7,7 @@ import json
 import pytest
 from fakes import group_of
 
-from or1_megatron.config import PlateauConfig, StageConfig
+from or1_megatron.config.schema import PlateauConfig, StageConfig
 from or1_megatron.rl.checks import PastTheEnd, StageOver
 from or1_megatron.rl.plateau import Plateau
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule

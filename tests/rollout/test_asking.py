@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from or1_megatron.rollout import asking
+from or1_megatron.rollout import engine_sampler as asking
 
 
 def test_an_engine_has_half_a_second_ahead_but_not_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from openai_server import Reply, completion, serving
 
-from or1_megatron.rollout.endpoint import Endpoint, EndpointSampler
+from or1_megatron.rollout.openai_sampler import Endpoint, EndpointSampler
 from or1_megatron.types import Answer, Ask, Message, Sampling, Unanswered
 
 SAMPLING = Sampling(0.7, 0.9, 55)

@@ -9,7 +9,7 @@ import pytest
 from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
 from ray.exceptions import RayTaskError
 
-from or1_megatron.config import RolloutConfig
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.types import Completion, Request, Sampling
 

@@ -15,7 +15,7 @@ import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine_fixtures import prompt
 
-from or1_megatron.rollout.sampler import Ration, assemble_groups, deal, plan_requests, request_seed, union_s
+from or1_megatron.rollout.request_plan import Ration, assemble_groups, deal, plan_requests, request_seed, union_s
 from or1_megatron.types import Completion, Group, Sampling, Until, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
@@ -30,7 +30,7 @@ def test_seed_is_blake2b_of_the_decimal_parts_in_any_process() -> None:
     import hashlib
 
     expected = int.from_bytes(hashlib.blake2b(b"3,0,15", digest_size=8).digest(), "big") // 2
-    code = "from or1_megatron.rollout.sampler import request_seed; print(request_seed(3, 0, 15))"
+    code = "from or1_megatron.rollout.request_plan import request_seed; print(request_seed(3, 0, 15))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert request_seed(3, 0, 15) == expected == int(other)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from or1_megatron.config import TrackConfig
+from or1_megatron.config.schema import TrackConfig
 from or1_megatron.interfaces import Observer, Tracker
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.record import Observers, RunRecord

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from or1_megatron.config_file import load_config
+from or1_megatron.config.load import load_config
 from or1_megatron.data.rows import DataError
-from or1_megatron.prompts import load_prompts
 from or1_megatron.runtime.log import set_up_logging
+from or1_megatron.trainer.prompts import load_prompts
 
 config, logs = Path(sys.argv[1]), Path(sys.argv[2])
 set_up_logging(logs, 0)

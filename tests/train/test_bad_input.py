@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from training import ROOT, Training
 from typer.testing import CliRunner
 
-from or1_megatron.cli import app
-from or1_megatron.config_file import load_config
-from or1_megatron.door import check_inputs
+from or1_megatron.commands.app import app
+from or1_megatron.config.load import load_config
 from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.trainer.preflight import check_inputs
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -154,7 +154,7 @@ def test_a_run_folder_in_use(small_config: SmallConfig, tmp_path: Path) -> None:
 
 def begun(config: Path, root: Path) -> Path:
     """The run's folder with a checkpoint of step 1, as far as its manifest goes; the checkpoint's folder."""
-    from or1_megatron.config_file import resolved_yaml
+    from or1_megatron.config.load import resolved_yaml
 
     folder = RunFolder(root)
     folder.create()
@@ -384,8 +384,8 @@ def test_a_ray_that_runs_already_is_left_alone() -> None:
 
 RANKS_DRIVER = """
 import sys
-from or1_megatron.config import ParallelConfig
-from or1_megatron.launch import run_ranks
+from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.runtime.launch import run_ranks
 sys.exit(run_ranks("or1_port_rank", [], ParallelConfig(ranks=2), 5.0))
 """
 PORT_RANK = """

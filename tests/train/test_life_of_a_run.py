@@ -107,7 +107,7 @@ def check_folder(run: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(run / "hf").config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(run / "hf").chat_template
     shown = subprocess.run(
-        [sys.executable, "-m", "or1_megatron.cli", "rollouts", str(run), "--step", "6", "--limit", "2"],
+        [sys.executable, "-m", "or1_megatron.commands.app", "rollouts", str(run), "--step", "6", "--limit", "2"],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "120"},

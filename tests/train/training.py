@@ -22,7 +22,7 @@ class Training:
         sets = [part for override in overrides for part in ("--set", override)]
         path = [ROOT] if python_path is None else [python_path, ROOT]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "or1_megatron.cli", "train", str(config), *sets],
+            [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), *sets],
             cwd=ROOT,
             env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, path))},
             stdin=subprocess.DEVNULL,
@@ -48,7 +48,7 @@ class Training:
         """The process of a trainer rank."""
         for child in self.descendants():
             try:
-                if child.environ().get("RANK") == str(index) and "or1_megatron.train" in child.cmdline():
+                if child.environ().get("RANK") == str(index) and "or1_megatron.trainer.run" in child.cmdline():
                     return child
             except psutil.Error:
                 continue

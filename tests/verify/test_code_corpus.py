@@ -13,7 +13,7 @@ import pytest
 from code_corpus import HACKS, HONEST, PROBLEMS
 
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code import CodeVerifier
+from or1_megatron.verify.code.verifier import CodeVerifier
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

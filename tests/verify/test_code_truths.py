@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.verify import livecodebench
-from or1_megatron.verify.code_records import CallTest, ProgramTest, StdinTest
-from or1_megatron.verify.code_tests import parse_code_tests
-from or1_megatron.verify.imports import with_imports
+from or1_megatron.verify.code import livecodebench
+from or1_megatron.verify.code.imports import with_imports
+from or1_megatron.verify.code.records import CallTest, ProgramTest, StdinTest
+from or1_megatron.verify.code.tests import parse_code_tests
 
 
 def parsed(truth: Any) -> Any:

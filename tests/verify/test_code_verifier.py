@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code import CodeVerifier, last_python_block
+from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox import SandboxLimits
+from or1_megatron.verify.sandbox.tiers import SandboxLimits
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

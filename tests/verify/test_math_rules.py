@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.exact import decide
-from or1_megatron.verify.math import MathVerifier
-from or1_megatron.verify.math_process import MathExhausted, MathProcess
-from or1_megatron.verify.mathematics.judge import judge
-from or1_megatron.verify.mathematics.text import Unreadable
+from or1_megatron.verify.math.exact import decide
+from or1_megatron.verify.math.process import MathExhausted, MathProcess
+from or1_megatron.verify.math.reader.judge import judge
+from or1_megatron.verify.math.reader.text import Unreadable
+from or1_megatron.verify.math.verifier import MathVerifier
 
 TUNING = math_pairs.load("tuning")
 

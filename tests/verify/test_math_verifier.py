@@ -19,8 +19,8 @@ import pytest
 
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.answer import after_reasoning, last_box
-from or1_megatron.verify.exact import decide, rational
-from or1_megatron.verify.math import MathVerifier
+from or1_megatron.verify.math.exact import decide, rational
+from or1_megatron.verify.math.verifier import MathVerifier
 
 sys.path.insert(0, str(Path(__file__).parent))
 from math_table import AFTER_THINK, HANGS, WHOLE
@@ -96,7 +96,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str) -> None:
     program = (
         "import json, threading, time\n"
         "from or1_megatron.types import Message, Problem\n"
-        "from or1_megatron.verify.math import MathVerifier\n"
+        "from or1_megatron.verify.math.verifier import MathVerifier\n"
         "v = MathVerifier(timeout_s=4.0)\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"

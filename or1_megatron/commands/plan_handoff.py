@@ -1,0 +1,210 @@
+"""``or1 plan-handoff``: who would send what to whom, without starting anything.
+
+What the engines' loaders ask for is known only to them; here it is taken from how vLLM cuts the layers of the known
+families. A run records it (``handoff.recording``), and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.handoff.shard.plan import HandoffPlan, Want, make_plan
+from or1_megatron.handoff.shard.routes import Hop
+from or1_megatron.handoff.transport.links import Place, routes_for
+from or1_megatron.weights.families import family_of, read_hf_config
+from or1_megatron.weights.holdings import Box, RankGrid, box_size, holdings, whole
+from or1_megatron.weights.slicing import Cut
+from or1_megatron.weights.table import ModelFamily, Row
+
+_VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it cuts it
+_SHOWN = 12
+
+
+def expected_wants(family: ModelFamily, hf: Mapping[str, Any], rank: int, size: int) -> list[Want]:
+    """What the loaders of tensor-parallel engine rank ``rank`` of ``size`` ask for."""
+    shapes = family.shapes(hf)
+    return [Want(name, _part(row, name, shapes[name], hf, rank, size)) for row in family.rows(hf) for name in row.hf]
+
+
+def _part(row: Row, name: str, shape: tuple[int, ...], hf: Mapping[str, Any], rank: int, size: int) -> Box:
+    box = list(whole(shape))
+    if row.cut is Cut.ROW:
+        columns = shape[1] // size
+        box[1] = (rank * columns, (rank + 1) * columns)
+    elif row.cut is Cut.VOCABULARY:
+        rows = -(-shape[0] // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE // size
+        box[0] = (min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0]))
+    elif row.cut is not Cut.WHOLE:
+        heads = hf["num_key_value_heads"]
+        if (".k_proj." in name or ".v_proj." in name) and heads < size:  # each key/value head on several ranks
+            rows, rank = shape[0] // heads, rank * heads // size
+        else:
+            rows = shape[0] // size
+        box[0] = (rank * rows, (rank + 1) * rows)
+    return tuple(box)
+
+
+def stage_of(parallel: ParallelConfig, hf: Mapping[str, Any]) -> Any:
+    """The function from a row to the pipeline stage that holds it."""
+    stages = {
+        layer: index % parallel.pipeline
+        for index, layers in enumerate(parallel.chunk_layers(hf["num_hidden_layers"]))
+        for layer in layers
+    }
+
+    def stage(row: Row) -> int:
+        parts = row.megatron.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            return stages[int(parts[2])]
+        return 0 if parts[0] == "embedding" else parallel.pipeline - 1
+
+    return stage
+
+
+@dataclass(frozen=True)
+class HandoffForecast:
+    """A plan with what its bytes come to. Ranks are numbered as in the plan: the trainer's, then the engines'."""
+
+    plan: HandoffPlan
+    dtype: str
+    links: dict[Hop, int]
+    """Bytes by (from, to)."""
+    wanted: list[int]
+    """Bytes of each engine rank's shard."""
+    two_hops: bool
+    """What goes from a trainer rank to an engine rank stays on a device."""
+
+    def crosses(self, hop: Hop) -> bool:
+        """Whether a hop takes the network."""
+        return not (self.two_hops and hop[0] < self.plan.trainers <= hop[1])
+
+    @property
+    def sent(self) -> dict[int, int]:
+        """Bytes that ranks put on the network, by rank; those who pass on included."""
+        return self._by_rank(0)
+
+    @property
+    def arriving(self) -> dict[int, int]:
+        """Bytes that ranks take from the network, by rank."""
+        return self._by_rank(1)
+
+    def _by_rank(self, end: int) -> dict[int, int]:
+        total = defaultdict[int, int](int)
+        for hop, size in self.links.items():
+            if self.crosses(hop):
+                total[hop[end]] += size
+        return dict(total)
+
+    @property
+    def received(self) -> dict[int, int]:
+        """Bytes by engine rank, from 0, whatever the way."""
+        total = defaultdict[int, int](int)
+        for (_, stop), size in self.links.items():
+            if stop >= self.plan.trainers:
+                total[stop - self.plan.trainers] += size
+        return dict(total)
+
+    @property
+    def busiest(self) -> int:
+        """Bytes through the busiest rank's link, in or out."""
+        return max([*self.sent.values(), *self.arriving.values()], default=0)
+
+    def seconds(self, gigabits_per_s: float) -> float:
+        """What the busiest link needs, at a speed per rank and direction; packing and loading come on top."""
+        return self.busiest * 8 / (gigabits_per_s * 1e9)
+
+
+def forecast(
+    hf: Mapping[str, Any],
+    dtype: str,
+    parallel: ParallelConfig,
+    engines: int,
+    tensor: int,
+    bucket_bytes: int,
+    transport: str = "gloo",
+) -> HandoffForecast:
+    """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each.
+
+    ``transport``: as ``handoff.transport``. In two hops the engines' ranks are beside the trainer's, one after another.
+    """
+    family = family_of(hf)
+    shapes = family.shapes(hf)
+    grid = RankGrid(parallel.tensor, parallel.context * parallel.data, parallel.pipeline, parallel.expert)
+    experts = family.experts(hf)
+    local_experts = 0 if experts is None else experts.count // parallel.expert
+
+    def expert_rank(row: Row) -> int | None:
+        return None if row.expert is None else row.expert // local_experts
+
+    held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid, expert_rank=expert_rank)
+    wants = [expected_wants(family, hf, rank, tensor) for rank in range(tensor)] * engines
+    element = getattr(torch, dtype)
+    somewhere = Place("", "")
+    routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
+    plan = make_plan(held, dict.fromkeys(shapes, element), wants, parallel.ranks, bucket_bytes, routes)
+    wanted = [sum(box_size(want.box) for want in each) * element.itemsize for each in wants[:tensor]] * engines
+    return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, "+" in transport)
+
+
+def forecast_of(config: Config) -> HandoffForecast:
+    """Of a run's configuration."""
+    hf = read_hf_config(config.model.hf)
+    rollout, handoff = config.rollout, config.handoff
+    return forecast(
+        hf,
+        config.model.dtype,
+        config.parallel,
+        rollout.engines,
+        rollout.tensor_parallel,
+        handoff.bucket_bytes,
+        handoff.transport,
+    )
+
+
+def print_forecast(made: HandoffForecast, gigabits_per_s: float, console: Console) -> None:
+    """Who sends what to whom; of many links those with the most bytes."""
+    plan = made.plan
+    table = Table(title="links, busiest first")
+    for column in ("from", "to"):
+        table.add_column(column)
+    for column in ("MiB", "messages"):
+        table.add_column(column, justify="right")
+    messages = Counter(hop for shipment in plan.shipments for hop in shipment.hops)
+    for hop in sorted(made.links, key=lambda hop: (-made.links[hop], hop))[:_SHOWN]:
+        where = "" if made.crosses(hop) else ", on its device"
+        table.add_row(plan.who(hop[0]), plan.who(hop[1]) + where, _mib(made.links[hop]), str(messages[hop]))
+    if len(made.links) > _SHOWN:
+        table.add_row("...", f"{len(made.links) - _SHOWN} more", "", "")
+    console.print(table)
+    slices = sum(len(shipment.bucket.slots) for shipment in plan.shipments)
+    total = sum(made.received.values())
+    console.print(f"{_mib(total)} MiB ({made.dtype}) in {slices:,} slices, {len(plan.shipments):,} messages")
+    trainers = [made.sent.get(rank, 0) for rank in range(plan.trainers)]
+    idle = trainers.count(0)
+    console.print(
+        f"each trainer rank sends {_mib(min(filter(None, trainers), default=0))} to {_mib(max(trainers))} MiB"
+        + (f"; {idle} send nothing over the network" if idle else "")
+    )
+    relays = {hop[0] - plan.trainers for hop in made.links if hop[0] >= plan.trainers}
+    if relays:
+        console.print(f"{len(relays)} of {len(made.wanted)} engine ranks pass on what they receive")
+    shares = [made.received[rank] / wanted for rank, wanted in enumerate(made.wanted) if wanted]
+    console.print(
+        f"each engine rank receives {_mib(min(made.received.values()))} to {_mib(max(made.received.values()))} MiB, "
+        f"{max(shares):.2f} times its shard at most"
+    )
+    console.print(
+        f"busiest rank: {_mib(made.busiest)} MiB, {made.seconds(gigabits_per_s):.3g} s at {gigabits_per_s:g} Gb/s"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f}"

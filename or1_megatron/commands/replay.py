@@ -1,0 +1,173 @@
+"""`or1 replay`: make a dumped update again, at any layout, and hold it against what the run saw.
+
+The ranks are ``parallel.replay``'s; this process starts them, and compares and shows what rank 0 wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from or1_megatron.config.schema import ModelConfig, ParallelConfig
+from or1_megatron.rl.dump import WEIGHTS, DumpError, UpdateDump, first_not_finite, read_dump
+from or1_megatron.runtime.launch import run_ranks
+from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
+from or1_megatron.sizing.run_plan import layout_conflicts
+from or1_megatron.types import UpdateReport
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.files import check_weight_files
+from or1_megatron.weights.shape import Shape
+
+TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
+"""Of loss and gradient norm between layouts, relative to the value, of a loss below 1 to 1."""
+AS_IN_THE_RUN: Final = "run"
+"""The layout's name for that of the run that dumped it."""
+_GRACE_S: Final = 10.0
+_SHOWN_SAMPLES: Final = 20
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What the update came to this time."""
+
+    report: UpdateReport
+    first_not_finite: Mapping[int, int]
+    """Sample to the first of its counted tokens whose log-prob is not finite."""
+    log_prob_difference: float
+    """Largest difference of a log-prob from the dump's, over tokens that are finite in both; nats."""
+
+
+def replay(
+    folder: Path, layout: str, model: Path | None, tolerance: float | None, console: Console, out: Path | None = None
+) -> int:
+    """Make the update again, show it beside the dump's; the exit status: 0 when it is the same, 1 when not.
+
+    Args:
+        layout: words of ``layouts.HELP``, or ``run``.
+        model: HF folder of the weights; None: those in the dump.
+        tolerance: None: ``TOLERANCE`` of the model's dtype.
+        out: what came out, as JSON.
+
+    Raises:
+        DumpError, LayoutError, ModelError: at the door.
+    """
+    dump = read_dump(folder)
+    settings = model_of(dump, folder, model)
+    parallel = layout_of(dump, layout)
+    hf = read_hf_config(settings.hf)
+    check_weight_files(settings.hf, hf)
+    if conflicts := list(layout_conflicts(parallel, Shape.of(hf))):
+        raise LayoutError(f"layout '{layout}' cannot work: {'; '.join(conflicts)}")
+    with tempfile.TemporaryDirectory(prefix="or1-replay-") as scratch:
+        found = Path(scratch, "found.json")
+        arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(found)]
+        status = run_ranks("or1_megatron.parallel.replay", arguments, parallel, _GRACE_S, task="the replay", way_on=".")
+        if status or not found.is_file():
+            return status or 1
+        text = found.read_text()
+    if out is not None:
+        out.write_text(text)
+    replayed = _read(json.loads(text), dump.token_count)
+    show(dump, replayed, layout, console)
+    limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
+    differences = list(differ(dump.report, replayed.report, limit))
+    for line in differences:
+        console.print(line, style="red", soft_wrap=True)
+    if not differences:
+        same = "again not finite" if dump.report.skipped else f"the same within {limit:g}"
+        console.print(f"reproduced: {same}", style="green")
+    return int(bool(differences))
+
+
+def model_of(dump: UpdateDump, folder: Path, model: Path | None) -> ModelConfig:
+    """Weights and dtype. Raises DumpError when there are none."""
+    weights = model or folder / WEIGHTS
+    if model is None and not weights.is_dir():
+        raise DumpError(
+            f"{folder} holds no weights (safety.dump_weights was off): give --model, the HF folder of the policy as it "
+            f"was after step {dump.step - 1}"
+        )
+    return ModelConfig(hf=weights, dtype=dump.context["model"]["dtype"])
+
+
+def layout_of(dump: UpdateDump, layout: str) -> ParallelConfig:
+    """The run's own, or the one that is named, whose rows then hold four of the longest sequence.
+
+    Raises:
+        LayoutError: it cannot be read.
+    """
+    if layout == AS_IN_THE_RUN:
+        return ParallelConfig.model_validate(dump.context["parallel"])
+    longest = max(sample.prompt_ids.size + sample.response_ids.size for sample in dump.samples)
+    return parse_layout(layout, longest).parallel
+
+
+def differ(before: UpdateReport, now: UpdateReport, tolerance: float) -> Iterator[str]:
+    """What is not as it was, in words."""
+    if before.skipped != now.skipped:
+        words = {True: "was skipped for want of a finite loss or gradient", False: "was finite"}
+        yield f"not reproduced: in the run it {words[before.skipped]}, now it {words[now.skipped]}"
+    for name, old, new, least in (
+        ("loss", _loss(before), _loss(now), 1.0),
+        ("gradient norm", before.grad_norm, now.grad_norm, 0.0),
+    ):
+        if math.isfinite(old) and not abs(new - old) <= tolerance * max(abs(old), least):
+            yield f"not reproduced: {name} was {old:.8g}, is {new:.8g}; expected within {tolerance:g}"
+
+
+def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None:
+    """Both side by side, and where log-probs are not finite."""
+    tokens = dump.token_count
+    title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {tokens} tokens"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("", "in the run", f"now ({layout})", "difference"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    rows = [
+        ("loss", _loss(dump.report), _loss(now.report)),
+        ("gradient norm", dump.report.grad_norm, now.report.grad_norm),
+        *((f"sum of {name}", value, now.report.sums.get(name, math.nan)) for name, value in dump.report.sums.items()),
+    ]
+    for name, old, new in rows:
+        table.add_row(name.replace("sum of max_", "largest "), f"{old:.8g}", f"{new:.8g}", f"{new - old:.2g}")
+    table.add_row("log-probs", "", "", f"{now.log_prob_difference:.2g}")
+    console.print(table)
+    before = first_not_finite(dump.log_probs)
+    bad = sorted(before.keys() | now.first_not_finite.keys())
+    console.print(f"samples with a log-prob that is not finite: {len(bad)}", highlight=False)
+    for sample in bad[:_SHOWN_SAMPLES]:
+        where = [
+            f"from counted token {found[sample]}" if sample in found else "none"
+            for found in (before, now.first_not_finite)
+        ]
+        console.print(f"  sample {sample}: in the run {where[0]}, now {where[1]}", highlight=False)
+    if len(bad) > _SHOWN_SAMPLES:
+        console.print(f"  and {len(bad) - _SHOWN_SAMPLES} more", highlight=False)
+
+
+def _loss(report: UpdateReport) -> float:
+    """Per token."""
+    return report.sums["loss"] / report.token_count
+
+
+def _read(found: Mapping[str, Any], token_count: int) -> Replayed:
+    return Replayed(
+        report=UpdateReport(
+            sums={name: float(value) for name, value in found["sums"].items()},
+            token_count=token_count,
+            grad_norm=float(found["grad_norm"]),
+            learning_rate=0.0,
+            skipped=found["skipped"],
+            forward_backward_s=0.0,
+            optimizer_s=0.0,
+        ),
+        first_not_finite={int(sample): token for sample, token in found["first_not_finite"].items()},
+        log_prob_difference=float(found["log_prob_difference"]),
+    )

@@ -1,0 +1,1 @@
+"""The `gloo` backend: gather each tensor, then broadcast it to the engines."""

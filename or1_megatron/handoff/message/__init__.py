@@ -1,0 +1,1 @@
+"""What travels: slices packed into buckets, with checksums."""

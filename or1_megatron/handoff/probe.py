@@ -1,0 +1,127 @@
+"""Proof that engines compute what the policy computes: their log-probs of fixed tokens against its own.
+
+In float32 every token counts: none may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat
+for no fault at all, but the mean over many tokens keeps still: it is held against what it was at the run's first
+handoff.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.types import Float32Array, Int32Array
+
+_SEED = 20250522
+_LONGEST = 512
+"""Tokens of a probe sequence; several of them cost less than one that is long."""
+_SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration says otherwise
+_BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
+
+
+class HandoffMismatch(RuntimeError):
+    """An engine does not compute what the policy computes, or does not hold what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """|engine - policy| log-prob over the probe's tokens, of the engine that differs most: nats."""
+
+    largest: float
+    mean: float
+
+
+def probe_tokens(vocab_size: int, length: int, sequences: int = 2) -> list[Int32Array]:
+    """Fixed pseudo-random token ids, [length] each: the same for every run, engine and rank.
+
+    Any text would do; random ids touch more rows of the embedding than sentences of the same length.
+    """
+    generator = np.random.default_rng(_SEED)
+    return [generator.integers(0, vocab_size, size=length, dtype=np.int32) for _ in range(sequences)]
+
+
+class Probe:
+    """The probe of one run: its tokens, and what it lets through."""
+
+    def __init__(
+        self, config: HandoffConfig, dtype: Literal["float32", "bfloat16"], vocab_size: int, longest: int
+    ) -> None:
+        """``longest``: tokens that an engine takes, prompt and response together."""
+        scored = config.probe_tokens or _SCORED[dtype]
+        length = max(2, min(math.ceil(scored / 2) + 1, longest - 1, _LONGEST))
+        self.token_ids = probe_tokens(vocab_size, length, math.ceil(scored / (length - 1)))
+        """Sequences, of which all tokens but the first are scored."""
+        self._dtype = dtype
+        self._bound = config.probe_bound or _BOUND[dtype]
+        self._growth = config.probe_growth
+        self._baseline: float | None = None
+
+    def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> Difference:
+        """Compare one handoff's scores; the first one of a run is the baseline of the others (bfloat16).
+
+        Raises:
+            HandoffMismatch: they differ by more than is let through.
+        """
+        if self._dtype == "float32":
+            largest = compare_probe(engines, policy, self._bound)
+            return Difference(largest, max(_mean(scores, policy) for scores in engines))
+        largest = compare_probe(engines, policy, math.inf)
+        means = [_mean(scores, policy) for scores in engines]
+        mean = max(means)
+        if self._baseline is None:
+            bound, what = self._bound, "handoff.probe_bound"
+        else:
+            bound = self._growth * self._baseline
+            what = f"handoff.probe_growth = {self._growth:g} times the {self._baseline:.3g} of the run's first handoff"
+        if not mean <= bound:
+            raise HandoffMismatch(
+                f"handoff: engine {means.index(mean)} does not compute what the policy computes: over "
+                f"{sum(map(len, policy))} probe tokens their log-probs differ by {mean:.3g} on average; the bound "
+                f"({what}) is {bound:.3g}"
+            )
+        if self._baseline is None:
+            self._baseline = mean
+        return Difference(largest, mean)
+
+
+def _mean(scores: Sequence[Float32Array], policy: Sequence[Float32Array]) -> float:
+    differences = [np.abs(theirs.astype(np.float64) - ours) for theirs, ours in zip(scores, policy, strict=True)]
+    return float(np.concatenate(differences).mean())
+
+
+def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array], bound: float) -> float:
+    """Largest |engine - policy| log-prob over all engines, sequences and positions.
+
+    Args:
+        engines: per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, temperature 1.
+        policy: the same of the policy, per sequence.
+        bound: largest difference that is let through; infinite: every number is.
+
+    Raises:
+        HandoffMismatch: a difference above ``bound`` or not a number; names the engine and the worst position.
+        ValueError: the lists do not have the same shapes.
+    """
+    largest = 0.0
+    for index, scores in enumerate(engines):
+        if [len(s) for s in scores] != [len(p) for p in policy]:
+            raise ValueError(
+                f"probe: engine {index} scored {[len(s) for s in scores]} tokens, the policy {[len(p) for p in policy]}"
+            )
+        for sequence, (theirs, ours) in enumerate(zip(scores, policy, strict=True)):
+            difference = np.abs(np.asarray(theirs, dtype=np.float64) - np.asarray(ours, dtype=np.float64))
+            difference = np.where(np.isnan(difference), np.inf, difference)
+            worst = int(difference.argmax())
+            if not difference[worst] <= bound or np.isinf(difference[worst]):
+                raise HandoffMismatch(
+                    f"handoff: engine {index} does not compute what the policy computes. Worst of {len(difference)} "
+                    f"probe tokens in sequence {sequence}: token {worst + 1}, log-prob {theirs[worst]:.6f} in the "
+                    f"engine, {ours[worst]:.6f} in the policy; they differ by {difference[worst]:.3g}, the bound "
+                    f"(handoff.probe_bound) is {bound:.3g}"
+                )
+            largest = max(largest, float(difference[worst]))
+    return largest

@@ -1,0 +1,1 @@
+"""The `shard` backend: each engine rank receives its own slices."""

@@ -1,0 +1,260 @@
+"""Who sends what to whom: what the engines' loaders ask for, composed with how the trainer has cut it. Pure.
+
+Made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer ranks hold;
+where several ranks hold one, the least burdened sends. Engine ranks that want the same (the n-th of each engine) form a
+group: what goes to them is packed once, in messages of bounded size. By which links a message reaches all of its group
+is for ``routes`` to say.
+
+All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
+that has something for a group. Nobody can wait for somebody who waits for him: of the messages that have not arrived,
+the first in the order is held up by nothing but messages before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Bucket, plan_buckets
+from or1_megatron.handoff.shard.routes import Direct, Hop, Load, Routes
+from or1_megatron.weights.holdings import Box, Holding, box_shape, box_size, intersection, without
+
+_SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
+
+Group = tuple[int, ...]
+"""Engine ranks, numbered after the trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A rectangle of an HF tensor that an engine rank's parameters take up."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A rectangle of an HF tensor on the wire."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return box_shape(self.box)
+
+    @property
+    def size_bytes(self) -> int:
+        return box_size(self.box) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"'{self.name}'[{', '.join(f'{start}:{stop}' for start, stop in self.box)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """One message: what a trainer rank packs for a group of engine ranks, and its way to them."""
+
+    number: int
+    """Its place in the order of all."""
+    round: int
+    source: int
+    destinations: Group
+    hops: tuple[Hop, ...]
+    """(from, to), each behind the one by which the message has come."""
+    bucket: Bucket[Slice]
+
+    def parent(self, rank: int) -> int | None:
+        """From whom ``rank`` receives it."""
+        return next((sender for sender, receiver in self.hops if receiver == rank), None)
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        """To whom ``rank`` sends it."""
+        return tuple(receiver for sender, receiver in self.hops if sender == rank)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPlan:
+    """All shipments, in the order in which everyone works through them. Trainer ranks come first, then engine ranks."""
+
+    trainers: int
+    shipments: tuple[Shipment, ...]
+
+    def sent_by(self, rank: int) -> list[Shipment]:
+        """Packed by it."""
+        return [shipment for shipment in self.shipments if shipment.source == rank]
+
+    def through(self, rank: int) -> list[Shipment]:
+        """Received by it, be it to keep or to pass on."""
+        return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
+
+    def of(self, rank: int) -> HandoffPlan:
+        """The part that ``rank`` has to do with."""
+        mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
+        return HandoffPlan(self.trainers, tuple(mine))
+
+    def who(self, rank: int) -> str:
+        """A rank as errors name it."""
+        return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
+
+    def link_bytes(self) -> dict[Hop, int]:
+        """Bytes of weights by (from, to), passed on ones included."""
+        total: dict[Hop, int] = defaultdict(int)
+        for shipment in self.shipments:
+            size = sum(slot.spec.size_bytes for slot in shipment.bucket.slots)
+            for hop in shipment.hops:
+                total[hop] += size
+        return dict(total)
+
+
+class PlanImpossible(ValueError):
+    """No trainer rank holds what an engine rank wants."""
+
+
+def make_plan(
+    holdings: Iterable[Holding],
+    dtypes: Mapping[str, torch.dtype],
+    wants: Sequence[Sequence[Want]],
+    trainers: int,
+    bucket_bytes: int,
+    routes: Routes | None = None,
+) -> HandoffPlan:
+    """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
+
+    Args:
+        holdings: of all trainer ranks, in the order of the model.
+        dtypes: of each tensor, as held and sent.
+        wants: of each engine rank.
+        bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it (more only where
+            a row of a tensor, which is not cut, is larger than a trainer rank's equal share of it).
+        routes: by default straight from who packs to who loads.
+
+    Raises:
+        PlanImpossible: a part of a wanted tensor is held by nobody.
+    """
+    routes = Direct() if routes is None else routes
+    held: dict[str, list[Holding]] = defaultdict(list)
+    for holding in holdings:
+        held[holding.name].append(holding)
+    wanted = _groups(wants, trainers, routes)
+    share, most = (max(1, limit) for limit in routes.message_limits(bucket_bytes, trainers))
+    channels = _channels(held, dtypes, wanted, trainers, share, routes)
+    load = _load(channels)
+    limits = _limits(channels, bucket_bytes, share, most)
+    messages = [
+        (index, group, source, bucket)
+        for (group, source), slices in channels.items()
+        for index, bucket in enumerate(plan_buckets(slices, limits[group, source]))
+    ]
+    messages.sort(key=lambda message: message[:3])
+    shipments = [
+        Shipment(number, index, source, group, routes.tree(source, group, load), bucket)
+        for number, (index, group, source, bucket) in enumerate(messages)
+    ]
+    return HandoffPlan(trainers, tuple(shipments))
+
+
+def _groups(wants: Sequence[Sequence[Want]], trainers: int, routes: Routes) -> dict[Group, frozenset[Want]]:
+    """Each engine rank's group, with what its ranks want."""
+    alike: dict[frozenset[Want], list[int]] = defaultdict(list)
+    for index, wanted in enumerate(wants):
+        alike[frozenset(wanted)].append(trainers + index)
+    return {group: wanted for wanted, ranks in alike.items() for group in routes.groups(tuple(ranks))}
+
+
+def _channels(
+    held: Mapping[str, Sequence[Holding]],
+    dtypes: Mapping[str, torch.dtype],
+    wanted: Mapping[Group, frozenset[Want]],
+    trainers: int,
+    message_bytes: int,
+    routes: Routes,
+) -> dict[tuple[Group, int], list[Slice]]:
+    """What each trainer rank sends to each group, in the order of the model."""
+    order = {name: index for index, name in enumerate(held)}
+    for want in (want for each in wanted.values() for want in each):
+        if want.name not in order:
+            raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
+    burden = [0] * trainers
+    channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
+    covered: dict[Want, list[tuple[Box, tuple[int, ...]]]] = {}
+    asked = [(order[want.name], want.box, group) for group, each in wanted.items() for want in each]
+    names = list(held)
+    for index, box, group in sorted(asked):
+        want = Want(names[index], box)
+        if want not in covered:
+            covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
+        dtype = dtypes[want.name]
+        for part, holders in covered[want]:
+            near = routes.candidates(holders, group)
+            for piece in _divide(part, len(near), dtype.itemsize, message_bytes):
+                cut = Slice(want.name, piece, dtype)
+                source = min(near, key=lambda holder: (burden[holder], holder))
+                burden[source] += cut.size_bytes
+                channels[group, source].append(cut)
+    return channels
+
+
+def _limits(
+    channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
+) -> dict[tuple[Group, int], int]:
+    """Bytes of each channel's messages: those that need less than a ``share`` in all leave the rest to the others.
+
+    Fewer rounds, where an engine rank hears little from most: each costs a wait, and a walk through vLLM's modules.
+    """
+    senders: dict[Group, list[tuple[int, int]]] = defaultdict(list)
+    for (group, source), slices in channels.items():
+        senders[group].append((source, sum(cut.size_bytes + ALIGNMENT_BYTES for cut in slices)))
+    found = {}
+    for group, sizes in senders.items():
+        little = [size for _, size in sizes if size <= share]
+        large = (bucket_bytes - sum(little)) // max(1, len(sizes) - len(little))
+        for source, size in sizes:
+            found[group, source] = share if size <= share else max(share, min(most, large))
+    return found
+
+
+def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
+    packed, shards = defaultdict[int, int](int), defaultdict[Group, int](int)
+    for (group, source), slices in channels.items():
+        size = sum(cut.size_bytes for cut in slices)
+        packed[source] += size
+        shards[group] += size
+    return Load(max(packed.values(), default=0), max(shards.values(), default=0))
+
+
+def _cover(want: Want, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Rectangles that together are what is wanted, each with the ranks that hold it."""
+    covered: list[tuple[Box, tuple[int, ...]]] = []
+    open_boxes = [want.box]
+    for holding in held:
+        left: list[Box] = []
+        for box in open_boxes:
+            shared = intersection(box, holding.box)
+            if shared is None:
+                left.append(box)
+            else:
+                covered.append((shared, holding.ranks))
+                left += without(box, shared)
+        open_boxes = left
+    if open_boxes:
+        raise PlanImpossible(f"handoff: no trainer rank holds '{want.name}' at {open_boxes[0]}, which an engine wants")
+    return covered
+
+
+def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
+    """A rectangle in parts along axis 0: none above ``message_bytes`` if rows allow, large ones one for each holder."""
+    size_bytes = box_size(box) * itemsize
+    parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
+    if parts == 1 or not box:
+        return [box]
+    (start, stop), rest = box[0], box[1:]
+    row_bytes = size_bytes // (stop - start)
+    rows = max(1, min(math.ceil((stop - start) / parts), message_bytes // row_bytes))
+    return [((low, min(low + rows, stop)), *rest) for low in range(start, stop, rows)]

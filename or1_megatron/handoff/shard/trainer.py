@@ -1,0 +1,251 @@
+"""A trainer rank's end of our ``shard`` backend; on every rank, and without vllm.
+
+    rank 0                        other trainer ranks             engine ranks (shard_worker)
+    host the board ──────────────▶ join it            ──────────▶ join it
+                                                                  run the loaders on placeholders, publish their wants
+    make the plan, publish it ──▶ read it             ──────────▶ read it
+    ───────────────────────────── form one gloo group, open the transports ──────────────
+    each handoff:
+    start_weight_update, update_weights to the engines
+    pack and send own messages    pack and send own messages      receive, compare checksums, load
+    pass on others' (two hops)    pass on others' (two hops)      pass on (relayed)
+    compare what was sent with what was received
+    finish_weight_update
+
+vLLM's trainer factory is not used: every trainer rank would have to import vllm for it, and only rank 0 has a client.
+
+What is sent is what the policy computes with: with ``model.dtype: bfloat16`` its bf16 parameters, not the optimizer's
+fp32 masters. Megatron rounds the masters to the parameters after every update, so a cast of the masters would give the
+same bits; but they are cut over the replicas by the distributed optimizer, and may lie on the host.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
+from or1_megatron.handoff.shard.transfer import Tally, ship
+from or1_megatron.handoff.transport.group import HandoffError, join_store, open_group, open_store
+from or1_megatron.handoff.transport.links import Links, routes_for, this_place
+from or1_megatron.handoff.transport.status_store import Board, in_background
+from or1_megatron.interfaces import WeightShards
+from or1_megatron.weights.holdings import Box, Holding
+
+BACKEND = "shard"
+
+
+class SlicedWeights(WeightShards, Protocol):
+    """A policy's weights, also by slices, without collectives."""
+
+    def holdings(self) -> list[Holding]:
+        """Which trainer rank holds what; the same on every rank."""
+        ...
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A rectangle that this rank holds, as a view."""
+        ...
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank; collective."""
+        ...
+
+    @property
+    def ranks(self) -> int: ...
+
+
+class EngineClient(Protocol):
+    """What rank 0 needs of the engines: vLLM's ``VLLMWeightSyncClient`` and their number."""
+
+    engines: int
+    workers_per_engine: int
+    address: str
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class ShardSender:
+    """One trainer rank. ``connect`` and ``send`` are collective over the trainer's ranks."""
+
+    def __init__(self, weights: SlicedWeights, rank: int, config: HandoffConfig, client: EngineClient | None) -> None:
+        """``client``: on rank 0 alone."""
+        self._weights, self._rank, self._config, self._client = weights, rank, config, client
+        self._board: Board | None = None
+        self._links: Links | None = None
+        self._plan: HandoffPlan | None = None
+        self._store: TCPStore | None = None
+        self._handoffs = 0
+        self._engine_ranks = 0
+        self.tallies: list[Tally] = []
+        """On rank 0: of all trainer ranks, then all engine ranks, in the last handoff."""
+
+    @property
+    def plan(self) -> HandoffPlan:
+        assert self._plan is not None, "not connected"
+        return self._plan
+
+    # -- meeting -------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Meet the engines and make the plan; nothing to do when that has been done.
+
+        Raises:
+            HandoffError: somebody failed, or did not come within ``timeout_s``.
+        """
+        if self._links is not None:
+            return
+        place, store = None, None
+        if self._client is not None:
+            store = open_store(self._client.address, self._config.timeout_s)
+            engine_ranks = self._client.engines * self._client.workers_per_engine
+            place = (self._client.address, store.port, engine_ranks)
+        address, port, engine_ranks = self._weights.from_rank_0(place)
+        self._store = store or join_store(address, port, self._config.timeout_s)
+        self._board = Board(self._store, f"trainer rank {self._rank}", self._config.timeout_s)
+        try:
+            self._meet(self._board, address, port, engine_ranks)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    def _meet(self, board: Board, address: str, port: int, engine_ranks: int) -> None:
+        trainers = self._weights.ranks
+        self._engine_ranks, world = engine_ranks, trainers + engine_ranks
+        joined: Future[None] | None = None
+        if self._client is not None:
+            client, payload = self._client, self._payload(address, port, trainers, world)
+            joined = in_background(lambda: client.init_weight_transfer_engine(payload))
+            self._publish_plan(board, engine_ranks, joined)
+        else:
+            board.publish(f"place/{self._rank}", this_place())
+            self._weights.metadata()  # the first call may be collective
+        self._plan = board.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
+        store, timeout_s, name = self._store, self._config.timeout_s, self._config.transport
+        assert store is not None
+        opened = in_background(lambda: open_group(store, address, self._rank, world, timeout_s))
+        group = board.wait(opened, f"{engine_ranks} engine ranks and {trainers} trainer ranks to form a group", joined)
+        self._links = Links.open(name, group, store, self._rank, world, trainers, timeout_s)
+        if joined is not None:
+            board.wait(joined, f"{engine_ranks} engine ranks to be ready for handoffs")
+
+    def _payload(self, address: str, port: int, trainers: int, world: int) -> dict[str, Any]:
+        assert self._client is not None
+        return {
+            "address": address,
+            "port": port,
+            "trainers": trainers,
+            "world_size": world,
+            "workers_per_engine": self._client.workers_per_engine,
+            "timeout_s": self._config.timeout_s,
+            "transport": self._config.transport,
+            "tensors": [
+                (name, str(dtype).removeprefix("torch."), list(shape))
+                for name, dtype, shape in self._weights.metadata()
+            ],
+        }
+
+    def _publish_plan(self, board: Board, engine_ranks: int, joined: Future[None]) -> None:
+        """Each rank's own shipments, from the wants of all engine ranks."""
+        trainers = self._weights.ranks
+        told = [
+            board.read(f"wants/{index}", f"engine rank {index}", keep=False, watched=joined)
+            for index in range(engine_ranks)
+        ]
+        others = [board.read(f"place/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, trainers)]
+        routes = routes_for(self._config.transport, [this_place(), *others], [place for _, place in told])
+        dtypes = {name: dtype for name, dtype, _ in self._weights.metadata()}
+        wants = [wanted for wanted, _ in told]
+        plan = make_plan(self._weights.holdings(), dtypes, wants, trainers, self._config.bucket_bytes, routes)
+        for rank in range(trainers + engine_ranks):
+            board.publish(f"plan/{rank}", plan.of(rank))
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send(self) -> int:
+        """One handoff, start to finish. Returns the bytes that all trainer ranks sent (on other ranks: this rank's).
+
+        Raises:
+            HandoffError: somebody failed, did not keep up, or received other bytes than were sent.
+        """
+        self.connect()
+        board = self._board
+        assert board is not None
+        self._handoffs += 1
+        try:
+            receiving: Future[None] | None = None
+            if self._client is not None:
+                client, info = self._client, {"handoff": self._handoffs}
+
+                def receive() -> None:
+                    client.start_weight_update()  # what this rank packs first can wait for it
+                    client.update_weights(info)
+
+                receiving = in_background(receive)
+            tally = self._ship(board, receiving)
+            board.publish(f"sent/{self._handoffs}/{self._rank}", tally)
+            if self._client is None or receiving is None:
+                return tally.bytes_sent
+            board.wait(receiving, f"{self._client.engines} engines to load the weights")
+            total = self._compare(board)
+            self._client.finish_weight_update()
+            return total
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    def _ship(self, board: Board, receiving: Future[None] | None) -> Tally:
+        assert self._links is not None
+        return ship(self.plan, self._rank, self._links, board, self._weights.read, self._handoffs, receiving)
+
+    def _compare(self, board: Board) -> int:
+        """What the engine ranks say they received against what the trainer ranks say they sent.
+
+        Returns the bytes that the trainer ranks have sent.
+        """
+        expected = dict[int, int]()
+        trainers, handoff = self.plan.trainers, self._handoffs
+        self.tallies = [
+            board.read(f"sent/{handoff}/{rank}", f"trainer rank {rank}", keep=False) for rank in range(trainers)
+        ]
+        for tally in self.tallies:
+            for destination, value in tally.checksums.items():
+                expected[destination] = expected.get(destination, 0) + value
+        for index in range(self._engine_ranks):
+            rank = trainers + index
+            theirs = board.read(f"received/{handoff}/{rank}", f"engine rank {index}", keep=False)
+            self.tallies.append(theirs)
+            if theirs.checksums.get(rank, 0) != expected.get(rank, 0):
+                raise HandoffError(
+                    f"handoff {handoff}: engine rank {index} received slices whose checksums sum up to "
+                    f"{theirs.checksums.get(rank, 0):x}; those that were sent sum up to {expected.get(rank, 0):x}"
+                )
+        sent = sum(tally.bytes_sent for tally in self.tallies)
+        received = sum(tally.bytes_received for tally in self.tallies)
+        if sent != received:
+            raise HandoffError(f"handoff {handoff}: {sent} bytes were sent, {received} received")
+        return sum(tally.bytes_sent for tally in self.tallies[:trainers])
+
+    def _break_off(self, error: BaseException) -> None:
+        """The next handoff must meet the engines anew. The board stays for the others to read until then."""
+        store = self._store
+        if self._board is not None:
+            self._board.fail(error)
+        self.close()
+        self._store = store
+
+    def close(self) -> None:
+        """Leave the engines. They find the board gone, should they still wait."""
+        if self._links is not None:
+            self._links.close()
+        self._links, self._plan, self._board, self._store = None, None, None, None
+        self._handoffs = 0

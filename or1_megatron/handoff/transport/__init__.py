@@ -1,0 +1,1 @@
+"""How messages travel: gloo, shared memory, NCCL, CUDA IPC."""

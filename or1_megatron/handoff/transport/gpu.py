@@ -1,0 +1,175 @@
+"""The transports of GPU clusters: NCCL point to point, and CUDA IPC. Written with care, and so far not run on a GPU.
+
+What to look at first when they are (``benchmarks/gpu/handoff.py``, ``tests/gpu/test_handoff_gpu.py``):
+
+- A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
+  directions share its stream. To set it up blocks until the other rank does, too.
+- So, and because NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), a trainer
+  rank, which sends on one thread and passes on with another, starts all its messages in the plan's order
+  (``wire.InOrder``): none waits for one behind it.
+- A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
+- CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that is
+  shown but some of the GPUs numbers them otherwise than the trainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from or1_megatron.handoff.transport.base import Arrival, Buffers, Counted, InOrder, Waiters, Work
+from or1_megatron.handoff.transport.group import HandoffError
+
+T = TypeVar("T")
+
+
+_DEVICE_ARGUMENT = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+
+
+def on_device(size_bytes: int, device: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+class _Finished:
+    """A work of NCCL's, waited for on the host: its own wait() only orders streams."""
+
+    def __init__(self, work: Any, device: int) -> None:
+        self._work, self._device = work, device
+
+    def wait(self, timeout: timedelta) -> None:
+        torch.cuda.set_device(self._device)  # of this thread
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            self._work.wait(timeout)
+        stream.synchronize()
+
+
+class NcclTransport(Counted):
+    """``Transport`` between GPUs, each of another rank. Memory is the device's."""
+
+    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
+        from torch.distributed import ProcessGroupNCCL
+
+        super().__init__()
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        with _errors_left_to_us():
+            self._group: Any = ProcessGroupNCCL(PrefixStore("or1-handoff-nccl", store), rank, world, options)
+        self._device = torch.cuda.current_device()
+        self._starts = InOrder()
+        self._waiters = Waiters(timeout_s, self._group.abort)
+        self._buffers = Buffers(self.allocate)
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        self._starts.begin(numbers)
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        return on_device(size_bytes, self._device)
+
+    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
+        def sent() -> None:
+            self.count(sent=buffer.numel())
+
+        # NCCL has no tags: between two ranks the order of starting is the order of the plan
+        return self._follow(number, lambda: self._group.send([buffer], destination, 0), sent)
+
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        owner = self._buffers.take(size_bytes) if into is None else into
+        message = owner[:size_bytes]
+
+        def release() -> None:
+            if into is None:
+                torch.cuda.current_stream(self._device).synchronize()  # the loaders' copies; NCCL will write here again
+                self._buffers.give(owner)
+
+        def arrived() -> Arrival:
+            self.count(received=size_bytes)
+            return Arrival(message, release)
+
+        return self._follow(number, lambda: self._group.recv([message], source, 0), arrived)
+
+    def _follow(self, number: int, start: Callable[[], Any], then: Callable[[], T]) -> Future[T]:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))  # the buffer has been packed, or read for the last time
+
+        def work() -> Work:
+            torch.cuda.set_device(self._device)  # of the thread that starts it
+            torch.cuda.current_stream().wait_event(ready)  # for which NCCL's stream waits in its turn
+            return _Finished(start(), self._device)
+
+        return self._starts.hand_in(number, lambda: self._waiters.follow(work, then))
+
+    def rest(self) -> None:
+        self._buffers.clear()
+
+    def close(self) -> None:
+        self._starts.close()
+        self._waiters.close()
+        self.rest()
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """A group made here does not end the process when a peer is gone, as torch's watchdog otherwise would."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class CudaIpc:
+    """``mapped.Sharing`` of device memory."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        return on_device(size_bytes, self._device)
+
+    def describe(self, buffer: Tensor) -> Any:
+        torch.cuda.current_stream(self._device).synchronize()  # what was packed is there for other processes to see
+        return reduce_tensor(buffer)
+
+    def map(self, description: Any) -> Tensor:
+        rebuild, arguments = described_for(description, self._device)
+        torch.cuda.set_device(self._device)  # of a waiting thread
+        try:
+            return rebuild(*arguments)
+        except RuntimeError as error:
+            raise HandoffError(
+                f"handoff: cannot map another process's device memory ({error}); CUDA IPC needs both on one node, GPUs "
+                "that are peers, and PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
+            ) from error
+
+    def finished_reading(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def rest(self) -> None:
+        """What was mapped goes with the tensors; the sender's allocator is told that it may have its blocks back."""
+        torch.cuda.ipc_collect()
+
+
+def described_for(description: tuple[Any, tuple[Any, ...]], device: int) -> tuple[Any, tuple[Any, ...]]:
+    """What ``reduce_tensor`` says of a tensor, for a process whose GPU is ``device``, by its own numbering.
+
+    The sender's number of its device means another one, or none, to a process that is shown other GPUs. Memory of a
+    peer is opened on the own device, too: the driver maps it there.
+    """
+    rebuild, arguments = description
+    return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])

@@ -1,0 +1,151 @@
+"""The transports of a handoff by their names in the configuration, and what they ask of where the ranks run.
+
+gloo                 CPU, any nodes
+shared_memory        CPU, one node
+gloo+shared_memory   CPU, two hops: gloo among trainer ranks, shared memory to the engines beside them
+nccl                 GPU, engines on devices of their own
+cuda_ipc             GPU, one node
+nccl+cuda_ipc        GPU, two hops: NCCL among trainer ranks, CUDA IPC to the engines on their devices
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroupGloo, Store
+
+from or1_megatron.handoff.shard.plan import HandoffPlan
+from or1_megatron.handoff.shard.routes import Direct, Relayed, Routes, TwoHops
+from or1_megatron.handoff.transport.base import GlooTransport, Transport
+from or1_megatron.handoff.transport.group import HandoffError
+from or1_megatron.handoff.transport.shared_memory import MappedTransport, SharedMemory
+
+_ON_ONE_NODE = ("shared_memory", "cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    node: str
+    """The same for processes that can map each other's memory."""
+    device: str
+    """A GPU's UUID; empty on CPU."""
+
+
+def this_place() -> Place:
+    """Of the calling process; its GPU is the current one."""
+    import torch
+
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        node = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    device = ""
+    if torch.cuda.is_available():
+        device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return Place(node, device)
+
+
+def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> Routes:
+    """The routes that a transport's links call for.
+
+    Raises:
+        HandoffError: the ranks do not stand as the transport needs them.
+    """
+    if "+" in transport:
+        return TwoHops(_neighbours(transport, trainers, engines), len(trainers))
+    if transport in _ON_ONE_NODE:
+        here = trainers[0].node
+        for who, places in (("trainer", trainers), ("engine", engines)):
+            for rank, place in enumerate(places):
+                if place.node != here:
+                    raise HandoffError(
+                        f"handoff.transport = {transport} needs all ranks on one node and in one PID namespace; {who} "
+                        f"rank {rank} is not where trainer rank 0 is"
+                    )
+        return Direct()
+    shared = {place for place in trainers if place.device} & set(engines)
+    if transport == "nccl" and shared:
+        raise HandoffError(
+            "handoff.transport = nccl: engines share the trainer's GPUs, and NCCL refuses two ranks on one; "
+            "nccl+cuda_ipc is for that"
+        )
+    return Relayed()
+
+
+def _neighbours(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> list[int]:
+    """For each engine rank the trainer rank on its device; without devices those of its node in turn."""
+    ranks: dict[Place, list[int]] = defaultdict(list)
+    for rank, place in enumerate(trainers):
+        ranks[place].append(rank)
+    turns = defaultdict[Place, int](int)
+    found = []
+    for index, place in enumerate(engines):
+        if place not in ranks:
+            raise HandoffError(
+                f"handoff.transport = {transport} needs a trainer rank on each engine rank's device; engine rank "
+                f"{index} has none beside it"
+            )
+        found.append(ranks[place][turns[place] % len(ranks[place])])
+        turns[place] += 1
+    return found
+
+
+class Links:
+    """The transports between a rank and the others."""
+
+    def __init__(self, network: Transport, local: Transport | None, trainers: int) -> None:
+        """``local``: from a trainer rank to an engine rank, where that is not ``network`` too."""
+        self._network, self._local, self._trainers = network, local, trainers
+
+    @classmethod
+    def open(
+        cls, name: str, group: ProcessGroupGloo, store: Store, rank: int, world: int, trainers: int, timeout_s: float
+    ) -> Links:
+        """``group``: of all ranks."""
+
+        def made(kind: str) -> Transport:
+            if kind == "gloo":
+                return GlooTransport(group, timeout_s)
+            if kind == "shared_memory":
+                return MappedTransport(group, SharedMemory(), timeout_s)
+            from or1_megatron.handoff.transport.gpu import CudaIpc, NcclTransport
+
+            if kind == "cuda_ipc":
+                return MappedTransport(group, CudaIpc(), timeout_s)
+            return NcclTransport(store, rank, world, timeout_s)
+
+        kinds = name.split("+")
+        return cls(made(kinds[0]), made(kinds[1]) if len(kinds) > 1 else None, trainers)
+
+    @property
+    def all(self) -> list[Transport]:
+        return [self._network] if self._local is None else [self._network, self._local]
+
+    def over(self, sender: int, receiver: int) -> Transport:
+        crosses = sender < self._trainers <= receiver
+        return self._local if crosses and self._local is not None else self._network
+
+    def begin(self, plan: HandoffPlan, rank: int) -> None:
+        """Tell the transports the order in which ``rank`` has to do with messages: the plan's."""
+        numbers: dict[int, list[int]] = {id(link): [] for link in self.all}
+        for shipment in plan.shipments:
+            for sender, receiver in shipment.hops:
+                if rank in (sender, receiver):
+                    numbers[id(self.over(sender, receiver))].append(shipment.number)
+        for link in self.all:
+            link.begin(numbers[id(link)])
+
+    def counts(self) -> tuple[int, int]:
+        """(bytes sent, bytes received) by this rank since the links were opened."""
+        return sum(link.bytes_sent for link in self.all), sum(link.bytes_received for link in self.all)
+
+    def rest(self) -> None:
+        for link in self.all:
+            link.rest()
+
+    def close(self) -> None:
+        for link in self.all:
+            link.close()

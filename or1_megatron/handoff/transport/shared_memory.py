@@ -1,0 +1,196 @@
+"""Messages that stay where the sender has packed them: the receiver maps the memory, reads it there, and says so.
+
+A notice (which memory, how much) goes one way and an acknowledgement the other, both over gloo; the weights do not
+travel. Memory is shared through ``Sharing``: pages of the host here, CUDA IPC in ``gpu``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo
+
+from or1_megatron.handoff.transport.base import Arrival, Counted, Waiters, Work, abort
+from or1_megatron.handoff.transport.group import HandoffError
+
+_NOTICE_BYTES = 2048
+_HEADER_BYTES = mmap.PAGESIZE
+_TOKEN_BYTES = 16
+
+
+class Sharing(Protocol):
+    """Memory that other processes of this node can map."""
+
+    def allocate(self, size_bytes: int) -> Tensor: ...
+
+    def describe(self, buffer: Tensor) -> Any:
+        """What ``map`` needs in another process; small and picklable. What was written to ``buffer`` is visible."""
+        ...
+
+    def map(self, description: Any) -> Tensor:
+        """Raises HandoffError when the memory cannot be reached from here."""
+        ...
+
+    def finished_reading(self) -> None:
+        """Block until what was started with mapped memory no longer needs it."""
+        ...
+
+    def rest(self) -> None:
+        """Drop what has been allocated and mapped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One piece of shared memory, in the process that has made it."""
+
+    descriptor: int
+    token: bytes
+
+
+class SharedMemory:
+    """``Sharing`` of host memory without names (memfd): it is gone when the last process that maps it is."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._mapped: dict[tuple[int, int, bytes], Tensor] = {}
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        descriptor = os.memfd_create("or1-handoff", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _HEADER_BYTES + size_bytes)
+        pages = _whole(mmap.mmap(descriptor, _HEADER_BYTES + size_bytes))
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        pages[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        buffer = pages[_HEADER_BYTES:]
+        self._segments[buffer.data_ptr()] = Segment(descriptor, token)
+        return buffer
+
+    def describe(self, buffer: Tensor) -> Any:
+        segment = self._segments[buffer.data_ptr()]
+        return os.getpid(), segment.descriptor, segment.token
+
+    def map(self, description: Any) -> Tensor:
+        if (known := self._mapped.get(description)) is not None:
+            return known
+        pid, number, token = description
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            try:
+                pages = _whole(mmap.mmap(descriptor, 0))
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise HandoffError(_unreachable(pid, error)) from error
+        if bytes(pages[:_TOKEN_BYTES].tolist()) != token:
+            raise HandoffError(_unreachable(pid, "another process has this number here"))
+        return self._mapped.setdefault(description, pages[_HEADER_BYTES:])
+
+    def finished_reading(self) -> None:
+        """What reads host memory has read it when it returns."""
+
+    def rest(self) -> None:
+        for segment in self._segments.values():
+            os.close(segment.descriptor)
+        self._segments.clear()
+        self._mapped.clear()
+
+
+def _whole(pages: mmap.mmap) -> Tensor:
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _unreachable(pid: int, why: object) -> str:
+    return (
+        f"handoff: cannot map the memory of process {pid} ({why}); shared memory needs trainer and engines on one "
+        "node, under one user and in one PID namespace"
+    )
+
+
+class _Answered:
+    """A notice and the answer to it, as one work."""
+
+    def __init__(self, notice: Work, answer: Work) -> None:
+        self._notice, self._answer = notice, answer
+
+    def wait(self, timeout: timedelta) -> None:
+        self._notice.wait(timeout)
+        self._answer.wait(timeout)
+
+
+class MappedTransport(Counted):
+    """``Transport`` on one node: any number of receivers read the very bytes that the sender has packed."""
+
+    def __init__(self, group: ProcessGroupGloo, sharing: Sharing, timeout_s: float) -> None:
+        """``group``: of all ranks; it carries notices and acknowledgements."""
+        super().__init__()
+        self._group: Any = group  # send and recv are absent from torch's stub
+        self._sharing = sharing
+        self._waiters = Waiters(timeout_s, lambda: abort(group))
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """As with gloo, which carries the notices."""
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        return self._sharing.allocate(size_bytes)
+
+    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
+        notice = _sealed((self._sharing.describe(buffer), buffer.numel()))
+        answer = torch.empty(1, dtype=torch.uint8)
+
+        def start() -> Work:
+            expected = self._group.recv([answer], destination, number)
+            return _Answered(self._group.send([notice], destination, number), expected)
+
+        def read() -> None:
+            self.count(sent=buffer.numel())
+
+        return self._waiters.follow(start, read)
+
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        notice = torch.empty(_NOTICE_BYTES, dtype=torch.uint8)
+
+        def release() -> None:
+            self._sharing.finished_reading()
+            answer = torch.zeros(1, dtype=torch.uint8)
+            self._waiters.follow(lambda: self._group.send([answer], source, number), _nothing)
+
+        def arrived() -> Arrival:
+            description, announced = pickle.loads(notice.numpy().tobytes())
+            if announced != size_bytes:
+                raise HandoffError(f"handoff: rank {source} sent {announced} bytes, {size_bytes} were expected")
+            message = self._sharing.map(description)[:size_bytes]
+            self.count(received=size_bytes)
+            if into is None:
+                return Arrival(message, release)
+            into[:size_bytes].copy_(message)
+            release()
+            return Arrival(into[:size_bytes], _nothing)
+
+        return self._waiters.follow(lambda: self._group.recv([notice], source, number), arrived)
+
+    def rest(self) -> None:
+        self._sharing.rest()
+
+    def close(self) -> None:
+        self._waiters.close()
+        self.rest()
+
+
+def _sealed(value: Any) -> Tensor:
+    raw = pickle.dumps(value)
+    assert len(raw) <= _NOTICE_BYTES
+    return torch.frombuffer(bytearray(raw.ljust(_NOTICE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _nothing() -> None:
+    pass

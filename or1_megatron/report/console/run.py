@@ -1,0 +1,250 @@
+"""A run in the terminal: a line per step, a live bar inside a step, and the outcome as a table at the end.
+
+In ``plain`` mode (no terminal, or asked for) there are the same lines without bar or colour, fit for log files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from or1_megatron.report.console.format import duration, fraction, number, quantity
+from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
+
+_HEADER_EVERY_LINES = 20
+_POLL_S = 0.25
+_SAMPLING_VERBS = ("roll_out", "evaluate")
+"""Verbs during which responses finish one by one."""
+
+_FIRST_VERBS = ("begin_stage", "take_problems")
+
+_BRIEF_SHARE = 0.001
+"""Verbs that take less than this of a run share one line of the final table."""
+
+_WIDTHS = {
+    "step": 5,
+    "stage": 10,
+    "reward": 6,
+    "acc-nt": 6,
+    "trunc": 6,
+    "length": 6,
+    "entropy/target": 14,
+    "alpha": 7,
+    "kept": 7,
+    "grad": 7,
+    "tok/s": 6,
+    "time": 7,
+}
+"""Columns of a step's line; acc-nt is the accuracy of the responses that were not truncated."""
+
+
+def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
+    """(console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` never emits an escape code."""
+    live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
+    if live:
+        return Console(force_terminal=True), True
+    return Console(force_terminal=False, no_color=True, width=120, soft_wrap=True), False
+
+
+class RunConsole:
+    """Tracker and Observer of a run that shows it.
+
+    ``progress`` gives (responses finished, asked for) of the current roll-out and must not block; it is asked from a
+    thread of its own, and only while the bar is live.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        live: bool,
+        *,
+        total_steps: int,
+        stage_names: Sequence[str],
+        entropy_target: float | None,
+        progress: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._stage_names = stage_names
+        self._entropy_target = entropy_target
+        self._progress = progress
+        self._lines = 0
+        self._verb = ""
+        self._step = "start"
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._poller: threading.Thread | None = None
+        if live:
+            self._start_bar()
+
+    # What the loop tells
+
+    def verb_started(self, step: int, verb: str) -> None:
+        """``step``: rollout steps done so far, which an update adds one to in the middle of the step that it ends."""
+        self._verb = verb
+        if verb in _FIRST_VERBS:
+            self._step = f"step {step + 1}/{self._total_steps}"
+        if self._bar is not None:
+            with self._lock:  # a task's total cannot be unset, so each verb gets a new one
+                self._bar.remove_task(self._task)
+                self._task = self._bar.add_task(f"{self._step}  {verb.replace('_', ' ')}", total=None, count="")
+
+    def rolled_out(
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        kept: Sequence[AdvantagedGroup],
+        scores: TokenScores | None = None,
+    ) -> None:
+        """Shown with the step's metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step's line; a row without roll-out (step 0) has none."""
+        if "reward/mean" not in metrics:
+            return
+        if self._lines % _HEADER_EVERY_LINES == 0:
+            self._print("  ".join(name.rjust(width) for name, width in _WIDTHS.items()), style="bold")
+        self._lines += 1
+        cells = self._cells(step, metrics)
+        self._print("  ".join(cells[name].rjust(width) for name, width in _WIDTHS.items()))
+
+    def evaluated(self, step: int, result: EvaluationResult) -> None:
+        self._print(
+            f"evaluation after step {step}: accuracy {fraction(result.accuracy)}"
+            f" (non-truncated {fraction(result.non_truncated_accuracy)}), "
+            f"truncated {fraction(result.truncation_ratio)}, mean length {number(result.mean_length_tokens)} tokens; "
+            f"avg@{result.samples} on {result.problems} problems in {duration(result.wall_s)}",
+            style="cyan",
+        )
+
+    def alarmed(self, text: str) -> None:
+        self._print(text, style="yellow")
+
+    def resumed(self, step: int) -> None:
+        self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
+
+    # The frame around the loop
+
+    def say(self, text: str) -> None:
+        """A line of its own: what the run starts with, where it is written."""
+        self._print(text)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """The bar goes; the outcome (fields of ``schemas.SUMMARY``) comes."""
+        self.close()
+        show_summary(summary, self._console)
+
+    def close(self) -> None:
+        """Take the bar away, so that an error's message stands alone; again does nothing."""
+        self._closed.set()
+        if self._poller is not None:
+            self._poller.join(timeout=1.0)
+            self._poller = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def _cells(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        get = metrics.get
+        stage = get("stage/index")
+        target = "-" if self._entropy_target is None else f"{self._entropy_target:.3f}"
+        kept, rejected = get("groups/kept"), get("groups/rejected")
+        groups = None if kept is None or rejected is None else kept + rejected
+        return {
+            "step": str(step),
+            "stage": "-" if stage is None else self._stage_names[int(stage)][: _WIDTHS["stage"]],
+            "reward": number(get("reward/mean")),
+            "acc-nt": fraction(get("accuracy/non_truncated")),
+            "trunc": fraction(get("truncation/ratio")),
+            "length": number(get("length/mean")),
+            "entropy/target": f"{number(get('entropy/sampled'))}/{target}",
+            "alpha": number(get("entropy/coefficient")),
+            "kept": f"{quantity(kept)}/{quantity(groups)}",
+            "grad": number(get("policy/grad_norm")),
+            "tok/s": quantity(get("rollout/tokens_per_s")),
+            "time": duration(get("time/step")),
+        }
+
+    def _start_bar(self) -> None:
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,  # the trainer needs its cores
+        )
+        self._task = self._bar.add_task("start", total=None, count="")
+        self._bar.start()
+        if self._progress is not None:
+            self._poller = threading.Thread(target=self._poll, args=(self._progress,), name="console", daemon=True)
+            self._poller.start()
+
+    def _poll(self, progress: Callable[[], tuple[int, int]]) -> None:
+        # When the engines are gone the loop says so, with the reason; the bar just stands still.
+        with contextlib.suppress(Exception):
+            while not self._closed.wait(_POLL_S):
+                bar = self._bar
+                if bar is not None and self._verb in _SAMPLING_VERBS:
+                    done, asked = progress()
+                    with self._lock:
+                        bar.update(self._task, completed=done, total=asked or None, count=f"{done}/{asked}")
+
+
+def show_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """The outcome: accuracy before and after, time per verb with shares, where the model is."""
+    samples = summary["evaluation_samples"]
+    outcome = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("held-out" if samples is None else f"held-out, avg@{samples}", "before", "after"):
+        outcome.add_column(heading, justify="left" if heading.startswith("held") else "right")
+    for title, field, show in (
+        ("accuracy", "accuracy", fraction),
+        ("accuracy, non-truncated", "non_truncated_accuracy", fraction),
+        ("truncated", "truncation_ratio", fraction),
+        ("mean length, tokens", "mean_length", number),
+    ):
+        outcome.add_row(title, show(summary[f"{field}_before"]), show(summary[f"{field}_after"]))
+
+    times = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    times.add_column("verb")
+    times.add_column("seconds", justify="right")
+    times.add_column("share", justify="right")
+    wall_s = summary["wall_s"]
+    brief = {verb: seconds for verb, seconds in summary["time_s"].items() if seconds < _BRIEF_SHARE * wall_s}
+    shown = {verb.replace("_", " "): seconds for verb, seconds in summary["time_s"].items() if verb not in brief}
+    if brief:
+        shown[f"{len(brief)} more"] = sum(brief.values())
+    for verb, seconds in shown.items():
+        times.add_row(verb, f"{seconds:.1f}", fraction(seconds / wall_s if wall_s else None))
+    times.add_section()
+    times.add_row("all", f"{wall_s:.1f}", "100.0%" if wall_s else "-")
+
+    end = "" if summary["finished"] else ", stopped: the same command goes on"
+    console.print(
+        f"\nstep {summary['steps']} of {summary['total_steps']}, seed {summary['seed']}{end}", highlight=False
+    )
+    console.print(outcome)
+    console.print("\ntime")
+    console.print(times)
+    console.print()
+    if summary["skipped_updates"]:
+        console.print(f"SGD steps skipped, loss or gradient not finite: {summary['skipped_updates']}", style="yellow")
+    other = "neither decoding nor forward, backward, optimizer"
+    console.print(f"other:  {fraction(summary['other_share'])} of the time ({other})", highlight=False)
+    console.print(f"model:  {summary['model'] or 'not exported'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,37 @@
+"""The frame of the pages that this package writes: one file, one look, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+_WEB = files("or1_megatron.report.page") / "web"
+
+
+def asset(name: str) -> str:
+    """A file of ``report/web``."""
+    return (_WEB / name).read_text(encoding="utf-8")
+
+
+def html_page(title: str, body: str, *, styles: Sequence[str] = (), scripts: Sequence[str] = (), late: str = "") -> str:
+    """The whole page.
+
+    Args:
+        title: plain text.
+        body: HTML.
+        styles, scripts: files of ``report/web`` beside the common look; scripts share one scope and follow the body.
+        late: HTML behind all, which the first paint does without.
+    """
+    style = "\n".join(asset(name) for name in ("look.css", *styles))
+    script = "\n".join(asset(name) for name in scripts)
+    code = f'<script>\n(() => {{\n"use strict";\n{script}\n}})();\n</script>\n' if scripts else ""
+    # The policy of the page itself: a text that got out of its place could still neither load nor send anything.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n{body}\n{code}{late}</body>\n</html>\n"
+    )

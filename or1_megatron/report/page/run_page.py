@@ -1,0 +1,225 @@
+"""``or1 report RUN...``: runs as one page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from or1_megatron.report.page.aggregates import PASS_RATES, histograms, migration
+from or1_megatron.report.page.embedding import packet
+from or1_megatron.report.page.frame import asset, html_page
+from or1_megatron.report.page.recordings import Recording, read_recordings
+from or1_megatron.report.page.responses import packets
+from or1_megatron.report.page.rollout_table import Book, join
+from or1_megatron.report.page.selection import choose, named, thinned
+from or1_megatron.report.page.tokens import TokenTexts, find_token_texts
+from or1_megatron.runtime.files import write_atomically
+from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.schemas import metrics_table
+
+TEXTS = 200
+"""Responses shown in full when none are named."""
+LIMIT_BYTES = 50_000_000
+ROWS = 250_000
+"""A table of more is thinned."""
+
+_SCRIPTS = (
+    *("format.js", "data.js", "draw.js", "curves.js", "times.js", "lengths.js", "problems.js"),
+    *("table.js", "response.js", "rollouts.js", "main.js"),
+)
+_NAMED_RUNS = 3  # in the title
+
+_ROWS_SHARE = 0.6
+"""Of the page, for the table of responses; the rest is for texts."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came out: ``rows`` of ``all_rows`` responses are listed, ``texts`` of them in full."""
+
+    size_bytes: int
+    rows: int
+    all_rows: int
+    texts: int
+    notes: tuple[str, ...]
+
+
+def write_report(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    ids: Sequence[str] = (),
+    tokenizer: Path | None = None,
+    texts: int = TEXTS,
+    limit_bytes: int = LIMIT_BYTES,
+    most_rows: int = ROWS,
+) -> Written:
+    """Draw ``runs`` to ``out``.
+
+    Args:
+        ids: responses to show in full beside the ``texts`` chosen ones (``choice.named``).
+        tokenizer: an HF folder; None: the run's own export, else the model that it started from.
+
+    Raises:
+        FileNotFoundError: a run is none. ValueError: nothing is recorded yet, or the metrics alone are too much.
+        UnknownRollout: ``ids`` name what is not kept.
+    """
+    recordings = read_recordings(runs)
+    book = join(recordings)
+    wanted = named(book.columns, book.words["problem"], ids)
+    head = _head_packet(recordings, book)
+    frame_bytes = len(_page(recordings, head, "", {}).encode())
+    if frame_bytes > limit_bytes:
+        raise ValueError(f"the curves of {len(recordings)} runs alone take {frame_bytes:,} bytes; name fewer runs")
+    notes: list[str] = []
+    listed = _listed(book, most_rows, wanted, int(_ROWS_SHARE * (limit_bytes - frame_bytes)))
+    if len(listed) < len(book):
+        notes.append(
+            f"{len(listed):,} of {len(book):,} responses are listed, those of every n-th step: the page holds no more. "
+            "Histograms and the migration of problems count all of them"
+        )
+    order = list(dict.fromkeys([*wanted.tolist(), *listed[choose(book.part(listed), texts)].tolist()]))
+    room = limit_bytes - frame_bytes - len(_rows_packet(book, listed, order, notes)) - 10_000
+    packed, left_out = _fitting(_text_packets(recordings, book, order, tokenizer, notes), order, room)
+    if left_out:
+        notes.append(f"{left_out:,} of {len(order):,} texts are left out: the page would be over {limit_bytes:,} bytes")
+    page = _page(recordings, head, _rows_packet(book, listed, list(packed), notes), packed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page.encode(), "the report")
+    said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
+    return Written(len(page.encode()), len(listed), len(book), len(packed), said)
+
+
+def _head_packet(recordings: Sequence[Recording], book: Book) -> str:
+    """All but the responses: what the first paint needs."""
+    known = {metric.name: metric for metric in metrics_table()}
+    measured = {name for recording in recordings for row in recording.metrics.values() for name in row}
+    names = [name for name in known if name in measured] + sorted(measured - known.keys())
+    runs: list[dict[str, Any]] = []
+    columns: dict[str, NDArray[Any]] = {}
+    for number, recording in enumerate(recordings):
+        moved = migration(recording, book.words["problem"])
+        if moved is not None:
+            bins = moved.pop("bins")
+            columns |= {f"bins/{number}/{period}": bins[period] for period in range(len(bins))}
+        runs.append(
+            {
+                "label": recording.label,
+                "path": str(recording.path),
+                "stages": [[stage.name, stage.first_step, stage.max_response_tokens] for stage in recording.stages],
+                "notes": recording.notes,
+                "entropy_target": recording.entropy_target,
+                "summary": _told(recording.summary),
+                "steps": list(recording.metrics),
+                "metrics": _series(recording, names),
+                "histograms": histograms(recording),
+                "migration": moved,
+                "responses": 0 if recording.rows is None else len(recording.rows),
+            }
+        )
+    described = [[name, known[name].unit, known[name].meaning] if name in known else [name, "", ""] for name in names]
+    return packet({"runs": runs, "metrics": described, "pass_rates": PASS_RATES}, columns)
+
+
+def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
+    """By metric: [places among the run's steps, values there (six digits; null: not finite)]; nothing where never
+    measured."""
+    found: dict[str, Any] = {}
+    for name in names:
+        there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
+        if there:
+            values = [None if value is None else float(f"{value:.6g}") for _, value in there]
+            found[name] = [[i for i, _ in there], values]
+    return found
+
+
+def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Of summary.json what the head of the page says."""
+    wanted = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
+    found = {name: summary.get(name) for name in wanted}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def _listed(book: Book, most_rows: int, wanted: NDArray[np.int64], most_bytes: int) -> NDArray[np.int64]:
+    """The rows of the table: all, or as many as go into ``most_bytes``."""
+    while True:
+        listed = thinned(book.columns, most_rows, wanted)
+        size = len(_rows_packet(book, listed, [], []))
+        if size <= most_bytes or most_rows <= 1:
+            return listed
+        most_rows = max(1, int(min(most_rows, len(listed)) * min(0.9, most_bytes / size)))
+
+
+def _rows_packet(book: Book, listed: NDArray[np.int64], texts: Sequence[int], notes: Sequence[str]) -> str:
+    text_of = np.full(len(book), -1, np.int32)
+    text_of[np.array(texts, np.int64)] = np.arange(len(texts))
+    part = book.part(listed)
+    columns: dict[str, NDArray[Any]] = {
+        "run": part["run"].astype(np.uint16),
+        **{name: part[name].astype(np.uint16) for name in ("stage", "source", "status")},
+        **{name: part[name].astype(np.int32) for name in ("step", "problem", "sample", "tokens", "prompt_tokens")},
+        **{name: part[name].astype(np.uint8) for name in ("truncated", "kept")},
+        **{name: part[name] for name in ("reward", "advantage", "seconds", "log_prob", "difference", "entropy")},
+        "text": text_of[listed],
+    }
+    return packet({"words": book.words, "notes": list(notes), "all": len(book)}, columns)
+
+
+def _text_packets(
+    recordings: Sequence[Recording], book: Book, order: Sequence[int], tokenizer: Path | None, notes: list[str]
+) -> dict[int, str]:
+    found: dict[int, str] = {}
+    rows = np.array(order, np.int64)
+    for number, recording in enumerate(recordings):
+        mine = rows[book["run"][rows] == number]
+        if recording.rows is None or not mine.size:
+            continue
+        tokens, why = _tokenizer_of(recording, tokenizer)
+        if tokens is None:
+            notes.append(
+                f"{recording.label}: its tokens have no text, since no tokenizer was found ({why}); name its folder "
+                "with --tokenizer"
+            )
+        packed = packets(recording.rows, book["row"][mine].tolist(), tokens)
+        found |= {int(row): packed[int(book["row"][row])] for row in mine}
+    return found
+
+
+def _tokenizer_of(recording: Recording, given: Path | None) -> tuple[TokenTexts | None, str]:
+    if given is not None:
+        return TokenTexts(given), ""
+    candidates = [RunFolder(recording.path).hf] + ([] if recording.model is None else [recording.model])
+    return find_token_texts(candidates)
+
+
+def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> tuple[dict[int, str], int]:
+    """(the texts that go into ``room`` bytes, first chosen first, how many are left out)."""
+    found: dict[int, str] = {}
+    for row in order:
+        size = len(packed[row]) + 80  # with its element
+        if size <= room:
+            found[row] = packed[row]
+            room -= size
+    return found, len(order) - len(found)
+
+
+def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Mapping[int, str]) -> str:
+    named = [recording.label for recording in recordings]
+    title = ", ".join(named) if len(named) <= _NAMED_RUNS else f"{len(named)} runs"
+    body = asset("report.html").replace("{{title}}", escape(title))
+    data = [_held("head", head), _held("rows", rows)]
+    late = [_held(f"text-{place}", text) for place, text in enumerate(texts.values())]
+    return html_page(
+        f"or1 report: {title}", body + "".join(data), styles=("report.css",), scripts=_SCRIPTS, late="".join(late)
+    )
+
+
+def _held(name: str, content: str) -> str:
+    return f'<script type="text/plain" id="data-{name}">{content}</script>\n'

@@ -1,0 +1,137 @@
+"""Layouts as a person writes them (``TP2 PP2 SP``), the rows that suit them, and whose layers can run here.
+
+Knows nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.rl.packing import BatchLayout, SequenceCost
+from or1_megatron.types import Aggregation
+from or1_megatron.weights.shape import Shape
+
+LayerKind = Literal["own", "transformer_engine"]
+
+_SIZES: Final = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "EP": "expert"}
+_WORDS: Final[dict[str, dict[str, Any]]] = {
+    "1": {},
+    "SP": {"sequence": True},
+    "distopt": {"distributed_optimizer": True},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "one_pass": {"head": "one_pass"},
+    "overlap": {"overlap_grad_reduce": True},
+    "overlap_gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": True},
+    "shuffled": {},
+    "response_mean": {},
+}
+HELP: Final = (
+    "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
+    "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); response_mean (aggregation of "
+    "the loss); 1 for none of them"
+)
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be read, or that cannot work."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of computing the same batch."""
+
+    name: str
+    parallel: ParallelConfig
+    shuffled: bool = False
+    aggregation: Aggregation = "token_mean"
+
+    def order(self, samples: int) -> list[int]:
+        """The order in which samples go into the batch."""
+        indices = np.arange(samples)
+        return [int(i) for i in (np.random.default_rng(3).permutation(indices) if self.shuffled else indices)]
+
+
+def parse_layout(text: str, longest: int) -> Case:
+    """``text``: words of ``HELP``, separated by blanks. Rows hold a multiple of ``longest`` unless ``rowsN`` is there.
+
+    Raises:
+        LayoutError: an unknown word, words that do not go together, or rows too short for the longest sequence.
+    """
+    values: dict[str, Any] = {"distributed_optimizer": False}
+    data, budget = 1, 4 * longest
+    for word in text.split():
+        sized = re.fullmatch(r"(TP|PP|VPP|CP|DP|EP|rows)(\d+)", word)
+        if word in _WORDS:
+            values |= _WORDS[word]
+        elif sized and sized[1] == "DP":
+            data = int(sized[2])
+        elif sized and sized[1] == "rows":
+            budget = int(sized[2])
+        elif sized:
+            values[_SIZES[sized[1]]] = int(sized[2])
+        elif re.fullmatch(r"layers=\d+(\+\d+)*", word):
+            values["layers_per_stage"] = tuple(int(n) for n in word.removeprefix("layers=").split("+"))
+        else:
+            raise LayoutError(f"layout '{text}': '{word}' is not known; expected {HELP}")
+    if budget < longest:
+        raise LayoutError(f"layout '{text}': rows of {budget} tokens do not hold the longest sequence, {longest}")
+    values["ranks"] = data
+    for name in ("tensor", "pipeline", "context"):
+        values["ranks"] *= values.get(name, 1)
+    try:
+        parallel = ParallelConfig(**values, micro_batch_tokens=budget)
+    except ValidationError as error:
+        raise LayoutError(f"layout '{text}': {'; '.join(e['msg'] for e in error.errors())}") from None
+    aggregation: Aggregation = "response_mean" if "response_mean" in text.split() else "token_mean"
+    return Case(text, parallel, "shuffled" in text.split(), aggregation)
+
+
+class LayersUnavailable(ValueError):
+    """Transformer Engine was asked for where it cannot run."""
+
+
+def choose_layers(parallel: ParallelConfig, dtype: str) -> LayerKind:
+    """Transformer Engine's layers for bfloat16 on a GPU where it is installed, else ours; or those asked for.
+
+    Its fast attention refuses float32.
+
+    Raises:
+        LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    lacking = "" if torch.cuda.is_available() else "there is no CUDA device"
+    if not installed:
+        lacking = "the package transformer-engine is not installed"
+    if dtype != "bfloat16":
+        lacking = lacking or f"model.dtype is {dtype}, and it wants bfloat16"
+    for key, asked, way_out in (
+        ("layers is 'transformer_engine'", parallel.layers == "transformer_engine", "auto or own"),
+        ("overlap_tensor needs Transformer Engine's layers", parallel.overlap_tensor, "false"),
+    ):
+        if asked and lacking:
+            raise LayersUnavailable(f"parallel.{key}, but {lacking}; set it to {way_out}")
+    return "own" if lacking or parallel.layers == "own" else "transformer_engine"
+
+
+def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:
+    """How this layout wants its rows, balanced by what a model with HF config ``hf`` computes."""
+    shape = Shape.of(hf)
+    return BatchLayout(
+        data_ranks=parallel.data,
+        budget_tokens=parallel.micro_batch_tokens,
+        alignment=2 * parallel.context * parallel.tensor,
+        sequence_alignment=2 * parallel.context if parallel.context > 1 else 1,
+        rows_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        fixed_length=parallel.overlap_tensor,
+        cost=SequenceCost.of_decoder(shape.multiplied_weights, shape.attention_width),
+    )

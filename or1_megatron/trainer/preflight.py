@@ -1,0 +1,147 @@
+"""What a run needs and can be refused for at the door: in seconds, before any rank, engine or cluster starts."""
+
+from __future__ import annotations
+
+import json
+
+from or1_megatron.config.load import ConfigError, check_next_stage, check_resume, load_config
+from or1_megatron.config.schema import Config
+from or1_megatron.data.problems import load_problems
+from or1_megatron.data.rows import DataError
+from or1_megatron.handoff.backend_check import check_choice, cuda_here
+from or1_megatron.rl.checks import PreviousStageUnfinished, check_state
+from or1_megatron.rl.ports import Begin
+from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.runtime.manifest import MANIFEST, check_manifest
+from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
+from or1_megatron.sizing.parallel_layouts import choose_layers
+from or1_megatron.types import Problem
+from or1_megatron.verify.registry import build_verifiers, known_abilities
+from or1_megatron.weights.families import ModelError, read_hf_config
+from or1_megatron.weights.files import check_weight_files
+
+
+def check_inputs(config: Config) -> None:
+    """Check the run folder, the model's weight files and every row of the data; the gold answers are left to the run.
+
+    Raises:
+        RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
+        PreviousStageMissing, PreviousStageUnfinished: a stage cannot begin, for want of the one before it.
+        LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
+        ModelError, DataError, SandboxUnavailable, VerifierBroken: of the model, the problems, or the means to verify
+            them.
+        OSError: the folder cannot be made.
+    """
+    folder = RunFolder(config.run.folder)
+    begin_of(config, folder)  # before anything is made on the disk
+    folder.create()
+    with folder.lock(wait_s=2.0):
+        check_resumable(config, folder)
+    choose_layers(config.parallel, config.model.dtype)
+    check_choice(config, cuda_here())
+    for model in (config.model.hf, config.algorithm.kl.reference):
+        if model is not None:
+            check_weight_files(model, read_hf_config(model))
+    train, held_out = read_problems(config)
+    for verifier in build_verifiers(
+        config.verify, abilities_of([*train, *held_out], known_abilities(config.verify))
+    ).values():
+        verifier.close()
+
+
+def lacking(config: Config) -> list[str]:
+    """What a start of the run would be refused for as things stand, of its model and the stage before; reads little."""
+    found = []
+    try:
+        begin_of(config, RunFolder(config.run.folder))
+    except (PreviousStageMissing, PreviousStageUnfinished, ConfigError) as error:
+        found.append(str(error))
+    for model in (config.model.hf, config.algorithm.kl.reference):
+        try:
+            if model is not None:
+                check_weight_files(model, read_hf_config(model))
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+class PreviousStageMissing(FileNotFoundError):
+    """There is no checkpoint of the stage before the one that is to begin."""
+
+
+def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | None:
+    """Where a run of one stage begins; None for the first stage, and where the run has checkpoints of its own.
+
+    Args:
+        whole: read all of the checkpoint, to see that it is as it was saved.
+
+    Raises:
+        PreviousStageMissing, PreviousStageUnfinished: the stage before has left no checkpoint, or has not ended.
+        ConfigError: its run had another configuration, in more than a new stage may change.
+        CheckpointDamaged, CheckpointUnreadable: with ``whole``.
+    """
+    number = config.run.stage
+    if number is None or number == 1 or checkpoint_keeper(config, folder).newest() is not None:
+        return None
+    begin = _previous(config, number)
+    state = json.loads((begin.checkpoint / LOOP_STATE).read_text())
+    check_state(state, ("steps_done", "schedule"))
+    schedule = StageSchedule(config.stages, number)
+    schedule.restore(state["schedule"], state["steps_done"])
+    begin.check(schedule, state["steps_done"])
+    before = RunFolder(begin.checkpoint.parent.parent).config
+    if before.is_file():
+        check_next_stage(load_config(before), config, begin.checkpoint)
+    if whole:
+        check_manifest(begin.checkpoint)
+    return begin
+
+
+def _previous(config: Config, number: int) -> Begin:
+    """The checkpoint from which stage ``number`` (from 1) begins."""
+    chosen = config.run.previous
+    place = chosen or config.run.dir / f"stage_{number - 1}"
+    if (place / MANIFEST).is_file() and step_of(place) is not None:
+        return Begin(place, number - 1, chosen=True)
+    keep = config.checkpoint
+    newest = CheckpointKeeper(RunFolder(place).checkpoints, keep.keep_last, keep.keep_best).newest()
+    if newest is None:
+        raise PreviousStageMissing(
+            f"stage {number} ('{config.stages[number - 1].name}') begins from a checkpoint of stage {number - 1} "
+            f"('{config.stages[number - 2].name}'), and there is none in {place}"
+            + ("" if place.is_dir() else ", which does not exist")
+            + f"; train that stage first (--stage {number - 1}), or say where its run or checkpoint lies with "
+            "--set run.previous=..."
+        )
+    return Begin(newest, number - 1, chosen=False)
+
+
+def check_resumable(config: Config, folder: RunFolder) -> None:
+    """Raise ConfigError when the folder holds checkpoints of a run whose configuration was another."""
+    if checkpoint_keeper(config, folder).newest() is not None and folder.config.is_file():
+        check_resume(load_config(folder.config), config)
+
+
+def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
+    keep = config.checkpoint
+    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps)
+
+
+def read_problems(config: Config) -> tuple[list[list[Problem]], list[list[Problem]]]:
+    """(training problems of each source, held-out problems of each). Raises DataError."""
+    return (
+        [load_problems(source.path, split=source.split) for source in config.data.train],
+        [load_problems(source.path, split=source.split) for source in config.evaluate.data],
+    )
+
+
+def abilities_of(sets: list[list[Problem]], known: frozenset[str]) -> frozenset[str]:
+    """Raises DataError naming the first row whose ability nothing can verify: is not ``known``."""
+    for problems in sets:
+        for problem in problems:
+            if problem.ability not in known:
+                raise DataError(
+                    f"{problem.origin}: field 'ability': found '{problem.ability}', which has no verifier; "
+                    f"expected one of: {', '.join(sorted(known))}"
+                )
+    return frozenset(problem.ability for problems in sets for problem in problems)

@@ -1,0 +1,356 @@
+"""The composition root: every trainer rank runs this module under torchrun.
+
+    or1 train CONFIG                                              (starts it on one machine)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (several nodes)
+
+Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop; the other ranks hold
+their share of the policy and serve the verbs that rank 0 relays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from or1_megatron.config.load import load_config, resolved_yaml
+from or1_megatron.config.schema import Config
+from or1_megatron.data.stream import MixtureStream
+from or1_megatron.evaluate.held_out import HeldOut
+from or1_megatron.handoff.sender import EngineWeightSender
+from or1_megatron.interfaces import Evaluator, Rollouts
+from or1_megatron.parallel.collective_errors import AgreedError
+from or1_megatron.parallel.driver import policy_verbs
+from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.report.console.run import RunConsole, open_console, show_summary
+from or1_megatron.report.console.summary import summarise
+from or1_megatron.rl.dump import DumpStore, versions
+from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.ports import Begin, LoopConfig, Ports
+from or1_megatron.rollout.client import RolloutsClient, start_rollouts
+from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
+from or1_megatron.runtime.record import Observers, RunRecord
+from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
+from or1_megatron.runtime.seeds import seed_everything
+from or1_megatron.runtime.signals import StopRequested, die_with_parent
+from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.runtime.trackers import Trackers
+from or1_megatron.schemas import check_summary
+from or1_megatron.sizing.dry_run import plan_run
+from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
+from or1_megatron.trainer.placement import engine_places
+from or1_megatron.trainer.preflight import begin_of, check_resumable, checkpoint_keeper
+from or1_megatron.trainer.prompts import load_prompts
+from or1_megatron.trainer.synced_policy import RanksSender, ServedPolicy, Turns
+from or1_megatron.types import Prompt
+
+log = logging.getLogger(__name__)
+
+_STARTED_S = time.time()
+_PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
+
+
+def make_evaluator(config: Config, held_out: Mapping[str, Sequence[Prompt]], rollouts: Rollouts) -> Evaluator | None:
+    """The held-out evaluation, or none without held-out problems."""
+    if not held_out:
+        return None
+    return HeldOut(held_out, rollouts, config.stages[-1].max_response_tokens, config.verify.max_error_fraction)
+
+
+def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin: Begin | None) -> LoopConfig:
+    parallel = config.parallel
+    hardware = None
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        peak = next((flops for part, flops in _PEAK_BF16_FLOPS.items() if part in name), None)
+        hardware = Hardware(parallel.ranks, peak, policy.parameter_count)
+    return LoopConfig(
+        seed=config.run.seed,
+        stages=config.stages,
+        algorithm=config.algorithm,
+        evaluation=config.evaluate,
+        checkpoint=config.checkpoint,
+        layout=batch_layout(parallel, policy.hf),
+        max_error_fraction=config.verify.max_error_fraction,
+        export_folder=folder.hf,
+        hardware=hardware,
+        safety=config.safety,
+        dtype=config.model.dtype,
+        stage_count=config.run.stage,
+        begin=begin,
+        mixtures=tuple(config.repeats(stage) for stage in config.stages),
+        max_staleness=config.rollout.max_staleness,
+    )
+
+
+def dump_store(config: Config, folder: RunFolder) -> DumpStore:
+    """Where batches are set aside for ``or1 replay``, with what it needs to know of this run."""
+    sections = config.model_dump(mode="json", include={"model", "parallel", "optimizer"})
+    return DumpStore(folder.dumps, config.safety.keep_dumps, {**sections, "versions": versions()})
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and response tokens of the longest sequence that an engine will hold."""
+    return config.data.max_prompt_tokens + config.longest_response
+
+
+@contextmanager
+def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
+    """This rank's place in the mesh and its share of the policy."""
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(config.parallel.threads_per_rank or max(1, cores // config.parallel.ranks))
+    start_process_group(config.cluster.verb_timeout_s)
+    try:
+        mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
+        seed_everything(config.run.seed, mesh.rank)
+        yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
+    finally:
+        stop_process_group()
+
+
+def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
+    """This rank's part of the KL penalty's reference, where the configuration names one; collective."""
+    folder = config.algorithm.kl.reference
+    if folder is None:
+        return None
+    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
+
+
+@contextmanager
+def stopping_in_order(stop: StopRequested) -> Iterator[None]:
+    """From here on a stop signal means save and exit; before, there is nothing to save and it simply kills."""
+    stop.install()
+    try:
+        yield
+    finally:
+        stop.uninstall()
+
+
+def serve(config: Config, stop: StopRequested) -> None:
+    """A rank other than 0: execute verbs until rank 0 is done."""
+    engine_places(config)
+    with trainer_rank(config) as (mesh, policy):
+        reference = frozen_reference(config, mesh)
+        sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
+        saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
+        verbs = policy_verbs(policy, RanksSender(sender, mesh).send, saver, reference)
+        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
+        with stopping_in_order(stop), saver:
+            lockstep.serve()
+
+
+def lead(config: Config, stop: StopRequested) -> int:
+    """Rank 0: everything that there is one of. Returns the exit status: 0, or 3 when stopped before the end."""
+    folder = RunFolder(config.run.folder)
+    folder.create()
+    with ExitStack() as stack:
+        stack.enter_context(folder.lock())
+        keeper, begin = open_run(config, folder)
+        sources, held_out, abilities = load_prompts(config)
+        engines, rollouts = start_sampling(config, run_id(folder), abilities, stop, stack)
+        mesh, policy = stack.enter_context(trainer_rank(config))
+        record = RunRecord(folder, config.track, config.model_dump(mode="json"))
+        served = serve_policy(config, mesh, policy, engines, rollouts, record, stack)
+        shown = run_console(config, rollouts)
+        stack.callback(shown.close)
+        stack.callback(record.close)
+        ports = Ports(
+            policy=served,
+            rollouts=rollouts,
+            stream=MixtureStream(sources, config.run.seed),
+            evaluator=make_evaluator(config, held_out, rollouts),
+            observer=Observers([record, shown]),
+            tracker=Trackers([record, shown]),
+            keeper=keeper,
+            timer=StepTimer(),
+            stop=stop.requested,
+            dumps=dump_store(config, folder),
+        )
+        with stopping_in_order(stop):
+            return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown)
+
+
+def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
+    """Check what can be checked before anything is started, and note the configuration; where the run begins."""
+    keeper = checkpoint_keeper(config, folder)
+    keeper.clean()
+    plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+    choose_layers(config.parallel, config.model.dtype)
+    check_resumable(config, folder)
+    keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
+    begin = begin_of(config, folder, whole=True)
+    folder.write_config(resolved_yaml(config))
+    return keeper, begin
+
+
+def run_id(folder: RunFolder) -> str:
+    """Names the run's actors in Ray, apart from those of any other run."""
+    return str(folder.root.resolve()).strip("/").replace("/", "-")
+
+
+def start_sampling(
+    config: Config, name: str, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
+) -> tuple[EnginePool, RolloutsClient]:
+    """Ray, the engines and the RolloutManager; asleep where engines and trainer take turns."""
+    start_ray(config.cluster.ray_address, name)
+    stack.callback(stop_ray)
+    wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
+    engines = EnginePool(
+        config.rollout,
+        config.model.hf,
+        config.model.dtype,
+        longest_sequence(config),
+        name,
+        not torch.cuda.is_available(),
+        engine_places(config),
+        config.handoff.backend,
+    )
+    stack.callback(engines.close)
+    rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, name, stop=stop.requested)
+    stack.callback(rollouts.close)
+    if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
+        engines.wait_ready()
+        engines.control(config.handoff.timeout_s).sleep()
+    return engines, rollouts
+
+
+def serve_policy(
+    config: Config,
+    mesh: Mesh,
+    policy: MegatronPolicy,
+    engines: EnginePool,
+    rollouts: RolloutsClient,
+    record: RunRecord,
+    stack: ExitStack,
+) -> ServedPolicy:
+    """All ranks' policy behind the loop's verbs, and its way to the engines; returns when the engines are ready."""
+    reference = frozen_reference(config, mesh)
+    asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
+    saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
+    stack.enter_context(saver)
+    verbs = policy_verbs(policy, lambda version: together.send(version), saver, reference)
+    lockstep = Lockstep(mesh, verbs, timeout_s)
+    stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
+    engines.wait_ready()
+    control = engines.control(config.handoff.timeout_s)
+    sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
+    stack.callback(sender.close)
+    together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
+    turns = Turns(takes_turns(config), offloads(config))
+    served = ServedPolicy(
+        lockstep,
+        policy,
+        saver,
+        sender,
+        control,
+        config.handoff,
+        batch_layout(config.parallel, policy.hf),
+        config.model.dtype,
+        longest_sequence(config),
+        turns,
+        restart_lost=engines.restart_lost,
+        rejoin=lambda: rollouts.rejoin(engines.handles),
+    )
+    if not turns.engines_sleep:
+        rollouts.revive_with(served.revive)
+    return served
+
+
+def takes_turns(config: Config) -> bool:
+    """Whether engines and trainer share their devices and must not use them at once. On CPU nobody sleeps."""
+    return config.rollout.placement == "colocated" and torch.cuda.is_available()
+
+
+def offloads(config: Config) -> bool:
+    """Whether the trainer's state lies on the host while the engines sample."""
+    return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
+
+
+def finished_before(config: Config) -> Mapping[str, Any] | None:
+    """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
+    folder = RunFolder(config.run.folder)
+    if not folder.summary.is_file():
+        return None
+    summary = folder.read_summary()
+    ended = summary["finished"] and summary["total_steps"] == config.total_steps
+    return summary if ended else None
+
+
+def show_again(config: Config, summary: Mapping[str, Any]) -> None:
+    console, _ = open_console("plain")
+    console.print(f"{config.run.folder} holds a finished run; remove it, or set another run.dir, to train again")
+    show_summary(summary, console)
+
+
+def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
+    """What shows the run; from here on, where the console is live."""
+    console, live = open_console(config.track.console)
+    entropy = config.algorithm.entropy
+    return RunConsole(
+        console,
+        live,
+        total_steps=config.total_steps,
+        stage_names=[stage.name for stage in config.stages],
+        entropy_target=entropy.target if entropy.mode == "adaptive" else None,
+        progress=rollouts.progress,
+    )
+
+
+def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:
+    """Train, and sum it up; the exit status of ``lead``."""
+    startup_s = time.time() - _STARTED_S
+    result = loop.run()
+    model = folder.hf if result.finished else None
+    summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
+    check_summary(summary)
+    folder.write_summary(summary)
+    shown.finished(summary)
+    return 0 if result.finished else 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="or1_megatron.trainer.run", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    die_with_parent(os.getppid())
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        stop = StopRequested(config.checkpoint.signal_grace_s)
+        set_up_logging(RunFolder(config.run.folder).logs, rank)
+        if (summary := finished_before(config)) is not None:
+            if rank == 0:
+                show_again(config, summary)
+            return 0
+        if rank > 0:
+            serve(config, stop)
+            return 0
+        return lead(config, stop)
+    except Exception as error:
+        if not (type(error).__module__.startswith("or1_megatron.") or isinstance(error, USER_OS_ERRORS)):
+            raise
+        if rank > 0 and isinstance(error, AgreedError):
+            return 0  # rank 0 says it and fails; a failure here would have it killed before its engines have ended
+        print(f"or1: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The code verifier: tests, how they run, and how outputs are compared."""

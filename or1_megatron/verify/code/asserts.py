@@ -1,0 +1,188 @@
+"""Tests written as Python: asserts over the submission's names, and LeetCode's ``check(candidate)``.
+
+They are never run as they stand beside the submission, since what they expect would lie next to it. An assert that
+compares one call of literals with a literal becomes a ``CallTest``: the arguments go in, the result comes out. If one
+statement of a row is anything else, the whole row is a ``ProgramTest``: the program runs in a sandbox of its own
+and its calls travel to the submission's as data (``verify.program_box``).
+
+What would let the submission judge itself is refused when the data is loaded: a truth value that a function of the
+submission's gives about another of its results, such as ``assert same(f(1), [2])`` with ``same`` defined nowhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from or1_megatron.verify.code.codec import build_list, build_tree, encode
+from or1_megatron.verify.code.imports import module_imports, names_of
+from or1_megatron.verify.code.records import CallTest, CodeTest, Comparison, ProgramTest, call_request, is_call_name
+
+_HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
+_SAME = {"is_same_list": "list_node", "is_same_tree": "tree_node"}
+
+
+def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
+    """Of an ``assert_case``. Raises ValueError."""
+    if isinstance(cases, str):
+        cases = [cases]
+    if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
+        raise ValueError(f"assert_case: found {cases!r:.100}, expected assert statements as text, or a list of such")
+    statements = [node for n, case in enumerate(cases) for node in _parse(f"assert_case[{n}]", case).body]
+    if not statements:
+        return ()
+    split = _split_all(statements, None)
+    if split is not None:
+        return split
+    module = ast.Module(statements, [])
+    remote = _remote_names(module, set())
+    _check_program("assert_case", module, remote)
+    program = "\n".join(ast.unparse(statement) for statement in statements)
+    return (ProgramTest("asserts", module_imports(module) + program, None),)
+
+
+def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
+    """Of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
+    for key in ("entry_point", "import_prefix", "test_code"):
+        if not isinstance(decoded.get(key), str):
+            raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
+    if not is_call_name(decoded["entry_point"]):
+        raise ValueError(f"entry_point: found {decoded['entry_point']!r:.100}, expected 'f' or 'Solution().f'")
+    _parse("import_prefix", decoded["import_prefix"])
+    module = _parse("test_code", decoded["test_code"])
+    checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    if len(checks) != 1 or [argument.arg for argument in checks[0].args.args] != ["candidate"]:
+        raise ValueError("test_code: expected it to define one function check(candidate)")
+    statements = [node for node in checks[0].body if not _is_docstring(node)]
+    split = _split_all(statements, decoded["entry_point"]) if len(module.body) == 1 else None
+    if split:
+        return split
+    _check_program("test_code", module, {"candidate"})
+    return (ProgramTest("check", decoded["test_code"], decoded["entry_point"]),)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _parse(where: str, source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not Python ({error})") from None
+
+
+def _split_all(statements: Sequence[ast.stmt], entry_point: str | None) -> tuple[CodeTest, ...] | None:
+    tests = []
+    for number, node in enumerate(statements):
+        split = _split(node.test, entry_point) if isinstance(node, ast.Assert) else None
+        if split is None:
+            return None
+        request, expected, comparison = split
+        tests.append(CallTest(f"assert {number}", request, expected, comparison))
+    return tuple(tests)
+
+
+def _split(test: ast.expr, entry_point: str | None) -> tuple[Mapping[str, Any], Any, Comparison] | None:
+    """(call, expected value, how to compare), or None when the assert is no comparison of a call with a literal."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        call = _call(test.operand, entry_point)
+        return None if call is None else (call, False, "truth")
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in _SAME and len(test.args) == 2:
+        call, wanted = _call(test.args[0], entry_point), _literal(test.args[1])
+        made = test.args[1].func if isinstance(test.args[1], ast.Call) else None
+        if call is None or wanted is None or not isinstance(made, ast.Name) or made.id != _SAME[test.func.id]:
+            return None
+        return call, wanted[0], "python"
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        left, right = test.left, test.comparators[0]
+        for asked, wanted_node in ((left, right), (right, left)):
+            call, wanted = _call(asked, entry_point), _literal(wanted_node)
+            if call is not None and wanted is not None:
+                if isinstance(test.ops[0], ast.Eq):
+                    return call, wanted[0], "python"
+                constant = wanted[0] is None or isinstance(wanted[0], bool)
+                return (call, wanted[0], "identity") if constant and isinstance(test.ops[0], ast.Is) else None
+    call = _call(test, entry_point)
+    return None if call is None else (call, True, "truth")
+
+
+def _call(node: ast.expr, entry_point: str | None) -> Mapping[str, Any] | None:
+    """The request for a call of the submission with literal arguments; None for any other expression."""
+    if not isinstance(node, ast.Call) or any(keyword.arg is None for keyword in node.keywords):
+        return None
+    name = ast.unparse(node.func)
+    if entry_point is not None:
+        if name != "candidate":
+            return None
+        name = entry_point
+    elif not is_call_name(name) or hasattr(builtins, name) or name in _HELPERS:
+        return None
+    arguments = [_literal(item) for item in node.args]
+    keywords = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    if None in arguments or None in keywords.values():
+        return None
+    given = {key: item[0] for key, item in keywords.items() if item is not None}
+    return call_request(name, [item[0] for item in arguments if item is not None], given, typed=False)
+
+
+def _literal(node: ast.expr) -> tuple[Any] | None:
+    """The value of a literal, boxed in a tuple (it may be None itself); ``list_node([...])`` and ``tree_node([...])``
+    count as such. None for anything else, and for what cannot travel."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and not node.keywords:
+        builder = {"list_node": build_list, "tree_node": build_tree}.get(node.func.id)
+        values = _literal(node.args[0])
+        if builder is None or values is None or not isinstance(values[0], list):
+            return None
+        return (builder(values[0]),)
+    try:
+        value = ast.literal_eval(node)
+        encode(value)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return (value,)
+
+
+def _remote_names(module: ast.Module, given: set[str]) -> set[str]:
+    used, bound = names_of(module)
+    modules = {line.removeprefix("import ") for line in module_imports(module).strip().split("; ") if line}
+    return {name for name in used if name not in bound | given | _HELPERS | modules and not hasattr(builtins, name)}
+
+
+def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
+    """Raise ValueError when the program calls no submission, or would let it judge itself."""
+    if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
+        raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assert) and _judged_inside(node.test, remote):
+            raise ValueError(
+                f"{where}: '{ast.unparse(node)[:200]}': a function of the submission would judge its own result and be "
+                "shown what is expected; expected a comparison, such as `assert CALL == VALUE`"
+            )
+
+
+def _judged_inside(test: ast.expr, remote: set[str]) -> bool:
+    """Whether the truth of ``test`` is what the submission says about a submission's result, or only its results
+    compared with each other."""
+    if isinstance(test, ast.BoolOp):
+        return any(_judged_inside(value, remote) for value in test.values)
+    if isinstance(test, ast.UnaryOp):
+        return _judged_inside(test.operand, remote)
+    if isinstance(test, ast.Compare):
+        return all(
+            isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in (test.left, *test.comparators)
+        )
+    if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
+        return False
+    arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
+    return any(
+        isinstance(node, ast.Call) and _is_remote(node.func, remote) for item in arguments for node in ast.walk(item)
+    )
+
+
+def _is_remote(function: ast.expr, remote: set[str]) -> bool:
+    while isinstance(function, ast.Attribute | ast.Call):
+        function = function.value if isinstance(function, ast.Attribute) else function.func
+    return isinstance(function, ast.Name) and function.id in remote

@@ -1,0 +1,80 @@
+"""The tests of one code problem, as records: what the submission's process may know, and what stays outside."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from or1_megatron.verify.code.checkers import Checker
+from or1_megatron.verify.code.codec import encode
+
+Comparison = Literal["json", "wrapped", "python", "identity", "truth"]
+"""How a call's result is judged. json: by the row's checker. wrapped: so, or against the one item of the list that is
+expected (data whose outputs are lists, not texts, often wrap the one result). python: as ``==`` of decoded built-in
+values does. identity: as ``is`` does with True, False and None. truth: by its truth value."""
+
+_CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
+
+
+@dataclass(frozen=True, slots=True)
+class StdinTest:
+    """One run of the whole program. ``expected``: text, or for checker any_of a tuple of texts."""
+
+    name: str
+    stdin: bytes
+    expected: str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallTest:
+    """One call. ``request`` is all that the submission's process learns of it."""
+
+    name: str
+    request: Mapping[str, Any]
+    expected: Any
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTest:
+    """A test program, run in a sandbox of its own. ``entry_point``: what its ``check`` is given; None: asserts."""
+
+    name: str
+    program: str
+    entry_point: str | None
+
+
+CodeTest = StdinTest | CallTest | ProgramTest
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTests:
+    """All tests of one problem; ``prefix`` is source that stands before the submission's, with no expectation in it.
+
+    ``starter``: source whose annotations say which arguments are nodes when the submission's own do not.
+    """
+
+    tests: tuple[CodeTest, ...]
+    checker: Checker
+    prefix: str = ""
+    starter: str = ""
+
+
+def call_request(name: str, arguments: list[Any], keywords: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
+    """What the box is asked. ``typed``: level-order lists become nodes where the function's annotations say so."""
+    return {
+        "operation": "call",
+        "name": name,
+        "arguments": [encode(item) for item in arguments],
+        "keywords": {key: encode(item) for key, item in keywords.items()},
+        "typed": typed,
+    }
+
+
+def is_call_name(text: str) -> bool:
+    """Whether ``text`` names what can be called: ``f``, or ``Solution().f``."""
+    match = _CALL_NAME.fullmatch(text)
+    return match is not None and not any(keyword.iskeyword(part) for part in match.groups(""))

@@ -1,0 +1,283 @@
+"""Runs a problem's tests against a submission, each kind its own way, and says of each test how it ended.
+
+Where things are: the submission and one test's input in a sandbox; a test program or a checker in another; what is
+expected, and the comparison, here. A call's answer counts only when it repeats the nonce that went in with the call,
+so what a submission writes beforehand or out of turn is worth nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.verify.code.checker_programs import CODEC, CheckerPrograms
+from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
+from or1_megatron.verify.code.codec import encode
+from or1_megatron.verify.code.imports import with_imports
+from or1_megatron.verify.code.records import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
+from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxResult, describe_exit
+from or1_megatron.verify.sandbox.session import Session, SessionEnded
+from or1_megatron.verify.sandbox.tiers import Sandbox
+
+_FOLDER = Path(__file__).parent
+_CALL_BOX = _FOLDER.joinpath("call_box.py").read_bytes()
+_PROGRAM_BOX = _FOLDER.joinpath("program_box.py").read_bytes()
+_SHOWN_CHARS = 80
+_PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one test ended. ``failure``: why the submission failed it; None when it passed, and only then."""
+
+    name: str
+    failure: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+class CodeRun:
+    """One problem's tests in a sandbox. Its limits are each test's; ``budget_s`` is the wall time of all together."""
+
+    def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
+        self._sandbox = sandbox
+        self._checkers = checkers
+        self._limits = sandbox.limits
+        self._budget_s = budget_s
+
+    def outcomes(self, tests: CodeTests, source: str) -> Iterator[Outcome]:
+        """Test by test, as they are run: stop asking to stop early.
+
+        Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
+        """
+        deadline_s = time.monotonic() + self._budget_s
+        source = with_imports(source, tests.prefix)
+        calls = _Calls(self._sandbox, tests, source)
+        try:
+            for test in tests.tests:
+                if time.monotonic() > deadline_s:
+                    yield Outcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
+                    return
+                yield Outcome(test.name, self._failure(test, tests, source, calls))
+        finally:
+            calls.close()
+
+    def _failure(self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls) -> str | None:
+        if isinstance(test, StdinTest):
+            return self._stdin(test, tests, source)
+        if isinstance(test, CallTest):
+            return self._call(test, tests, calls)
+        return self._program(test, tests, source)
+
+    def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str | None:
+        program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+        result = self._sandbox.run(program, test.stdin)
+        failure = _ending(result, self._limits)
+        if failure is not None:
+            return failure
+        if tests.checker.is_program:
+            right = self._checkers.accepts(
+                tests.checker, test.stdin.decode("utf-8", "replace"), result.output, test.expected
+            )
+        else:
+            right = text_matches(result.output, test.expected, tests.checker)
+        found = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
+        return None if right else f"wrong output: {_shown(found)}, expected {_shown(test.expected)}"
+
+    def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str | None:
+        try:
+            answer = calls.ask(test.request)
+        except SessionEnded as error:
+            return str(error)
+        if "raised" in answer:
+            return f"raised {answer['raised']}"[:200]
+        found = answer["value"]
+        if test.comparison not in ("json", "wrapped"):
+            right = _compares(found, test)
+        elif tests.checker.is_program:
+            right = self._checkers.accepts(tests.checker, _given(test), found, test.expected)
+        else:
+            wanted = [test.expected, *(test.expected if test.comparison == "wrapped" else ())]
+            right = any(value_matches(found, one, tests.checker) for one in wanted)
+        return None if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
+
+    def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
+        """Between the test program's box and the submission's we only carry lines."""
+        limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
+        judge = self._sandbox.open(_box(_PROGRAM_BOX), limits)
+        calls = _Calls(self._sandbox, tests, source, limits)
+        setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
+        line, asked = json.dumps(setup).encode(), 0
+        deadline_s = time.monotonic() + self._budget_s
+        try:
+            calls.load()
+            while time.monotonic() < deadline_s:
+                message = _object(_from_program(judge, line, self._limits.wall_s, asked))
+                if "ask" not in message:
+                    break
+                asked += 1
+                line = _passed_on(calls.ask(message["ask"]))
+            else:
+                return f"the test program took more than {self._budget_s:.0f} s"
+        except SessionEnded as error:
+            return str(error)
+        finally:
+            judge.close()
+            calls.close()
+        if "passed" in message:
+            return None if asked else "the test program never called the submission"
+        return f"{message['failed']}: {message['at']}"
+
+
+class _Calls:
+    """A submission, loaded when first called. One box for all calls, each in a fork of it.
+
+    With ``program_limits`` the calls are a test program's: one process holds all of them and the objects they make.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, tests: CodeTests, source: str, program_limits: SandboxLimits | None = None
+    ) -> None:
+        self._sandbox, self._tests, self._source = sandbox, tests, source
+        self._limits = program_limits
+        self._forks = False  # until a box says that it can
+        self._session: Session | None = None
+
+    def load(self) -> None:
+        """Raises SessionEnded when the submission does not load."""
+        self._session = self._sandbox.open(_box(_CALL_BOX), self._limits)
+        setup = {
+            "codec": CODEC,
+            "prefix": self._tests.prefix,
+            "source": self._source,
+            "starter": self._tests.starter,
+            "fork": self._limits is None,
+        }
+        answer = self._exchange(setup)
+        if "raised" in answer:
+            raise SessionEnded("exited", f"did not load: {answer['raised']}")
+        self._forks = bool(answer.get("forks"))
+
+    def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """{value} or {raised}. Raises SessionEnded; the next call then finds a fresh box."""
+        if self._session is None:
+            self.load()
+        try:
+            answer = self._exchange(request)
+        except SessionEnded:
+            self.close()
+            raise
+        if self._limits is None and not self._forks:  # no forks here: the next call gets a box of its own
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _exchange(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._session is not None
+        nonce = secrets.token_hex(8)
+        line = f"{nonce} {json.dumps(message)}".encode()
+        answer = _object(self._session.ask(line, self._sandbox.limits.wall_s))
+        words = [answer[name] for name in ("raised", "type") if name in answer]
+        if (
+            answer.get("nonce") != nonce
+            or not ("value" in answer or words)
+            or not all(isinstance(w, str) for w in words)
+        ):
+            raise SessionEnded("exited", "wrote to the channel out of turn")
+        return answer
+
+
+def _box(source: bytes) -> Program:
+    return Program({"main.py": source}, ("{python}", "{box}/main.py"))
+
+
+def _from_program(judge: Session, line: bytes, timeout_s: float, asked: int) -> bytes:
+    """The test program's next line. Once it has been given answers, its end is put down to these."""
+    try:
+        return judge.ask(line, timeout_s)
+    except SessionEnded as error:
+        if asked:
+            raise SessionEnded(error.ending, f"the test program did not finish: {error}") from None
+        raise SandboxFailure(f"the test program did not start: {error}") from None
+
+
+def _passed_on(answer: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer).encode()
+    except RecursionError:
+        raise SessionEnded("exited", "a result nested too deeply to be passed on") from None
+
+
+def _object(line: bytes) -> Mapping[str, Any]:
+    """Of a hostile line: never raises anything but SessionEnded."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SessionEnded("exited", f"an answer that cannot be read: {type(error).__name__}") from None
+    if not isinstance(answer, dict):
+        raise SessionEnded("exited", "wrote to the channel out of turn")
+    return answer
+
+
+def _ending(result: SandboxResult, limits: SandboxLimits) -> str | None:
+    """Why a run that did not end well failed; None for one that did."""
+    if result.ending in ("wall_time", "cpu_time"):
+        return f"not done within {limits.cpu_s} s"
+    if result.ending == "memory":
+        return f"more than {limits.memory_bytes} bytes of memory"
+    if result.ending == "output":
+        return f"more than {limits.output_bytes} bytes of output"
+    if result.exit_status:
+        last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
+        return f"{describe_exit(result.exit_status)}: {last_line}"
+    return None
+
+
+def _compares(found: Any, test: CallTest) -> bool:
+    expected = encode(test.expected)
+    try:
+        if test.comparison == "python" and not _same_size(found, expected):
+            return False
+        value = plain(found)
+        if test.comparison == "truth":
+            return bool(value) is test.expected
+        if test.comparison == "identity":
+            return value is test.expected
+        return bool(value == plain(expected))
+    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        return False
+
+
+def _same_size(found: Any, expected: Any) -> bool:
+    """Whether two encoded values have as many items, all the way down, and so may be equal.
+
+    Only what passes is decoded: a set of a hundred thousand integers with one hash would keep us for minutes.
+    """
+    if isinstance(found, dict) and isinstance(expected, dict):
+        ((_, found),), ((_, expected),) = found.items(), expected.items()
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_same_size, found, expected))
+    return not isinstance(found, list | dict) and not isinstance(expected, list | dict)
+
+
+def _given(test: CallTest) -> list[Any]:
+    return [plain(item) for item in test.request["arguments"]]
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=encode)
+    except (ValueError, TypeError, RecursionError):
+        text = "a value that cannot be shown"
+    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

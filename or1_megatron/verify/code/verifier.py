@@ -1,0 +1,148 @@
+"""The code verifier: the last fenced Python block of the answer, judged by all tests of the problem.
+
+What is hostile-proof: expected outputs, test programs and checkers never enter the process that runs the submission,
+so nothing in there (stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward
+except by being right (``verify.code_run``). What is not: a submission may recognise a test's *input* and answer from
+memory, as any program may.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from pathlib import Path
+
+from or1_megatron.types import Problem, Verdict, VerdictStatus
+from or1_megatron.verify.answer import after_reasoning
+from or1_megatron.verify.code.checker_programs import CheckerFailed, CheckerPrograms
+from or1_megatron.verify.code.records import CodeTests
+from or1_megatron.verify.code.run import CodeRun, Outcome
+from or1_megatron.verify.code.tests import parse_code_tests
+from or1_megatron.verify.sandbox.program import SandboxLimits
+from or1_megatron.verify.sandbox.tiers import Sandbox
+
+_MAX_SOURCE_CHARS = 200_000
+# Possessive, for without a match each part would be tried at every length: minutes for a line of a million spaces.
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n`]*+$", re.MULTILINE)
+_PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
+
+
+class CodeVerifier:
+    """``interfaces.Verifier`` for ability "code".
+
+    ``timeout_s`` is each test's CPU time, ``budget_s`` the wall time of all tests of a problem; a submission that
+    exceeds one is wrong (too slow), not a failure of the verifier. ``early_stop``: the first failure ends it.
+    ``headers``: a folder that holds testlib.h. ``sandbox`` is taken over, with its own limits.
+    Raises SandboxUnavailable at construction when no sandbox can be had.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 5.0,
+        limits: SandboxLimits | None = None,
+        early_stop: bool = True,
+        budget_s: float = 120.0,
+        headers: Path | None = None,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self._sandbox = sandbox or Sandbox(limits or SandboxLimits(cpu_s=timeout_s, wall_s=2 * timeout_s))
+        self._checkers = CheckerPrograms(self._sandbox, headers)
+        self._run = CodeRun(self._sandbox, self._checkers, budget_s)
+        self._early_stop = early_stop
+        self._tests: tuple[str, CodeTests] | None = None
+
+    def start(self) -> None:
+        """Nothing is left to do: each program starts in a sandbox of its own."""
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        """Raises ValueError when the ground truth holds no tests that can be run, or a checker that cannot."""
+        self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Reward 1 when every test passes; ``detail`` has each test's result, and why the first that failed did."""
+        started_s = time.perf_counter()
+
+        def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
+            reward = 1.0 if status == "right" else 0.0
+            return Verdict(reward, status, answer, printable(detail), time.perf_counter() - started_s)
+
+        if truncated:
+            return verdict("truncated", "", "cut off at the response-length limit")
+        text = after_reasoning(response)
+        if text is None:
+            return verdict("no_answer", "", "the reasoning is never closed by </think>")
+        source = last_python_block(text)
+        if source is None:
+            return verdict("no_answer", "", "no closed ```python block follows </think>")
+        broken = _syntax_error(source)
+        if broken:
+            return verdict("wrong", source, broken)
+        tests = self._tests_of(problem)
+        outcomes: list[Outcome] = []
+        try:
+            for outcome in self._run.outcomes(tests, source):
+                outcomes.append(outcome)
+                if self._early_stop and not outcome.passed:
+                    break
+        except OSError as error:  # no process, memory or descriptor for a sandbox: says nothing of the submission
+            return verdict("error", source, f"the sandbox failed: {error}")
+        except CheckerFailed as error:
+            return verdict("error", source, str(error))
+        right = all(outcome.passed for outcome in outcomes) and len(outcomes) == len(tests.tests)
+        return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
+
+    def close(self) -> None:
+        """End what the sandbox holds."""
+        self._sandbox.close()
+
+    def _tests_of(self, problem: Problem) -> CodeTests:
+        if self._tests is None or self._tests[0] != problem.ground_truth:
+            self._tests = (problem.ground_truth, parse_code_tests(problem.ground_truth))
+        return self._tests[1]
+
+
+def describe(outcomes: list[Outcome], tests: int) -> str:
+    """Every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
+    marks = "".join("." if outcome.passed else "F" for outcome in outcomes).ljust(tests, "-")
+    passed = sum(outcome.passed for outcome in outcomes)
+    failed = next((f"; {outcome.name}: {outcome.failure}" for outcome in outcomes if not outcome.passed), "")
+    return f"{passed} of {tests} tests passed [{marks}]{failed}"
+
+
+def printable(text: str) -> str:
+    """With what a terminal would obey, or no file take (lone surrogates), spelled out: parts are the submission's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def last_python_block(text: str) -> str | None:
+    """The source in the last fenced block labelled Python, or, when no block is, in the last without a label.
+
+    None when there is no such block, or the last one never closes.
+    """
+    blocks: list[tuple[str, str | None]] = []  # (label, source)
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif not fence[1]:  # only a bare fence closes
+            blocks.append((opened[1], text[opened.end() + 1 : fence.start()]))
+            opened = None
+    if opened is not None:
+        blocks.append((opened[1], None))
+    for labels in (_PYTHON_LABELS, frozenset({""})):
+        for label, source in reversed(blocks):
+            if label in labels:
+                return source
+    return None
+
+
+def _syntax_error(source: str) -> str:
+    """Why the source cannot be Python; "" when it parses."""
+    if len(source) > _MAX_SOURCE_CHARS:
+        return f"{len(source)} characters of source, more than {_MAX_SOURCE_CHARS}"
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"does not parse: {type(error).__name__}: {error}"
+    return ""

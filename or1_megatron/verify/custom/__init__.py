@@ -1,0 +1,1 @@
+"""A user's own verifier, in a process of its own."""

@@ -1,0 +1,1 @@
+"""The math verifier, and the process that it judges in."""

@@ -1,0 +1,162 @@
+r"""Whether an answer says what a gold says: both are read, then compared by what they are.
+
+The policy, class by class and with its reasons, is docs/math_verifier.md. Where either side cannot be read,
+``Unreadable`` leaves the question to the caller; only equal texts are decided without reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from or1_megatron.verify.math.reader import notation
+from or1_megatron.verify.math.reader.compare import compare
+from or1_megatron.verify.math.reader.quantity import Quantity
+from or1_megatron.verify.math.reader.reading import (
+    Reading,
+    Words,
+    read,
+)
+from or1_megatron.verify.math.reader.scalars import is_plain
+from or1_megatron.verify.math.reader.text import Token, Unreadable, clean
+from or1_megatron.verify.math.reader.units import HEDGES
+
+_MAX_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class Judgement:
+    right: bool
+    how: str
+    """What the two were compared as."""
+
+
+def judge(gold: str, answer: str) -> Judgement:
+    """Whether ``answer`` is right where ``gold`` is. Raises Unreadable where that cannot be told here."""
+    if max(len(gold), len(answer)) > _MAX_CHARS:
+        raise Unreadable(f"longer than {_MAX_CHARS} characters")
+    cleaned = _cleaned(gold), _cleaned(answer)
+    if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
+        return Judgement(True, "the same text")
+    for name, rule in notation.RULES:
+        if (said := rule(cleaned[0], cleaned[1], _same_value)) is not None:
+            return Judgement(said, name)
+    return _judge_readings(gold, answer)
+
+
+def is_readable(gold: str) -> bool:
+    """Whether :func:`judge` can compare answers with this gold."""
+    try:
+        _reading(gold, True)
+    except (Unreadable, RecursionError):
+        return bool(notation.based(gold))
+    return True
+
+
+def states_number_or_words(gold: str) -> bool:
+    """Whether the gold is a number written out, or words: then an answer that cannot be read is not it."""
+    try:
+        found = _reading(gold, True)
+    except (Unreadable, RecursionError):
+        return False
+    return isinstance(found, Words) or (isinstance(found, Quantity) and is_plain(found.tree))
+
+
+def leaves_open(answer: str) -> bool:
+    """Whether an answer has words that hedge, deny or bound what stands beside them, or struck-out parts."""
+    try:
+        words = set(re.findall(r"[a-z]+", _cleaned(answer).lower()))
+    except Unreadable:
+        return True
+    return bool(words & HEDGES)
+
+
+def _same_value(gold: str, answer: str) -> bool:
+    try:
+        return judge(gold, answer).right
+    except Unreadable:
+        return False
+
+
+def _judge_readings(gold: str, answer: str) -> Judgement:
+    """Both ways to read commas between digits are tried: ``1,234`` can be one number or two."""
+    rename = _renaming(_cleaned(gold), _cleaned(answer))
+    failed: Unreadable | None = None
+    said: Judgement | None = None
+    for gold_groups in _comma_readings(gold):
+        for answer_groups in _comma_readings(answer):
+            try:
+                left = _reading(gold, gold_groups)
+                right = read(clean(answer, answer_groups), rename)
+                kind = f"{_name(left)} and {_name(right)}"
+                said = Judgement(compare(left, right), f"compared as {kind}")
+            except (Unreadable, RecursionError) as error:
+                failed = error if isinstance(error, Unreadable) else Unreadable("nested too deep")
+                continue
+            if said.right:
+                return said
+    bare = _bare_units(gold, answer)
+    if bare is not None:
+        return bare
+    if said is None:
+        raise failed or Unreadable("no reading")
+    return said
+
+
+def _bare_units(gold: str, answer: str) -> Judgement | None:
+    """Where the gold has a unit, a letter right behind the answer's number may be one: ``7 m``."""
+    try:
+        expected = _reading(gold, True)
+        if not isinstance(expected, Quantity) or expected.unit is None:
+            return None
+        found = re.fullmatch(r"(.*[\d}])\s*([mgshlL]|[A-Za-z]+/[a-z]+)", _cleaned(answer))
+        if found is None:
+            return None
+        marked = re.sub(r"[A-Za-z]+", r" «\g<0>» ", found[2])
+        return Judgement(compare(expected, read(found[1] + marked)), "compared as quantities")
+    except Unreadable:
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _cleaned(text: str) -> str:
+    return clean(text)
+
+
+@lru_cache(maxsize=1024)  # a group's answers share their gold
+def _reading(text: str, commas_group: bool) -> Reading:
+    return read(clean(text, commas_group))
+
+
+def _comma_readings(text: str) -> tuple[bool, ...]:
+    return (True, False) if re.search(r"\d,\d{3}", text) else (True,)
+
+
+def _squeezed(cleaned: str) -> str:
+    """Without white space, but for the space between two numbers or words."""
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"[«»]", " ", cleaned))
+
+
+def _name(reading: Reading) -> str:
+    return {"Quantity": "a value", "Group": "several values", "Relation": "a relation", "Words": "words"}.get(
+        type(reading).__name__, type(reading).__name__.lower()
+    )
+
+
+def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
+    """The answer's name of a free integer, or of a function's argument, turned into the gold's."""
+    for pattern in (
+        r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}",
+        r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=",
+    ):
+        theirs, ours = re.findall(pattern, answer), re.findall(pattern, gold)
+        if len(set(theirs)) == len(set(ours)) == 1 and theirs[0] != ours[0]:
+            old, new = theirs[0], ours[0]
+            swap = {old: new, new: old}
+            return lambda items: [
+                Token(token.kind, swap.get(token.text, token.text), token.spaced) if token.kind == "symbol" else token
+                for token in items
+            ]
+    return None

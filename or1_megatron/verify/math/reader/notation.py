@@ -1,0 +1,140 @@
+r"""Notations that are told by their spelling alone, and small helpers over readings and trees.
+
+Each rule takes the cleaned gold and answer and says whether they agree, or None where the notation is not used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from or1_megatron.verify.math.reader.reading import Group, Reading, Relation
+from or1_megatron.verify.math.reader.text import plain
+from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.units import NUMBER_WORDS
+from or1_megatron.verify.math.reader.value import operations
+
+ONE = Fraction(1)
+SameValue = Callable[[str, str], bool]
+
+_BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?")
+_CHOICE = re.compile(
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H])[).])(.*)"
+)
+_SECOND_CHOICE = re.compile(r"\b[A-H]\b|\b(?:or|and|not|no)\b", re.IGNORECASE)
+_BARE_LETTER = re.compile(r"[A-H]")
+_LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
+
+
+def based(cleaned: str) -> tuple[str, int] | None:
+    """(digits, base) of ``1011_2``."""
+    text = re.sub(r"[\s«»]", "", cleaned)
+    found = _BASE.fullmatch(text)
+    if found is None:
+        return None
+    said = (found[2] or found[3] or "").lower()
+    base = int(said) if said.isdigit() else NUMBER_WORDS.get(said, 0)
+    return (found[1], base) if 2 <= base <= 36 else None
+
+
+def bases(gold: str, answer: str, _: SameValue) -> bool | None:
+    """The digits in the stated base; a base that is left out is the question's, or ten for a plain gold."""
+    ours, theirs = based(gold), based(answer)
+    if ours is None and theirs is None:
+        return None
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    digits = re.sub(r"[\s«»(){}]", "", answer if ours else gold)
+    known = ours or theirs
+    assert known is not None
+    return digits == known[0] and (ours is not None or known[1] == 10)
+
+
+def times(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Times of day: by 12 or 24 hours; a missing am or pm is the question's."""
+    found = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
+    if not (found[0] and found[1]):
+        return None
+    ours, theirs = (_clock(match) for match in found if match)
+    return ours == theirs or (None in (ours[0], theirs[0]) and ours[1] == theirs[1])
+
+
+def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
+    """(half of the day or None, time on a 12-hour dial)."""
+    hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
+    half = None if not match[4] else int("p" in match[4])
+    if hour > 12 or hour == 0:
+        half = int(hour >= 12)
+    return half, (hour % 12, minute, second)
+
+
+def choices(gold: str, answer: str, same_value: SameValue) -> bool | None:
+    """A letter of a multiple choice, with or without the value that stands behind it."""
+    ours, theirs = _choice(gold), _choice(answer)
+    if ours is None:
+        return None
+    if theirs is None:
+        return ours[1] != "" and same_value(ours[1], answer) if not _BARE_LETTER.fullmatch(gold) else None
+    if ours[0] != theirs[0] or _SECOND_CHOICE.search(theirs[1]):
+        return False
+    return not ours[1] or not theirs[1] or same_value(ours[1], theirs[1])
+
+
+def _choice(cleaned: str) -> tuple[str, str] | None:
+    text = cleaned.strip(" {}")
+    if _BARE_LETTER.fullmatch(text):
+        return text, ""
+    found = _CHOICE.fullmatch(text)
+    return (found[1] or found[2] or found[3], found[4].strip(" .:")) if found else None
+
+
+def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
+    """``ABD`` and ``A, B, D``: letters in rising order."""
+    texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
+    if not all(_LETTERS.fullmatch(text) for text in texts):
+        return None
+    ours, theirs = (re.findall("[A-H]", text) for text in texts)
+    return ours == theirs if ours == sorted(set(ours)) else None
+
+
+RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
+    ("compared as numerals in a base", bases),
+    ("compared as times of day", times),
+    ("compared as choices", choices),
+    ("compared as several choices", several_choices),
+)
+
+
+def branches(tree: Node) -> tuple[Node, Node]:
+    r"""An expression with ``\pm`` as its two values; all its signs change together."""
+    return _branch(tree, upper=True), _branch(tree, upper=False)
+
+
+def _branch(tree: Node, upper: bool) -> Node:
+    arguments = tuple(_branch(argument, upper) for argument in tree.args)
+    if tree.op in ("pm", "mp"):
+        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
+    return Node(tree.op, arguments, tree.number, tree.name)
+
+
+def same_head(gold: str, answer: str) -> bool:
+    return _head(gold) == _head(answer)
+
+
+def _head(text: str) -> str:
+    return re.sub(r"[{}\s]", "", text)
+
+
+def assignments(group: Group) -> dict[str, Reading] | None:
+    """Name to value, where every item is ``name = value`` and the names differ by more than their subscripts."""
+    named: dict[str, Reading] = {}
+    for item in group.items:
+        if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
+            return None
+        named[_head(item.heads[0])] = item.sides[1]
+    return named if len(named) == len(group.items) else None
+
+
+__all__ = ["ONE", "RULES", "assignments", "based", "branches", "operations", "same_head"]

@@ -1,0 +1,170 @@
+r"""Sets of real numbers, however they are written: intervals and unions, inequalities, ``x \ne 1``, ``\mathbb{R}``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from or1_megatron.verify.math.reader.quantity import Quantity
+from or1_megatron.verify.math.reader.reading import Group, NumberSet, Reading, Relation, Union
+from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.value import real, same, symbols
+
+_INFINITY = Node("infty")
+_MINUS_INFINITY = Node("neg", (_INFINITY,))
+_ZERO = Node("num", name="0")
+
+
+@dataclass(frozen=True)
+class Span:
+    low: Node
+    high: Node
+    low_closed: bool
+    high_closed: bool
+
+
+_EVERYTHING = Span(_MINUS_INFINITY, _INFINITY, False, False)
+_NUMBER_SETS = {
+    "R": (_EVERYTHING,),
+    "R+": (Span(_ZERO, _INFINITY, False, False),),
+}
+
+
+def covered(reading: Reading) -> tuple[Span, ...] | None:
+    """The spans that a reading covers, lowest first; None for what is no set of reals."""
+    if isinstance(reading, NumberSet):
+        spans = _NUMBER_SETS.get(reading.name)
+        return spans if spans is None or not reading.without else _punctured(reading.without)
+    if isinstance(reading, Union):
+        return _joined([_part(part) for part in reading.parts])
+    if isinstance(reading, Group):
+        if reading.brackets in ("()", "[]", "(]", "[)"):
+            return _bracketed(reading)
+        if reading.brackets == "" and all(isinstance(item, Relation) for item in reading.items):
+            return _alternatives(reading)
+        return None
+    return _inequality(reading) if isinstance(reading, Relation) else None
+
+
+def names_of(reading: Reading) -> frozenset[str]:
+    """The variables that the inequalities of a reading speak of."""
+    if isinstance(reading, Relation):
+        return frozenset(head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
+    parts = reading.items if isinstance(reading, Group) else reading.parts if isinstance(reading, Union) else ()
+    return frozenset().union(*map(names_of, parts))
+
+
+def same_ranges(left: tuple[Span, ...], right: tuple[Span, ...]) -> bool:
+    return len(left) == len(right) and all(
+        a.low_closed == b.low_closed
+        and a.high_closed == b.high_closed
+        and _same(a.low, b.low)
+        and _same(a.high, b.high)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _same(left: Node, right: Node) -> bool:
+    infinite = [real(node) for node in (left, right)]
+    if any(value is not None and abs(value) == float("inf") for value in infinite):
+        return infinite[0] == infinite[1]
+    return same(left, right)
+
+
+def _position(tree: Node) -> float:
+    value = real(tree)
+    assert value is not None
+    return float(value)
+
+
+def _part(reading: Reading) -> tuple[Span, ...] | None:
+    if isinstance(reading, Group) and reading.brackets == "{}":
+        points = [item.tree for item in reading.items if isinstance(item, Quantity)]
+        return tuple(Span(point, point, True, True) for point in points) if len(points) == len(reading.items) else None
+    return covered(reading)
+
+
+def _joined(parts: list[tuple[Span, ...] | None]) -> tuple[Span, ...] | None:
+    """All spans in order; those that touch are one."""
+    if any(part is None for part in parts):
+        return None
+    spans = [span for part in parts if part for span in part]
+    if any(real(span.low) is None for span in spans):
+        return tuple(spans)
+    ordered = sorted(spans, key=lambda span: _position(span.low))
+    merged = ordered[:1]
+    for span in ordered[1:]:
+        last = merged[-1]
+        if _same(last.high, span.low) and (last.high_closed or span.low_closed):
+            merged[-1] = Span(last.low, span.high, last.low_closed, span.high_closed)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def _bracketed(group: Group) -> tuple[Span, ...] | None:
+    if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
+        return None
+    low, high = (item.tree for item in group.items if isinstance(item, Quantity))
+    ends = real(low), real(high)
+    if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
+        return None
+    return (Span(low, high, group.brackets[0] == "[", group.brackets[1] == "]"),)
+
+
+def _alternatives(group: Group) -> tuple[Span, ...] | None:
+    relations = [item for item in group.items if isinstance(item, Relation)]
+    if all(relation.operators == ("!=",) for relation in relations):
+        return _punctured(tuple(relation.sides[1] for relation in relations))
+    if group.joined_by == "and":
+        return None
+    return _joined([_inequality(relation) for relation in relations])
+
+
+def _punctured(points: tuple[Reading, ...]) -> tuple[Span, ...] | None:
+    values = [point.tree for point in points if isinstance(point, Quantity)]
+    if len(values) != len(points) or any(real(value) is None for value in values):
+        return None
+    spans, low = [], _MINUS_INFINITY
+    for point in sorted(values, key=_position):
+        spans.append(Span(low, point, False, False))
+        low = point
+    return (*spans, Span(low, _INFINITY, False, False))
+
+
+def _inequality(relation: Relation) -> tuple[Span, ...] | None:
+    """``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
+    if relation.operators == ("in",) and relation.heads[0]:
+        return covered(relation.sides[1])
+    sides = [side.tree for side in relation.sides if isinstance(side, Quantity)]
+    if len(sides) != len(relation.sides):
+        return None
+    if relation.operators == ("!=",):
+        point = relation.sides[1] if relation.heads[0] else relation.sides[0]
+        return _punctured((point,)) if any(relation.heads) else None
+    if not set(relation.operators) <= {"<", "<=", ">", ">="}:
+        return None
+    operators = list(relation.operators)
+    if operators[0].startswith(">"):
+        sides, operators = sides[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
+    if any(operator.startswith(">") for operator in operators):
+        return None
+    named = len(sides) != 3 or bool(relation.heads[1])  # 1 < 2x < 4 says nothing of x between 1 and 4
+    return _ascending(sides, [operator == "<=" for operator in operators]) if named else None
+
+
+def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Span, ...] | None:
+    if len(sides) == 3:
+        low, middle, high = sides
+        if symbols(middle) & (symbols(low) | symbols(high)):
+            return None
+        return (Span(low, high, closed[0], closed[1]),)
+    if len(sides) != 2:
+        return None
+    left, right = sides
+    if left.op == "abs" and left.args[0].op == "sym" and not symbols(right):
+        return (Span(Node("neg", (right,)), right, closed[0], closed[0]),)
+    if left.op == "sym" and not symbols(right):
+        return (Span(_MINUS_INFINITY, right, False, closed[0]),)
+    if right.op == "sym" and not symbols(left):
+        return (Span(left, _INFINITY, closed[0], False),)
+    return None

@@ -1,0 +1,363 @@
+r"""Tokens to a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
+
+Reading is by structure alone, outermost first: unions, then commas and joining words, then relations, then one bracket
+around everything, then a quantity. What is left over is words, where the text has any, and otherwise unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from or1_megatron.verify.math.reader.expression import parse
+from or1_megatron.verify.math.reader.quantity import Quantity, read_quantity
+from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
+from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.units import JOINERS, LEAD_INS, QUALIFIERS
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several answers: ``brackets`` is "" for a bare list, else the opening and the closing one, such as "[)"."""
+
+    items: tuple[Reading, ...]
+    brackets: str = ""
+    joined_by: str = ","
+
+
+@dataclass(frozen=True)
+class Dots:
+    """An ellipsis among the items of a list."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """``sides[0] operators[0] sides[1] ...``; ``heads`` are the sides' spellings where they can name a value."""
+
+    operators: tuple[str, ...]
+    sides: tuple[Reading, ...]
+    heads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Union:
+    parts: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class NumberSet:
+    """``\\mathbb{R}`` and its relatives, without the numbers of ``without``."""
+
+    name: str
+    without: tuple[Reading, ...] = ()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A piecewise value: (value, condition) by rows."""
+
+    rows: tuple[tuple[Reading, Reading], ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Modular:
+    value: Reading
+    modulus: Node
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str
+
+
+@dataclass(frozen=True)
+class Empty:
+    """The empty set."""
+
+
+Reading = (
+    Quantity | Group | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
+)  # fmt: skip
+
+_RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    "le": "<=",
+    "ge": ">=",
+    "ne": "!=",
+    "in": "in",
+    "approx": "~",
+    "equiv": "==",
+}
+_OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
+_CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
+_HEAD = re.compile(
+    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\[a-z]+ ?|[A-Z]{2,3})'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
+)
+_MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
+_NOTHING = frozenset(
+    {"no solution", "no solutions", "empty set", "the empty set", "no real solution", "no real solutions"}
+)
+_EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
+
+
+def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
+    """The typed answer that a cleaned text holds. Raises Unreadable."""
+    words = plain(cleaned)
+    if words in _NOTHING:
+        return Empty()
+    if words in _EVERYTHING:
+        return NumberSet("R")
+    try:
+        items = _unqualified(tokens(cleaned))
+        return _read(rename(items) if rename else items)
+    except Unreadable:
+        if "\\" not in cleaned and re.search(r"[a-zA-Z]{2,}", cleaned):
+            return Words(words)
+        raise
+
+
+def spelling(items: Sequence[Token]) -> str:
+    return "".join(f"\\{token.text} " if token.kind == "command" else token.text for token in items)
+
+
+def _depths(items: Sequence[Token]) -> list[int]:
+    """The depth of brackets around each token; a half-open interval's brackets close each other."""
+    depth, found = 0, []
+    for token in items:
+        if token.kind != "word" and token.text in _CLOSE:
+            depth -= 1
+        found.append(depth)
+        if token.kind != "word" and token.text in _OPEN:
+            depth += 1
+    if depth != 0:
+        raise Unreadable("brackets do not balance")
+    return found
+
+
+def _split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
+    """The parts between separators outside all brackets, and the separators."""
+    parts: list[list[Token]] = [[]]
+    separators = []
+    for token, depth in zip(items, _depths(items), strict=True):
+        if depth == 0 and separates(token):
+            parts.append([])
+            separators.append(token.text)
+        else:
+            parts[-1].append(token)
+    return parts, separators
+
+
+def _unqualified(items: list[Token]) -> list[Token]:
+    """Without what only says where the answer holds: "for all n", "where n is ...", ", k in Z"."""
+    depths = _depths(items)
+    for index, token in enumerate(items):
+        if token.kind == "word" and token.text in QUALIFIERS and depths[index] <= 1 and index > 0:
+            opened = index - 1 if depths[index] == 1 else index
+            if depths[index] == 1 and (items[opened].text != "(" or items[-1].text != ")"):
+                break
+            items = items[:opened]
+            break
+    if items and items[-1].text == ")" and not any(token.text == "," for token in items):
+        start = max(index for index, depth in enumerate(_depths(items)[:-1]) if depth == 0)
+        if start > 0 and items[start].text == "(" and _says_integer(items[start + 1 : -1]):
+            items = items[:start]
+    parts, _ = _split(items, lambda token: token.text == ",")
+    kept = [part for part in parts if not _says_integer(part)]
+    if len(kept) < len(parts) and kept:
+        items = [token for part in kept for token in (*part, Token("sign", ","))][:-1]
+    while items and items[-1].text == ",":
+        items = items[:-1]
+    return items
+
+
+def _says_integer(items: Sequence[Token]) -> bool:
+    return re.fullmatch(r"[a-zA-Z]\\in \\mathbb \{[ZN]\}(?:[\^_]\S+)?", spelling(items)) is not None
+
+
+def _read(items: list[Token]) -> Reading:
+    if not items:
+        raise Unreadable("nothing")
+    if len(items) == 1 and items[0].text == "ldots":
+        return Dots()
+    if special := _number_set(items):
+        return special
+    parts, separators = _split(items, lambda token: token.text == "cup")
+    if separators:
+        return Union(tuple(_read(part) for part in parts))
+    parts, separators = _split(items, _separates)
+    if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
+        parts, _ = _split(items, lambda token: token.kind == "sign" and token.text == ";")
+        return Group(tuple(_as_tuple(_read(part)) for part in parts if part))
+    if separators:
+        return _listed(parts, separators)
+    if modular := _modular(items):
+        return modular
+    parts, separators = _split(items, lambda token: token.kind != "word" and token.text in _RELATIONS)
+    if separators:
+        return _relation(parts, separators)
+    parts, separators = _split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    if separators:
+        return _ratio(parts)
+    if environment := _environment(items):
+        return environment
+    if group := _bracketed(items):
+        return group
+    return read_quantity(items)
+
+
+def _as_tuple(reading: Reading) -> Reading:
+    return Group(reading.items, "()") if isinstance(reading, Group) and reading.brackets == "" else reading
+
+
+def _separates(token: Token) -> bool:
+    return (token.kind == "sign" and token.text in ",;") or (token.kind == "word" and token.text in JOINERS)
+
+
+def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
+    joiner = next((text for text in separators if text in JOINERS), ",")
+    filled = [part for part in parts if part]
+    if len(filled) < 2 or not parts[0] or not parts[-1]:
+        raise Unreadable("a list with an empty place")
+    if joiner == "," and len(filled) != len(parts):
+        raise Unreadable("a list with an empty place")
+    while filled[0] and filled[0][0].kind == "word" and filled[0][0].text in LEAD_INS and len(filled[0]) > 1:
+        filled[0] = filled[0][1:]
+    return Group(tuple(_read(part) for part in filled), joined_by=joiner)
+
+
+def _number_set(items: list[Token]) -> Reading | None:
+    text = spelling(items)
+    if text in ("\\emptyset ", "\\{\\}"):
+        return Empty()
+    if found := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
+        if found[3]:
+            start = next(index for index, token in enumerate(items) if token.text == "setminus")
+            inside = items[start + 1 :]
+            if not found[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
+                parts, _ = _split(inside[1:-1], _separates)
+                return NumberSet(found[1], tuple(_read(part) for part in parts))
+            raise Unreadable("a set difference")
+        return NumberSet(found[1] + re.sub(r"[{}^_]", "", found[2]))
+    return None
+
+
+def _modular(items: list[Token]) -> Reading | None:
+    for index, (token, depth) in enumerate(zip(items, _depths(items), strict=True)):
+        if token.text in ("pmod", "bmod", "mod") and index > 0 and depth <= 1:
+            before, after = items[:index], items[index + 1 :]
+            if depth == 1 and before[-1].text == "(" and after and after[-1].text == ")":
+                before, after = before[:-1], after[:-1]
+            return Modular(_read(before), parse(after))
+    return None
+
+
+def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
+    operators = tuple(_RELATIONS[text] for text in separators)
+    if not parts[0] and operators == ("~",):
+        found = _read(parts[1])
+        if isinstance(found, Quantity):
+            return found.approximate()
+    while parts[0] and parts[0][0].kind == "word" and parts[0][0].text in LEAD_INS:
+        parts[0] = parts[0][1:]
+    if not all(parts):
+        if len(parts) == 2 and operators == ("=",) and parts[1]:
+            return _read(parts[1])  # "the answer is = 5"
+        raise Unreadable("a relation with an empty side")
+    spelled = [spelling(part) for part in parts]
+    heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
+    sides = tuple(_side(part) for part in parts)
+    return Relation(operators, sides, heads)
+
+
+def _side(items: list[Token]) -> Reading:
+    return _read(items)
+
+
+def _ratio(parts: list[list[Token]]) -> Reading:
+    while parts[0] and parts[0][0].kind == "word" and parts[0][0].text in LEAD_INS:
+        parts[0] = parts[0][1:]
+    filled = [Node("ldots") if spelling(part) == "\\ldots " else parse(part) for part in parts]
+    return Ratio(tuple(filled))
+
+
+def _bracketed(items: list[Token]) -> Reading | None:
+    opener, closer = items[0].text, items[-1].text
+    if opener == "langle" and closer == "rangle":
+        opener, closer = "(", ")"
+        inside = items[1:-1]
+    elif len(items) >= 2 and opener in ("(", "[", "\\{", "{") and closer in (")", "]", "\\}", "}"):
+        if any(depth == 0 for depth in _depths(items)[1:-1]):
+            return None
+        inside = items[1:-1]
+    else:
+        return None
+    parts, separators = _split(inside, _separates)
+    if opener == "{" and closer == "}":
+        old_style = any(token.text in ("over", "choose") for token in inside)  # these need their braces
+        return None if old_style else _read(inside)
+    if opener == "\\{" and len(parts) == 1:
+        return Group((_read(inside),), "{}")
+    if not separators:
+        found = _read(inside) if (opener, closer) == ("(", ")") else None
+        return found if isinstance(found, Quantity | Relation | Group) else None
+    if not all(parts):
+        raise Unreadable("a tuple with an empty place")
+    brackets = (opener + closer).replace("\\", "")
+    return Group(tuple(_read(part) for part in parts), brackets)
+
+
+def _environment(items: list[Token]) -> Reading | None:
+    """A matrix, a system of equations, or a piecewise value."""
+    wrapped = ""
+    if items[0].text in ("[", "(", "\\{") and len(items) > 1 and items[1].text == "begin":
+        wrapped = items[0].text
+        items = items[1:-1] if items[-1].text in ("]", ")", "\\}") else items[1:]
+    if items[0].text != "begin":
+        return None
+    name_end = next(index for index, token in enumerate(items) if token.text == "}")
+    name = "".join(token.text for token in items[2:name_end])
+    ends = [index for index, token in enumerate(items) if token.text == "end"]
+    if len(ends) != 1 or items[-1].text != "}":
+        raise Unreadable("nested environments")
+    body = items[name_end + 1 : ends[0]]
+    if name == "array" and body and body[0].text == "{":
+        body = body[next(index for index, token in enumerate(body) if token.text == "}") + 1 :]
+    rows, _ = _split(body, lambda token: token.kind == "escape" and token.text == "\\\\")
+    cells = [_split(row, lambda token: token.text == "&")[0] for row in rows if row]
+    if name == "cases" or (name in ("array", "aligned") and wrapped == "\\{"):
+        return _system(cells)
+    if name not in _MATRICES or (name == "array" and wrapped not in ("(", "[")):
+        raise Unreadable(f"environment {name}")
+    if len({len(row) for row in cells}) != 1:
+        raise Unreadable("a matrix with rows of different lengths")
+    return Matrix(tuple(tuple(parse(cell) for cell in row) for row in cells))
+
+
+def _system(cells: list[list[list[Token]]]) -> Reading:
+    stripped = [[_without_commas(cell) for cell in row] for row in cells]
+    if all(len(row) == 1 for row in stripped):
+        return Group(tuple(_read(row[0]) for row in stripped), joined_by="and")
+    if all(len(row) == 2 for row in stripped):
+        return Cases(tuple((_read(row[0]), _read(_unworded(row[1]))) for row in stripped))
+    raise Unreadable("cases")
+
+
+def _without_commas(items: list[Token]) -> list[Token]:
+    return items[:-1] if items and items[-1].text in (",", ";") else items
+
+
+def _unworded(items: list[Token]) -> list[Token]:
+    return items[1:] if items and items[0].kind == "word" and items[0].text in ("if", "for", "when") else items

@@ -1,0 +1,126 @@
+r"""The math verifier: what follows the reasoning, its last box, compared with the golds by what they are.
+
+What follows ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
+0. The last box wins. The answer is right when it is one of the golds as a string, or says the same as one by the rules
+of ``verify.mathematics`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
+wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
+
+Plain integers and fractions are decided here (``verify.exact``); everything else in a child process that is killed and
+replaced at its time limit.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pydantic_core import from_json
+
+from or1_megatron.types import Problem, Verdict, VerdictStatus
+from or1_megatron.verify.answer import after_reasoning, braces_balance, last_box
+from or1_megatron.verify.math.exact import decide, rational
+from or1_megatron.verify.math.process import MathCrash, MathExhausted, MathProcess, MathTimeout
+
+_UNBOXED_CHARS = 2000
+"""Of an answer without a box, Math-Verify sees this much of the end: its extraction is super-linear in the length."""
+
+_BOX_CHARS = 4000
+"""A longer box is no short answer; the golds of the data have a few hundred characters at most."""
+
+_EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
+
+
+class MathVerifier:
+    """``interfaces.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self._process = MathProcess(timeout_s)
+        self._golds: tuple[str, list[str]] = ("", [])
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Begin to start the child process."""
+        self._process.start()
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        """Raises ValueError unless the ground truth is a JSON list of answers that can be read."""
+        for gold in parse_golds(problem.ground_truth):
+            if rational(gold) is not None:
+                continue
+            if not braces_balance(gold):
+                raise ValueError(f"unparsable gold {gold!r}: its braces do not balance")
+            try:
+                reply = self._process.ask({"op": "parse", "gold": gold})
+            except MathTimeout:
+                raise ValueError(
+                    f"unparsable gold {gold!r}: reading it took more than {self._process.timeout_s} s"
+                ) from None
+            except (MathCrash, MathExhausted) as error:
+                raise ValueError(f"unparsable gold {gold!r}: {error}") from None
+            if not reply["parsed"]:
+                raise ValueError(
+                    f"unparsable gold {gold!r}: expected an expression that Math-Verify can parse, or words"
+                )
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Reward 1 only for a response that ended by itself, closed its reasoning and answered with a gold."""
+        started_s = time.perf_counter()
+
+        def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
+            reward = 1.0 if status == "right" else 0.0
+            return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
+
+        if truncated:
+            return verdict("truncated", "", "cut off at the response-length limit")
+        text = after_reasoning(response)
+        if text is None:
+            return verdict("no_answer", "", "the reasoning is never closed by </think>")
+        if not text.strip():
+            return verdict("no_answer", "", "nothing follows </think>")
+        golds = self._golds_of(problem)
+        box = last_box(text)
+        if box == "":
+            return verdict("no_answer", "", "the last box is empty or never closes")
+        if box is not None:
+            decided = decide(golds, box)
+            if decided is not None:
+                return verdict("right" if decided else "wrong", box, "compared exactly")
+        if box is not None and len(box) > _BOX_CHARS:
+            return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
+        answer = text[-_UNBOXED_CHARS:] if box is None else box
+        try:
+            reply = self._process.ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})
+        except MathTimeout:
+            return verdict("timeout", box or "", f"the comparison took more than {self._process.timeout_s} s")
+        except MathExhausted:
+            return verdict("timeout", box or "", "the comparison needed more memory than it may use")
+        except MathCrash as error:
+            return verdict("error", box or "", str(error))
+        if not reply["answer"]:
+            return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
+        return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
+
+    def close(self) -> None:
+        """End the child process; the verifier starts another when used again."""
+        self._process.close()
+
+    def _golds_of(self, problem: Problem) -> list[str]:
+        if self._golds[0] != problem.ground_truth:  # a group's responses come close together: keep the last one
+            self._golds = (problem.ground_truth, parse_golds(problem.ground_truth))
+        return self._golds[1]
+
+
+def parse_golds(ground_truth: str) -> list[str]:
+    """The acceptable answers of a math problem's ground truth. Raises ValueError saying what was expected."""
+    try:
+        golds = from_json(ground_truth)
+    except ValueError:
+        raise ValueError(f"{_EXPECTED}; found {ground_truth[:200]!r}, which is not JSON") from None
+    if not isinstance(golds, list) or not golds:
+        raise ValueError(f"{_EXPECTED}; found {ground_truth[:200]!r}")
+    for gold in golds:
+        if not isinstance(gold, str) or not gold.strip():
+            raise ValueError(f"{_EXPECTED}; found {gold!r} among the answers")
+    return [gold.strip() for gold in golds]

@@ -1,0 +1,117 @@
+r"""The child process that judges answers for ``verify.math_process.MathProcess``. Not imported by anything else.
+
+An answer is read and compared by ``verify.mathematics``. Math-Verify is asked where that cannot read one of the two,
+unless the gold is a plain number or words: what cannot be read is neither. It also finds the answer in a text without a
+box.
+
+Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
+``{"right": bool, "answer": str, "how": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
+``{"exhausted": true}``, the last line of a process that ran out of memory; the first line out is ``{"ready": true}``.
+The end of the input ends the process.
+
+It can die by itself: every request arms a real-time timer whose default action is death, so that a worker busy in
+one endless big-integer operation is gone soon after its limit even when nobody is left to kill it. (Python signal
+handlers and threads do not run during such an operation, and the parent-death signal is tied to the thread that
+started the child, not to the parent.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from or1_megatron.verify.math.reader.judge import Judgement, is_readable, judge, leaves_open, states_number_or_words
+from or1_megatron.verify.math.reader.text import Unreadable
+
+_GRACE_S = 1.0
+_CHILD_MEMORY_BYTES = 4 << 30
+
+
+def main() -> None:
+    timeout_s = float(sys.argv[1])
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # a stray print must not break the protocol
+    resource.setrlimit(resource.RLIMIT_AS, (_CHILD_MEMORY_BYTES, _CHILD_MEMORY_BYTES))
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
+    _parse_boxed("\\frac{1}{2}")  # imports and builds the parser, which is slow: before "ready", not within a limit
+
+    replies.write('{"ready": true}\n')
+    replies.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
+        try:
+            reply = _verify(request) if request["op"] == "verify" else {"parsed": _is_usable(request["gold"])}
+        except MemoryError:
+            reply = {"exhausted": True}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if "exhausted" in reply:
+            return  # what is left of the heap is not worth keeping
+
+
+def _verify(request: dict[str, Any]) -> dict[str, Any]:
+    golds: list[str] = request["golds"]
+    answer: str = request["answer"]
+    text = answer if request["boxed"] else _text_of(_parse(answer))
+    if not text:
+        return {"right": False, "answer": "", "how": "no answer found"}
+    if text in golds:
+        return {"right": True, "answer": text, "how": "the same text"}
+    hows = []
+    for gold in golds:
+        try:
+            said = judge(gold, text)
+        except (Unreadable, RecursionError):
+            said = _second_opinion(gold, text)
+        if said.right:
+            return {"right": True, "answer": text, "how": said.how}
+        hows.append(said.how)
+    return {"right": False, "answer": text, "how": hows[-1]}
+
+
+def _second_opinion(gold: str, answer: str) -> Judgement:
+    """Math-Verify's, where the reader has none."""
+    from math_verify import verify
+
+    if states_number_or_words(gold) or leaves_open(answer):
+        return Judgement(False, "the answer cannot be read as what the gold is")
+    # Time-outs off: Math-Verify's are SIGALRM handlers, which cannot interrupt one long C call. Our parent can.
+    right = verify(list(_parse_boxed(gold)), list(_parse_boxed(answer)), timeout_seconds=None)
+    return Judgement(bool(right), "compared by Math-Verify")
+
+
+def _is_usable(gold: str) -> bool:
+    """Whether the gold can be read, or Math-Verify makes an expression, not only a string, of it."""
+    return is_readable(gold) or any(not isinstance(item, str) for item in _parse_boxed(gold))
+
+
+@lru_cache(maxsize=512)  # the M responses to a problem share its golds
+def _parse_boxed(content: str) -> Sequence[Any]:
+    """Wrapped in a box because a bare gold can change its meaning when parsed (RECIPE section 8)."""
+    return _parse(f"\\boxed{{{content}}}")
+
+
+def _parse(text: str) -> Sequence[Any]:
+    from math_verify import parse
+
+    return tuple(parse(text, parsing_timeout=None))  # None: no time-out, see _verify
+
+
+def _text_of(extracted: Sequence[Any]) -> str:
+    """The string form that Math-Verify puts last; "" when it extracted nothing."""
+    return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Verifier processes, and the queue in front of them."""

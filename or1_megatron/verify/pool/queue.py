@@ -1,0 +1,256 @@
+"""The pool that spreads samples over verifier processes: Ray actors over several nodes, local processes on one.
+
+``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each worker has one feeder task that takes what is
+queued and gives it to its worker: an idle worker pulls, so the work goes to whoever is free. It takes as many samples
+at once as should be done within ``CALL_S``, so that quick ones share a call and slow ones hold nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.types import Completion, Problem, Verdict
+from or1_megatron.verify.pool.worker import Claim, Judged
+
+MAX_BATCH = 16
+"""Samples in one call of a worker: a few milliseconds of work to amortise a call's overhead of about one."""
+
+CALL_S = 0.2
+"""What one call of a worker should take."""
+_START_TIMEOUT_S = 120.0
+_GRACE_S = 60.0
+_CLOSE_S = 5.0
+_RECENT = 0.2  # weight of the newest sample in the mean time of an ability's verdicts
+
+T = TypeVar("T")
+
+
+class WorkerLost(Exception):
+    """A worker died or raised; the message says how. What it was given has no verdict."""
+
+
+class Worker(Protocol):
+    """One process that judges, on its way up since it was made; ``ready`` comes first. Its calls raise WorkerLost."""
+
+    async def ready(self) -> None:
+        """Returns when the verifiers are built; WorkerLost says why they could not be."""
+        ...
+
+    async def verify_batch(self, claims: Sequence[Claim]) -> Judged: ...
+
+    async def close(self) -> None:
+        """End in order what the verifiers have started; only ``kill`` comes after it."""
+        ...
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        ...
+
+
+@dataclass(slots=True)
+class _Job:
+    claim: Claim
+    verdict: asyncio.Future[Verdict]
+    group: Hashable = None
+    attempts: int = 0
+    failed_at: int | None = None
+    """The slot whose worker failed on it."""
+
+
+class VerifierPool:
+    """``config.workers`` workers, each made by ``make_worker``, behind one awaitable call.
+
+    A worker that dies, or does not return in time (``call_timeout_s``; None: ``config.budget_s`` and a minute for each
+    sample of the call), is replaced; its samples are tried once more, each alone and by another worker where there is
+    one, so that one sample that kills its verifier takes no other with it, and then get status ``error``. ``retries``
+    counts the second tries. A worker that has grown beyond ``config.worker_memory_bytes`` is replaced between two
+    calls; ``recycled`` counts those.
+    """
+
+    def __init__(
+        self,
+        config: VerifyConfig,
+        abilities: frozenset[str],
+        make_worker: Callable[[], Worker],
+        call_timeout_s: float | None = None,
+    ) -> None:
+        self.retries = 0
+        self.recycled = 0
+        self._config = config
+        self._abilities = abilities
+        self._make_worker = make_worker
+        self._call_timeout_s = call_timeout_s
+        self._jobs: list[_Job] = []
+        self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, undecoded ones included
+        self._mean_s: dict[str, float] = {}  # by ability: of one verdict
+        self._room = asyncio.Semaphore(config.max_pending)
+        self._wake = asyncio.Condition()
+        self._workers = [make_worker() for _ in range(config.workers)]
+        self._unready = set(range(config.workers))  # slots whose worker has not been waited for
+        self._feeders: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Wait until every worker is up. Raises RuntimeError with what a verifier's construction raised, or that
+        a worker took too long."""
+        calls = [_within(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
+        try:
+            await asyncio.gather(*calls)
+        except TimeoutError:
+            raise RuntimeError(f"{len(calls)} verifiers: not all up within {_START_TIMEOUT_S} s") from None
+        except WorkerLost as error:
+            raise RuntimeError(f"a verifier did not start: {error}") from error
+        self._unready.clear()
+        self._start_feeders()
+
+    async def verify(
+        self, problem: Problem, completion: Completion, group: Hashable = None, group_size: int = 0
+    ) -> Verdict:
+        """The verdict on one completion. Never raises for what the response holds or does.
+
+        Of the samples that wait, those go first whose ``group`` lacks the fewest verdicts of its ``group_size``.
+        Waits while ``config.max_pending`` others do.
+        """
+        if problem.ability not in self._abilities:
+            raise ValueError(
+                f"{problem.origin}: ability '{problem.ability}', but the pool was built for {sorted(self._abilities)}"
+            )
+        self._start_feeders()
+        if group is not None and group not in self._missing:
+            self._missing[group] = group_size
+        async with self._room:
+            future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+            await self._put(_Job((problem, completion.text, completion.truncated), future, group))
+            try:
+                return await future
+            finally:
+                self._missing[group] -= 1
+                if self._missing[group] <= 0:
+                    del self._missing[group]
+
+    @property
+    def pending(self) -> int:
+        """Samples that wait for a worker."""
+        return len(self._jobs)
+
+    async def close(self) -> None:
+        """End the workers; verdicts still awaited are cancelled."""
+        for feeder in self._feeders:
+            feeder.cancel()
+        await asyncio.gather(*self._feeders, return_exceptions=True)
+        self._feeders = []
+        calls = [_within(worker.close(), _CLOSE_S) for worker in self._workers]
+        await asyncio.gather(*calls, return_exceptions=True)  # one that is busy or dead is killed as it is
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        for job in self._jobs:
+            job.verdict.cancel()
+        self._jobs = []
+
+    def _start_feeders(self) -> None:
+        if not self._feeders:
+            self._feeders = [asyncio.create_task(self._feed(slot)) for slot in range(len(self._workers))]
+
+    async def _put(self, job: _Job) -> None:
+        async with self._wake:
+            self._jobs.append(job)
+            self._wake.notify_all()
+
+    async def _take(self, slot: int) -> list[_Job]:
+        """What this slot's worker should do next: see ``_choose``."""
+        async with self._wake:
+            await self._wake.wait_for(lambda: any(self._may_take(slot, job) for job in self._jobs))
+            batch = self._choose(slot)
+            chosen = {id(job) for job in batch}
+            self._jobs = [job for job in self._jobs if id(job) not in chosen]
+            return batch
+
+    def _choose(self, slot: int) -> list[_Job]:
+        """A fair share of the queue that should be done within ``CALL_S``, groups that lack least first.
+
+        A sample on its second try comes alone.
+        """
+        waiting = sorted(
+            (job for job in self._jobs if self._may_take(slot, job)), key=lambda job: self._missing[job.group]
+        )
+        if waiting[0].attempts:
+            return waiting[:1]
+        share = min(MAX_BATCH, -(-len(self._jobs) // len(self._workers)))
+        batch, left_s = waiting[:1], CALL_S
+        for job in waiting[1:share]:
+            left_s -= self._mean_s.get(job.claim[0].ability, CALL_S)
+            if job.attempts or left_s <= 0:
+                break
+            batch.append(job)
+        return batch
+
+    def _may_take(self, slot: int, job: _Job) -> bool:
+        return job.failed_at != slot or len(self._workers) == 1
+
+    async def _feed(self, slot: int) -> None:
+        while True:
+            batch = await self._take(slot)
+            limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
+            try:
+                if slot in self._unready:  # its start is no part of the call's time
+                    await _within(self._workers[slot].ready(), _START_TIMEOUT_S)
+                    self._unready.discard(slot)
+                claims = [job.claim for job in batch]
+                verdicts, resident_bytes = await _within(self._workers[slot].verify_batch(claims), limit_s)
+            except asyncio.CancelledError:
+                for job in batch:
+                    job.verdict.cancel()
+                raise
+            except (WorkerLost, TimeoutError) as error:  # it died, hung or raised: its result, not ours
+                self._replace(slot)
+                await self._again(slot, batch, error)
+            else:
+                for job, verdict in zip(batch, verdicts, strict=True):
+                    self._time(job.claim[0].ability, verdict.wall_s)
+                    _settle(job, verdict)
+                if resident_bytes > self._config.worker_memory_bytes:
+                    self.recycled += 1
+                    await self._retire(slot)
+
+    def _time(self, ability: str, wall_s: float) -> None:
+        mean_s = self._mean_s.get(ability, wall_s)
+        self._mean_s[ability] = mean_s + _RECENT * (wall_s - mean_s)
+
+    def _replace(self, slot: int) -> None:
+        self._workers[slot].kill()
+        self._workers[slot] = self._make_worker()
+        self._unready.add(slot)
+
+    async def _retire(self, slot: int) -> None:
+        """Replace an idle worker; what its verifiers have started is ended in order, if that can be."""
+        try:
+            await _within(self._workers[slot].close(), _GRACE_S)
+        except (WorkerLost, TimeoutError):  # it is killed next
+            pass
+        self._replace(slot)
+
+    async def _again(self, slot: int, batch: Sequence[_Job], error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}".strip()[:1000]
+        for job in batch:
+            job.attempts += 1
+            job.failed_at = slot
+            if job.attempts > 1:
+                _settle(job, Verdict(0.0, "error", "", f"the verifier failed twice: {reason}", 0.0))
+            else:
+                self.retries += 1
+                await self._put(job)
+
+
+def _settle(job: _Job, verdict: Verdict) -> None:
+    if not job.verdict.done():  # its caller may have been cancelled
+        job.verdict.set_result(verdict)
+
+
+async def _within(call: Awaitable[T], timeout_s: float) -> T:
+    """The result of a worker's call. Raises TimeoutError, or what the call raised."""
+    return await asyncio.wait_for(call, timeout_s)

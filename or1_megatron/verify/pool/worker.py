@@ -1,0 +1,101 @@
+"""What one worker of the pool does: hold a verifier per ability and judge batches. Its process is somebody else's.
+
+``pool_ray`` puts it into an actor; ``pool_local`` starts this file as a program. Then messages go over standard input
+and output, each a length (8 bytes, little-endian) and a pickle: in (config, abilities, the parent's pid) first,
+answered by None when the verifiers are built; then batches of claims, each answered by what ``verify_batch`` returns.
+An answer that is an exception was raised; the end of the input ends the process. Both ends are ours: no submission
+runs here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.types import Problem, Verdict
+from or1_megatron.verify.registry import build_verifiers
+
+_SET_DEATH_SIGNAL = 1  # prctl(2)
+
+Claim = tuple[Problem, str, bool]
+"""(problem, response text, truncated): what a verifier needs of a completion, without its token arrays."""
+
+Judged = tuple[list[Verdict], int]
+"""Verdicts in the order of the claims, and the process's resident memory in bytes."""
+
+
+class Bench:
+    """One verifier per ability. Raises at construction what ``build_verifiers`` raises."""
+
+    def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
+        self._verifiers = build_verifiers(config, abilities)
+        for verifier in self._verifiers.values():
+            verifier.start()
+
+    def verify_batch(self, claims: Sequence[Claim]) -> Judged:
+        verdicts = [self._verifiers[problem.ability].verify(problem, text, cut) for problem, text, cut in claims]
+        return verdicts, int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        """End what the verifiers have started."""
+        for verifier in self._verifiers.values():
+            verifier.close()
+
+
+def send(pipe: BinaryIO, message: Any) -> None:
+    content = pickle.dumps(message, protocol=5)
+    pipe.write(len(content).to_bytes(8, "little") + content)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> Any:
+    """Raises EOFError when the other end is gone."""
+    length = pipe.read(8)
+    content = pipe.read(int.from_bytes(length, "little")) if len(length) == 8 else b""
+    if not content or len(content) < int.from_bytes(length, "little"):
+        raise EOFError("the other end is gone")
+    return pickle.loads(content)
+
+
+def main() -> None:
+    inlet, outlet = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # a stray print is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        config, abilities, parent = receive(inlet)
+        # Waiting for a verdict we would not see that the parent is gone.
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            return
+        bench = Bench(config, abilities)
+    except EOFError:
+        return
+    except Exception as error:  # goes to whoever starts the pool
+        send(outlet, RuntimeError(f"{type(error).__name__}: {error}"))
+        return
+    try:
+        send(outlet, None)
+        while True:
+            try:
+                claims = receive(inlet)
+            except EOFError:
+                return
+            try:
+                send(outlet, bench.verify_batch(claims))
+            except Exception as error:
+                send(outlet, RuntimeError(f"{type(error).__name__}: {error}"))
+    except BrokenPipeError:  # the parent is gone
+        return
+    finally:
+        bench.close()
+
+
+if __name__ == "__main__":
+    main()

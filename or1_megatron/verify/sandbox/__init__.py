@@ -1,0 +1,1 @@
+"""Untrusted programs, each in a sandbox of its own."""

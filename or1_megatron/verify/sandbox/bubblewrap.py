@@ -1,0 +1,129 @@
+"""The first tier: each run in namespaces of its own, made by bubblewrap.
+
+Inside: no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp and /dev/shm,
+an unprivileged uid, a session of its own. Everything in the sandbox dies with its first process, and that with us.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
+from or1_megatron.verify.sandbox.seccomp import UnknownMachine, namespaced_filter
+from or1_megatron.verify.sandbox.watch import Launched, specification
+
+_RUNNER = Path(__file__).with_name("runner.py")
+UNPRIVILEGED_ID = 65534  # nobody
+_BOX = "/box"
+ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+class Bubblewrap:
+    """Launches programs under bubblewrap. Raises SandboxUnavailable at construction where it is not installed."""
+
+    name = "bubblewrap"
+    needs = (
+        "bubblewrap needs unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
+        "seccomp profile that allows unshare) and a Python that user 'nobody' can read, such as /usr/bin/python3"
+    )
+
+    def __init__(self, interpreter: Path) -> None:
+        executable = shutil.which("bwrap")
+        if executable is None:
+            raise SandboxUnavailable(
+                "bubblewrap is not installed (no 'bwrap' on PATH): problems of ability 'code' cannot be verified "
+                "without it, math can. Install it: apt install bubblewrap (or dnf install bubblewrap)"
+            )
+        self._executable = executable
+        self._interpreter = interpreter
+        self._runner = _RUNNER.read_bytes()
+        try:
+            self._filter = namespaced_filter()
+        except UnknownMachine as error:
+            raise SandboxUnavailable(str(error)) from None
+
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had.
+
+        ``stdin`` None: a pipe that stays open.
+        """
+        opened = [] if stdin is None else [memory_file("stdin", stdin)]
+        status_read, status_write = os.pipe()
+        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        identity: dict[str, Any] = {}
+        if os.geteuid() == 0:  # root is exempt from RLIMIT_NPROC even inside a user namespace
+            identity = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
+        try:
+            opened.append(memory_file("seccomp", self._filter))
+            binds = ["--seccomp", str(opened[-1])]
+            files = {"runner.py": self._runner, **program.files}
+            for name, content in files.items():
+                opened.append(memory_file(name, content))
+                mode = "0555" if name in program.executable else "0444"
+                binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
+            process = subprocess.Popen(
+                [*self._confinement(limits, status_write), *binds, *self._inner(inner_gate.fileno())],
+                stdin=subprocess.PIPE if stdin is None else opened[0],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(*opened, status_write, inner_gate.fileno()),
+                bufsize=0,
+                cwd="/",
+                env={},
+                **identity,
+            )
+        except OSError:
+            gate.close()
+            os.close(status_read)
+            raise
+        finally:
+            inner_gate.close()
+            for descriptor in (*opened, status_write):
+                os.close(descriptor)
+        launched = Launched(process, gate, os.fdopen(status_read, "rb", buffering=0), limits)
+        python = str(self._interpreter)
+        command = [part.replace("{box}", _BOX).replace("{python}", python) for part in program.command]
+        launched.instruct(specification(limits.rlimits(), command, None))
+        return launched
+
+    def _confinement(self, limits: SandboxLimits, status_descriptor: int) -> list[str]:
+        prefix = self._interpreter.parent.parent
+        arguments = [self._executable, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+        # Without --as-pid-1 bubblewrap leaves a middle process behind for init to reap, and in many containers the
+        # first process reaps nothing: one zombie per test.
+        arguments += ["--as-pid-1", "--json-status-fd", str(status_descriptor)]
+        arguments += ["--uid", str(UNPRIVILEGED_ID), "--gid", str(UNPRIVILEGED_ID), "--cap-drop", "ALL"]
+        arguments += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+        for name in ("lib", "lib64", "bin"):
+            if Path("/", name).is_symlink():
+                arguments += ["--symlink", f"usr/{name}", f"/{name}"]
+            elif Path("/", name).is_dir():
+                arguments += ["--ro-bind", f"/{name}", f"/{name}"]
+        if not prefix.is_relative_to("/usr"):
+            arguments += ["--ro-bind", str(prefix), str(prefix)]
+        size = ["--size", str(limits.scratch_bytes), "--tmpfs"]
+        arguments += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev", *size, "/tmp"]
+        for name, value in ENVIRONMENT.items():
+            arguments += ["--setenv", name, value]
+        return arguments
+
+    def _inner(self, gate: int) -> Sequence[str]:
+        # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
+        runner = [str(self._interpreter), "-I", "-B", f"{_BOX}/runner.py", str(gate)]
+        return ["--remount-ro", "/", "--chdir", "/tmp", *runner]
+
+
+def memory_file(name: str, content: bytes) -> int:
+    """A descriptor, at its start, of an anonymous file: no name that another process could open."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

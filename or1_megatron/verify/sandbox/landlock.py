@@ -1,0 +1,182 @@
+"""The second tier, for machines that refuse user namespaces: one process, locked up by Landlock and seccomp.
+
+Inside: the host's files are there, but only /usr, the interpreter, a few devices and the program's own folder can be
+read, and nothing can be written; no new processes, no sockets, no signals but to itself; as root, a uid that nobody
+else has. There is one process, so to kill it is to end all of it, and no scratch space, so nothing is left behind.
+Names and sizes of host files can still be asked for (stat), which Landlock does not cover.
+
+The lock is put on by the runner, from inside, before it comes to the gate (``sandbox_runner.lock``). Source:
+landlock(7), linux/landlock.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.verify.sandbox.bubblewrap import ENVIRONMENT, UNPRIVILEGED_ID, memory_file
+from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
+from or1_megatron.verify.sandbox.seccomp import UnknownMachine, lone_filter, namespaced_filter
+from or1_megatron.verify.sandbox.watch import Launched, specification
+
+_RUNNER = Path(__file__).with_name("runner.py")
+_FIRST_OWN_ID = 0x40000000
+_FOLDER_PREFIX = "or1-sandbox-"
+_TASKS_KNOWN_S = 10.0
+_CREATE_RULESET, _VERSION_FLAG = 444, 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+# All rights that a version of Landlock knows, of which what no rule gives is refused: files, TCP ports, scopes
+_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
+_READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/zero": _READ_FILE, "/dev/urandom": _READ_FILE}
+_log = logging.getLogger(__name__)
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 where there is none."""
+    version = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    return max(version, 0)
+
+
+class Landlock:
+    """Launches programs under Landlock and seccomp; ``confine_files=False``: under seccomp alone, which is weaker.
+
+    Raises SandboxUnavailable at construction where the kernel has no Landlock, or the processor no filter.
+    """
+
+    name = "landlock"
+    needs = "Landlock needs Linux 5.13 or newer with it enabled, and a container that allows its system calls"
+
+    def __init__(self, interpreter: Path, confine_files: bool = True) -> None:
+        self._version = min(landlock_version(), max(_FILE_RIGHTS) + 1) if confine_files else 0
+        if confine_files and not self._version:
+            raise SandboxUnavailable(f"this kernel has no Landlock. {self.needs}")
+        if not confine_files:
+            self.name = "weak"
+        try:
+            lone_filter(1)
+        except UnknownMachine as error:
+            raise SandboxUnavailable(str(error)) from None
+        self._interpreter = interpreter
+        self._runner = _RUNNER.read_bytes()
+        self._identity = _own_identity()
+        self._tasks = (0, -_TASKS_KNOWN_S)
+        _remove_folders_of_the_dead()
+
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
+        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin_descriptor = None if stdin is None else memory_file("stdin", stdin)
+        try:
+            box, scratch = self._fill(folder, program)
+            python = str(self._interpreter)
+            process = subprocess.Popen(
+                [python, "-I", "-B", str(box / "runner.py"), str(inner_gate.fileno())],
+                stdin=subprocess.PIPE if stdin_descriptor is None else stdin_descriptor,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(inner_gate.fileno(),),
+                cwd=scratch,
+                env={**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
+                start_new_session=True,
+                **self._identity,
+            )
+        except OSError:
+            gate.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            inner_gate.close()
+            if stdin_descriptor is not None:
+                os.close(stdin_descriptor)
+        command = [part.replace("{box}", str(box)).replace("{python}", python) for part in program.command]
+        lock = self._lock(process.pid, box, scratch, program.tool)
+        launched = Launched(process, gate, None, limits, folder=folder, whole_group=program.tool)
+        launched.instruct(specification(self._rlimits(limits), command, lock))
+        return launched
+
+    def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
+        """The program's files, which it may read; the scratch folder, which only a tool may write."""
+        box, scratch = folder / "box", folder / "scratch"
+        folder.chmod(0o755)
+        box.mkdir(mode=0o755)
+        scratch.mkdir()
+        scratch.chmod(0o777 if program.tool else 0o555)
+        for name, content in {"runner.py": self._runner, **program.files}.items():
+            (box / name).write_bytes(content)
+            (box / name).chmod(0o555 if name in program.executable else 0o444)
+        return box, scratch
+
+    def _lock(self, pid: int, box: Path, scratch: Path, tool: bool) -> dict[str, Any]:
+        """What the runner puts on itself; see ``sandbox_runner.lock``."""
+        lock: dict[str, Any] = {"parent": os.getpid(), "filter": namespaced_filter() if tool else lone_filter(pid)}
+        if not self._version:
+            return lock
+        rules = [(path, _READ) for path in (*_READABLE, str(self._interpreter.parent.parent), str(box))]
+        rules += [*_DEVICES.items(), (str(scratch), _FILE_RIGHTS[min(self._version, 5)] if tool else _READ)]
+        lock["attributes"] = (
+            _FILE_RIGHTS[min(self._version, 5)],
+            *((3,) if self._version >= 4 else ()),  # TCP: bind, connect
+            *((3,) if self._version >= 6 and not tool else ()),  # scopes: abstract sockets, signals
+        )
+        if self._version == 5 or (self._version >= 6 and tool):
+            lock["attributes"] = lock["attributes"][:2]
+        lock["rules"] = [
+            (path, rights if os.path.isdir(path) else rights & ~_READ_DIR)
+            for path, rights in rules
+            if os.path.exists(path)
+        ]
+        return lock
+
+    def _rlimits(self, limits: SandboxLimits) -> dict[str, int]:
+        rlimits = limits.rlimits()
+        if not self._identity:  # the limit counts all tasks of our own user, so it comes on top of those
+            if time.monotonic() - self._tasks[1] >= _TASKS_KNOWN_S:
+                self._tasks = (_tasks_of(os.geteuid()), time.monotonic())
+            rlimits["RLIMIT_NPROC"] += self._tasks[0]
+        return rlimits
+
+
+def _own_identity() -> dict[str, Any]:
+    """For Popen: as root, a uid that no other process has, so that the limit on processes counts ours alone."""
+    if os.geteuid() != 0:
+        return {}
+    for number in (_FIRST_OWN_ID + os.getpid(), UNPRIVILEGED_ID):
+        identity: dict[str, Any] = {"user": number, "group": number, "extra_groups": []}
+        try:
+            subprocess.run(["/bin/true"], check=True, **identity)
+        except (OSError, subprocess.CalledProcessError):  # a container that has no such uid
+            continue
+        return identity
+    raise SandboxUnavailable("this process is root and cannot become an unprivileged user: setuid is refused")
+
+
+def _tasks_of(user: int) -> int:
+    """Threads of all this user's processes."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        try:
+            if entry.name.isdecimal() and entry.stat().st_uid == user:
+                count += len(os.listdir(f"/proc/{entry.name}/task"))
+        except OSError:  # it has ended
+            continue
+    return count
+
+
+def _remove_folders_of_the_dead() -> None:
+    """Folders that a killed verifier has left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,157 @@
+"""Untrusted programs, each run in a fresh sandbox. How to ask for one: ``verify.program``.
+
+Tiers: bubblewrap (``sandbox_bubblewrap``), where namespaces can be had; else Landlock (``sandbox_landlock``), which the
+same attacks do not get out of; "auto" takes the first that runs a program here. "weak", Landlock's without Landlock, is
+had only by name, and says what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.verify.sandbox.bubblewrap import Bubblewrap
+from or1_megatron.verify.sandbox.cgroups import CgroupPool
+from or1_megatron.verify.sandbox.landlock import Landlock
+from or1_megatron.verify.sandbox.program import (
+    Program,
+    SandboxFailure,
+    SandboxLimits,
+    SandboxResult,
+    SandboxTier,
+    SandboxUnavailable,
+    describe_exit,
+)
+from or1_megatron.verify.sandbox.session import Session, SessionEnded
+from or1_megatron.verify.sandbox.watch import Launched
+
+__all__ = [
+    "Program",
+    "Sandbox",
+    "SandboxFailure",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxTier",
+    "SandboxUnavailable",
+    "Session",
+    "SessionEnded",
+    "describe_exit",
+    "open_sandbox",
+]
+
+_PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
+_PROBE_LIMITS = SandboxLimits(cpu_s=30.0, wall_s=60.0)
+_TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
+    "bubblewrap": Bubblewrap,
+    "landlock": Landlock,
+    "weak": partial(Landlock, confine_files=False),
+}
+_WALLS_PER_CPU = 2
+_log = logging.getLogger(__name__)
+
+
+class Sandbox:
+    """Runs programs. Construction proves, by running one, that sandboxes work here; else SandboxUnavailable."""
+
+    def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
+        """``node_memory_bytes``: of all sandboxes on this machine together, kept where cgroups can be used."""
+        self.limits = limits
+        self._cgroups = CgroupPool.open(node_memory_bytes)
+        self._tier: Bubblewrap | Landlock
+        failures = []
+        for name in ("bubblewrap", "landlock") if tier == "auto" else (tier,):
+            for interpreter in _interpreters():
+                try:
+                    self._tier = _TIERS[name](interpreter)
+                    result = self.run(_PROBE, b"6", _PROBE_LIMITS)
+                except (SandboxUnavailable, OSError) as error:
+                    failures.append(f"{name} with {interpreter}: {error}")
+                    continue
+                if result.succeeded and result.output == b"42\n":
+                    self.tier = self._tier.name
+                    self._announce(failures)
+                    return
+                failures.append(f"{name} with {interpreter}: {result.errors.strip() or result.ending}")
+        raise SandboxUnavailable(
+            "no sandbox starts here, so problems of ability 'code' cannot be verified (math can). "
+            f"{Bubblewrap.needs}. {Landlock.needs}. Tried: " + "; ".join(dict.fromkeys(failures))
+        )
+
+    def _announce(self, failures: Sequence[str]) -> None:
+        if self.tier == "weak":
+            _log.warning(
+                "verify.sandbox.tier=weak: untrusted programs can read every file that their user can, and write where "
+                "it can; they have no network and no processes. Use it on machines that hold nothing of value"
+            )
+        elif any(failure.startswith("bubblewrap") for failure in failures) and self.tier == "landlock":
+            _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
+
+    def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
+        """Run the program once, with ``limits`` or the sandbox's own. Raises SandboxFailure; thread-safe."""
+        launched = self._launch(program, stdin, limits or self.limits)
+        try:
+            return launched.run()
+        finally:
+            launched.close()
+
+    def open(self, program: Program, limits: SandboxLimits | None = None) -> Session:
+        """Start a program that is talked to; its ``wall_s`` is for the asker to keep. Raises SandboxFailure."""
+        return Session(self._launch(program, None, limits or self.limits))
+
+    @property
+    def cgroups(self) -> int:
+        """The version of the cgroups in use; 0 where none can be."""
+        return self._cgroups.version if self._cgroups else 0
+
+    def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+        launched = self._tier.launch(program, stdin, limits)
+        try:
+            launched.wait_at_gate()
+            if self._cgroups is not None:
+                launched.enter(self._cgroups)
+        except BaseException:
+            launched.close()
+            raise
+        return launched
+
+    def close(self) -> None:
+        """Give back what outlives a run."""
+        if self._cgroups is not None:
+            self._cgroups.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_sandbox(config: VerifyConfig) -> Sandbox:
+    """The sandbox that the configuration asks for. Raises SandboxUnavailable where it cannot be had."""
+    limits = SandboxLimits(
+        cpu_s=config.timeout_s,
+        wall_s=_WALLS_PER_CPU * config.timeout_s,
+        memory_bytes=config.memory_bytes,
+        processes=config.processes,
+    )
+    node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    sandbox = Sandbox(limits, config.sandbox, node_bytes)
+    if not sandbox.cgroups:  # nothing sees their sum, so each worker's programs get the worker's share
+        sandbox.limits = replace(limits, memory_bytes=min(limits.memory_bytes, node_bytes // config.workers))
+    return sandbox
+
+
+def _interpreters() -> list[Path]:
+    """Pythons to try, this one's base first: the submission should see the version that the user runs."""
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    candidates = [Path(os.path.realpath(base)), Path(os.path.realpath("/usr/bin/python3"))]
+    return [path for path in dict.fromkeys(candidates) if os.access(path, os.R_OK | os.X_OK)]
