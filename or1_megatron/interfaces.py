@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from or1_megatron.errors import Or1Error, UserError
 from or1_megatron.types import (
     AdvantagedGroup,
     Answer,
@@ -267,7 +268,7 @@ class WeightSender(Protocol):
         ...
 
 
-class Stopped(Exception):
+class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
     Raised by the loop between verbs; a port that blocks for long (Rollouts, Evaluator) may raise it from within, once
@@ -275,7 +276,7 @@ class Stopped(Exception):
     """
 
 
-class EnginesLost(RuntimeError):
+class EnginesLost(UserError, RuntimeError):
     """Engines, or what manages them and verifies, cannot go on.
 
     Once the run has been asked to stop this ends nothing that would not end anyway: a node that is taken away takes its

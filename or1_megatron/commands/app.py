@@ -17,6 +17,7 @@ from or1_megatron.commands.ablate import ablate
 from or1_megatron.commands.data import data_commands
 from or1_megatron.commands.eval import eval_command
 from or1_megatron.commands.report import report_command
+from or1_megatron.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +39,14 @@ USER_ERROR = 2
 
 @contextmanager
 def explained(*also: type[Exception]) -> Iterator[None]:
-    """An error of this package's own types, or ``also``, becomes one message on stderr; others keep their traceback."""
+    """Print a UserError, or one of ``also``, as one message on stderr and exit with USER_ERROR.
+
+    Any other error keeps its traceback.
+    """
     try:
         yield
     except Exception as error:
-        if not (type(error).__module__.startswith("or1_megatron.") or isinstance(error, also)):
+        if not isinstance(error, (UserError, *also)):
             raise
         print(f"or1: error: {error}", file=sys.stderr)
         raise typer.Exit(USER_ERROR) from None

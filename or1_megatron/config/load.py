@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 
 from or1_megatron.config.schema import Config
 from or1_megatron.config.yaml_reader import Origins, YamlError, dump, read_file, read_value
+from or1_megatron.errors import UserError
 
 RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     # Where things are and how long the run goes on.
@@ -79,7 +80,7 @@ _EXPECTED: Final = {
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import yaml
 
+from or1_megatron.errors import UserError
+
 Origins = dict[tuple[str, ...], str]
 """``file:line`` of every key; a place in a list counts as a part of the key."""
 
@@ -27,7 +29,7 @@ _RESOLVERS: Final = (
 """Which unquoted words are more than strings (YAML 1.2's core rules, less inf and nan)."""
 
 
-class YamlError(ValueError):
+class YamlError(UserError, ValueError):
     """A file or a value that cannot be read; the message names file and line."""
 
 

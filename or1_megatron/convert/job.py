@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.manifest import sync
 
@@ -30,11 +31,11 @@ _THREADS: Final = 4  # some of them wait for the disk
 _SPARE_BYTES: Final = 64 << 20  # for headers, tokenizer, metadata
 
 
-class ConvertError(RuntimeError):
+class ConvertError(UserError, RuntimeError):
     """A conversion that cannot be made: says which file or tensor, what was found and what was expected."""
 
 
-class Stopped(Exception):
+class Stopped(UserError):
     """Another thread of this conversion has failed."""
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from or1_megatron.errors import UserError
 from or1_megatron.types import Message
 
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -21,7 +22,7 @@ _SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info
 _SHOWN_CHARS = 120
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A problem file cannot be used. The message names file:line, the field, what was found and what was expected."""
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
 
 
-class EvaluationError(ValueError):
+class EvaluationError(UserError, ValueError):
     """An evaluation that cannot be made, gone on with, or trusted; the message says why."""
 
 

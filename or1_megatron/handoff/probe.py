@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.errors import UserError
 from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
@@ -24,7 +25,7 @@ _SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration s
 _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 
-class HandoffMismatch(RuntimeError):
+class HandoffMismatch(UserError, RuntimeError):
     """An engine does not compute what the policy computes, or does not hold what was sent."""
 
 

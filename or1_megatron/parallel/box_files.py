@@ -31,13 +31,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from or1_megatron.errors import UserError
 from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.runtime.manifest import FileEntry
 
 _PIECE_BYTES = 1 << 20
 
 
-class StateMismatch(RuntimeError):
+class StateMismatch(UserError, RuntimeError):
     """The state on disk is not that of this model; names the tensor, what was found and what was expected."""
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from or1_megatron.errors import UserError
 from or1_megatron.parallel.mesh import Mesh
 
 
-class AgreedError(RuntimeError):
+class AgreedError(UserError, RuntimeError):
     """Raised on all ranks at once with the same message, which rank 0 shows."""
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from or1_megatron.errors import UserError
 from or1_megatron.parallel.collective_errors import AgreedError
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.watchdog import Watchdog
@@ -30,7 +31,7 @@ Verb = Callable[[Any, Any], Any]
 STOP = "stop"
 
 
-class LockstepError(RuntimeError):
+class LockstepError(UserError, RuntimeError):
     """A verb failed on another rank; that rank's traceback, and where all ranks were, are in the log and on stderr."""
 
 

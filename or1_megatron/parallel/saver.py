@@ -34,6 +34,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.parallel.box_files import WrittenBox, write_boxes, write_metadata
 from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.parallel.collective_errors import AgreedError, raise_together
@@ -237,7 +238,7 @@ class CheckpointSaver:
         return parts
 
 
-class _Failed(Exception):
+class _Failed(Or1Error):
     """Why a rank could not write."""
 
 

@@ -20,6 +20,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from or1_megatron.errors import Or1Error
+
 log = logging.getLogger(__name__)
 
 _FAILURE, _TOLD = "failure", "told"
@@ -275,7 +277,7 @@ def _late(verb: str, deadline_s: float) -> str:
 def _lost_a_peer(error: Exception) -> bool:
     """A collective that broke or timed out because of another rank; what gloo and NCCL raise has no type of its own."""
     text = str(error)
-    if type(error).__module__.startswith("or1_megatron."):
+    if isinstance(error, Or1Error):
         return False  # an error of ours speaks for itself
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)

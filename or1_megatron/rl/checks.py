@@ -5,38 +5,39 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from or1_megatron.config.schema import StageConfig
+from or1_megatron.errors import UserError
 from or1_megatron.types import AdvantagedGroup, Group
 
 
-class VerificationFailing(RuntimeError):
+class VerificationFailing(UserError, RuntimeError):
     """The verifier fails on so many responses that their rewards of 0 would teach the wrong thing."""
 
 
-class StaleRollout(RuntimeError):
+class StaleRollout(UserError, RuntimeError):
     """A response was sampled, in part or whole, from other weights than those about to be updated."""
 
 
-class PastTheEnd(ValueError):
+class PastTheEnd(UserError, ValueError):
     """The run to be resumed has done more steps than its stages now have."""
 
 
-class StageOver(ValueError):
+class StageOver(UserError, ValueError):
     """A stage that has ended is to have had another number of steps."""
 
 
-class NoPromptsLeft(ValueError):
+class NoPromptsLeft(UserError, ValueError):
     """A stage's filters leave fewer prompts than one of its steps takes."""
 
 
-class AllRejected(RuntimeError):
+class AllRejected(UserError, RuntimeError):
     """So many rollout steps in a row without a group to learn from that going on makes no sense."""
 
 
-class PreviousStageUnfinished(ValueError):
+class PreviousStageUnfinished(UserError, ValueError):
     """A stage is to begin from a run whose own stage has not ended."""
 
 
-class OldState(ValueError):
+class OldState(UserError, ValueError):
     """A checkpoint of a version of this program that kept another state of the loop."""
 
 

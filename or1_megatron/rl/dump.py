@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
@@ -40,7 +41,7 @@ _OPTIONAL: Final = ("engine_log_probs", "reference_log_probs")
 Reason = Literal["skipped", "asked"]
 
 
-class DumpError(ValueError):
+class DumpError(UserError, ValueError):
     """A dump that cannot be read; the message names file, what was found and what was expected."""
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import SafetyConfig
+from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
 from or1_megatron.types import Batch, Float32Array, UpdateReport
 
 
-class TooManySkipped(RuntimeError):
+class TooManySkipped(UserError, RuntimeError):
     """``safety.max_skipped_in_a_row`` SGD steps in a row had no finite loss or gradient."""
 
 

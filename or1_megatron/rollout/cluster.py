@@ -21,6 +21,8 @@ from typing import Any
 
 import ray
 
+from or1_megatron.errors import UserError
+
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 _reaper: subprocess.Popen[bytes] | None = None
 
 
-class ClusterError(RuntimeError):
+class ClusterError(UserError, RuntimeError):
     """Ray could not be started or reached."""
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from or1_megatron.errors import UserError
 from or1_megatron.types import Completion
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ T = TypeVar("T")
 LINGER_S = 0.03
 
 
-class EngineFailed(RuntimeError):
+class EngineFailed(UserError, RuntimeError):
     """The engine raised while decoding and cannot go on; the message holds its traceback."""
 
 

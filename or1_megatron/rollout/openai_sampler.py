@@ -13,6 +13,7 @@ from http.client import HTTPException
 from itertools import islice
 from typing import Any
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.types import Answer, Ask, Sampling, Unanswered
 
 _REFUSED_FOR_GOOD = frozenset({400, 413, 422})  # this question; 401, 403, 404 are of the endpoint
@@ -106,7 +107,7 @@ class EndpointSampler:
             return _read(ask, _body(reply, deadline_s))
 
 
-class _Garbage(ValueError):
+class _Garbage(Or1Error, ValueError):
     """A reply that is no chat completion."""
 
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from or1_megatron.errors import UserError
+
 PARTIAL_SUFFIX = ".partial"
 """Ends the name of everything that is still being written; what a killed process leaves so may be deleted."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class DiskFullError(OSError):
+class DiskFullError(UserError, OSError):
     """No space, or no quota, is left for a file; ``filename`` is that file."""
 
 

@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from or1_megatron.errors import UserError
+
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
 _THREADS: Final = 16  # hashing leaves the interpreter free: as many as a shared file system likes to serve
 
 
-class CheckpointDamaged(RuntimeError):
+class CheckpointDamaged(UserError, RuntimeError):
     """A checkpoint's files are not those that were saved; the message names the first that is not."""
 
 
-class CheckpointUnreadable(RuntimeError):
+class CheckpointUnreadable(UserError, RuntimeError):
     """A checkpoint that cannot be judged here and now: the disk does not give it, or another version wrote it.
 
     No reason to pass it over: it may well be intact.

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
+from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows
 from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, check_manifest, sync
@@ -49,7 +50,7 @@ USER_OS_ERRORS: Final = (NotADirectoryError, PermissionError, FileExistsError)
 """Of making a folder where the user said: their own messages name the path."""
 
 
-class RunFolderBusy(RuntimeError):
+class RunFolderBusy(UserError, RuntimeError):
     """Another trainer is writing to the run folder."""
 
 

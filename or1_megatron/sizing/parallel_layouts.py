@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.errors import UserError
 from or1_megatron.rl.packing import BatchLayout, SequenceCost
 from or1_megatron.types import Aggregation
 from or1_megatron.weights.shape import Shape
@@ -42,7 +43,7 @@ HELP: Final = (
 )
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError, ValueError):
     """A layout that cannot be read, or that cannot work."""
 
 
@@ -96,7 +97,7 @@ def parse_layout(text: str, longest: int) -> Case:
     return Case(text, parallel, "shuffled" in text.split(), aggregation)
 
 
-class LayersUnavailable(ValueError):
+class LayersUnavailable(UserError, ValueError):
     """Transformer Engine was asked for where it cannot run."""
 
 

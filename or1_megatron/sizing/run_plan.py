@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
+from or1_megatron.errors import UserError
 from or1_megatron.sizing.memory import RESERVE_BYTES, activation_bytes, state_bytes
 from or1_megatron.sizing.stage_rules import problem_conflicts, problem_warnings, problems_per_epoch, stage_conflicts
 from or1_megatron.weights.shape import Shape
@@ -22,7 +23,7 @@ CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """A configuration that cannot work: one line per conflict, with its numbers and a way out."""
 
 

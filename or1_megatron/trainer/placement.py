@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import Config
+from or1_megatron.errors import UserError
 from or1_megatron.rollout.cluster import node_of
 from or1_megatron.rollout.pool import EnginePlace
 
 
-class PlacementError(ValueError):
+class PlacementError(UserError, ValueError):
     """Engines and trainer ranks do not fit on the devices as configured."""
 
 

@@ -8,6 +8,7 @@ from or1_megatron.config.load import ConfigError, check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
+from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice, cuda_here
 from or1_megatron.rl.checks import PreviousStageUnfinished, check_state
 from or1_megatron.rl.ports import Begin
@@ -65,7 +66,7 @@ def lacking(config: Config) -> list[str]:
     return found
 
 
-class PreviousStageMissing(FileNotFoundError):
+class PreviousStageMissing(UserError, FileNotFoundError):
     """There is no checkpoint of the stage before the one that is to begin."""
 
 

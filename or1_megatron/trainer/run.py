@@ -24,6 +24,7 @@ import torch
 from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.config.schema import Config
 from or1_megatron.data.stream import MixtureStream
+from or1_megatron.errors import UserError
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import Evaluator, Rollouts
@@ -344,7 +345,7 @@ def main() -> int:
             return 0
         return lead(config, stop)
     except Exception as error:
-        if not (type(error).__module__.startswith("or1_megatron.") or isinstance(error, USER_OS_ERRORS)):
+        if not isinstance(error, (UserError, *USER_OS_ERRORS)):
             raise
         if rank > 0 and isinstance(error, AgreedError):
             return 0  # rank 0 says it and fails; a failure here would have it killed before its engines have ended

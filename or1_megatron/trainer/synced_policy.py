@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.errors import UserError
 from or1_megatron.handoff.probe import Difference, Probe
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import EnginesLost, Objective
@@ -70,7 +71,7 @@ class RanksSender:
         try:
             sent = self._sender.send(version)
         except RuntimeError as failure:
-            if not type(failure).__module__.startswith("or1_megatron."):
+            if not isinstance(failure, UserError):
                 raise  # of this rank, not of the engines
             log.info("sending version %d failed", version, exc_info=True)
             error = SendError(str(failure))

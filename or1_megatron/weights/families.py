@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.errors import UserError
 from or1_megatron.weights.llama import LLAMA
 from or1_megatron.weights.mistral import MISTRAL
 from or1_megatron.weights.qwen2 import QWEN2
@@ -28,7 +29,7 @@ _NEEDED = (
 )
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model folder that cannot be used: says which file or key, what was found and what was expected."""
 
 

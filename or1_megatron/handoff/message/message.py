@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from or1_megatron.errors import UserError
 from or1_megatron.handoff.message.buckets import Slot
 from or1_megatron.handoff.message.checksum import Checksums, Content, checksum
 from or1_megatron.handoff.shard.plan import Shipment, Slice
 
 
-class SliceMismatch(RuntimeError):
+class SliceMismatch(UserError, RuntimeError):
     """A slice did not arrive as it was sent."""
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from or1_megatron.errors import UserError
 from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Bucket, plan_buckets
 from or1_megatron.handoff.shard.routes import Direct, Hop, Load, Routes
 from or1_megatron.weights.holdings import Box, Holding, box_shape, box_size, intersection, without
@@ -113,7 +114,7 @@ class HandoffPlan:
         return dict(total)
 
 
-class PlanImpossible(ValueError):
+class PlanImpossible(UserError, ValueError):
     """No trainer rank holds what an engine rank wants."""
 
 

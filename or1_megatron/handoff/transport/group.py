@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from or1_megatron.errors import UserError
 from or1_megatron.handoff.message.buckets import TensorSpec, plan_buckets
 from or1_megatron.handoff.shard.plan import Shipment, Slice
 from or1_megatron.weights.holdings import whole
@@ -30,7 +31,7 @@ FAILED = "failed"  # in the store: why the trainer broke the handoff off
 _abandoned: list[ProcessGroupGloo] = []
 
 
-class HandoffError(RuntimeError):
+class HandoffError(UserError, RuntimeError):
     """A handoff did not come about; the message says who was waited for, or what that side reported."""
 
 

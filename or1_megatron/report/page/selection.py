@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from or1_megatron.errors import UserError
+
 _STEP_BUCKETS = 12
 
 Columns = Mapping[str, NDArray[Any]]
 
 
-class UnknownRollout(ValueError):
+class UnknownRollout(UserError, ValueError):
     """``--ids`` names a response that no given run has kept."""
 
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.verify.code.checkers import Checker
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, describe_exit
@@ -40,7 +41,7 @@ _COMPILE = "g++ -std=c++17 -O2"
 _ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})
 
 
-class CheckerFailed(Exception):
+class CheckerFailed(Or1Error):
     """The checker itself gave no verdict; says nothing about the submission."""
 
 

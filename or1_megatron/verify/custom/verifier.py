@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import or1_megatron
+from or1_megatron.errors import Or1Error, UserError
 from or1_megatron.types import Problem, Verdict
 
 ENTRY_POINTS = "or1_megatron.verifiers"
@@ -28,11 +29,11 @@ _PACKAGE_PARENT = Path(or1_megatron.__file__).resolve().parent.parent
 _START_TIMEOUT_S = 120.0
 
 
-class VerifierBroken(ValueError):
+class VerifierBroken(UserError, ValueError):
     """A user's verifier cannot be used; the message names it and says why."""
 
 
-class _NoAnswer(Exception):
+class _NoAnswer(Or1Error):
     """The child gave none; ``late`` when it would have needed more time, else it died."""
 
     def __init__(self, words: str, late: bool) -> None:

@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import or1_megatron
+from or1_megatron.errors import Or1Error
 
 _PACKAGE_PARENT = Path(or1_megatron.__file__).resolve().parent.parent
 _START_TIMEOUT_S = 120.0
 
 
-class MathTimeout(Exception):
+class MathTimeout(Or1Error):
     """The child did not answer within the limit, and was killed."""
 
 
-class MathExhausted(Exception):
+class MathExhausted(Or1Error):
     """The child ran out of the memory that it may use, and was replaced."""
 
 
-class MathCrash(Exception):
+class MathCrash(Or1Error):
     """The child died by itself; the message says how."""
 
 

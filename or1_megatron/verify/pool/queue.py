@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.errors import Or1Error
 from or1_megatron.types import Completion, Problem, Verdict
 from or1_megatron.verify.pool.worker import Claim, Judged
 
@@ -30,7 +31,7 @@ _RECENT = 0.2  # weight of the newest sample in the mean time of an ability's ve
 T = TypeVar("T")
 
 
-class WorkerLost(Exception):
+class WorkerLost(Or1Error):
     """A worker died or raised; the message says how. What it was given has no verdict."""
 
 

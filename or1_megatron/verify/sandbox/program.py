@@ -26,6 +26,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
+from or1_megatron.errors import UserError
+
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 """exited: by itself, or by a signal; the others: killed for exceeding that limit."""
 
@@ -33,11 +35,11 @@ Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(UserError, RuntimeError):
     """This machine cannot run untrusted code safely; the message says what to install and what does not work."""
 
 
-class SandboxFailure(OSError):
+class SandboxFailure(UserError, OSError):
     """The sandbox of one run failed: it did not start, or the machine, not the program, ran out of something."""
 
 

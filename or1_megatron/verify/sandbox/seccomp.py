@@ -13,6 +13,8 @@ import platform
 import struct
 from collections.abc import Iterable, Sequence
 
+from or1_megatron.errors import UserError
+
 # name, number on x86-64, number on aarch64; "-": aarch64 never had it
 _HARMLESS = """
 read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68; preadv 295 69; pwritev 296 70;
@@ -63,7 +65,7 @@ _FCNTL_LOCKS = (5, 6, 7, 36, 37, 38)
 _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-class UnknownMachine(RuntimeError):
+class UnknownMachine(UserError, RuntimeError):
     """No table of system calls for this processor."""
 
 

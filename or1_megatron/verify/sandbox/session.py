@@ -11,11 +11,12 @@ import selectors
 import time
 from types import TracebackType
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.verify.sandbox.program import Ending, describe_exit
 from or1_megatron.verify.sandbox.watch import CHUNK_BYTES, CPU_POLL_S, STDERR_KEPT_BYTES, Launched
 
 
-class SessionEnded(Exception):
+class SessionEnded(Or1Error):
     """No answer: the program ended, took too long or wrote too much; ``ending`` says which, the message how."""
 
     def __init__(self, ending: Ending, words: str) -> None:

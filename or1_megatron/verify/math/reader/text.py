@@ -11,11 +11,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.verify.answer import closing_brace
 from or1_megatron.verify.math.reader.units import KNOWN_WORDS
 
 
-class Unreadable(Exception):
+class Unreadable(Or1Error):
     """The text is none of the notations that are known here; nothing is said of what it means."""
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import mpmath
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node
 
@@ -24,11 +25,11 @@ _MAX_EXPONENT = 4096.0
 _DIGITS = (60, 300)
 
 
-class TooLarge(Exception):
+class TooLarge(Or1Error):
     """The value has more digits than are computed here."""
 
 
-class Undefined(Exception):
+class Undefined(Or1Error):
     """Division by zero, a function outside its domain, or an operation that has no value here."""
 
 

@@ -1,0 +1,14 @@
+"""The base of this package's exceptions."""
+
+from __future__ import annotations
+
+
+class Or1Error(Exception):
+    """Base of every exception that this package defines."""
+
+
+class UserError(Or1Error):
+    """An error that its message explains: bad input, or something outside the code that failed.
+
+    A command prints the message, without a traceback, and exits with status 2.
+    """
