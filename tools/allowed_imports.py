@@ -1,0 +1,62 @@
+"""An import-linter contract: every module imports only what the entry for its folder lists.
+
+An entry is one line of ``allowed``, ``folder: ours | libraries``, with names separated by commas. A module belongs to
+the entry with the longest matching name; a module without an entry breaks the contract. The standard library is free.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import grimp
+from importlinter import Contract, ContractCheck, fields, output
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the modules under ``name`` may import, besides each other."""
+
+    name: str
+    allowed: frozenset[str]
+
+    @classmethod
+    def parse(cls, line: str) -> Entry:
+        name, _, rest = line.partition(":")
+        return cls(name.strip(), frozenset(part.strip() for part in rest.replace("|", ",").split(",") if part.strip()))
+
+    def allows(self, imported: str) -> bool:
+        return any(_within(imported, name) for name in (self.name, *self.allowed))
+
+
+class AllowedImports(Contract):
+    """Fails for each import that no entry allows, and for each module that no entry covers."""
+
+    type_name = "allowed"
+
+    allowed = fields.ListField(subfield=fields.StringField())
+
+    def check(self, graph: grimp.ImportGraph, verbose: bool) -> ContractCheck:
+        package = self.session_options["root_packages"][0]
+        entries = sorted(map(Entry.parse, self.allowed), key=lambda entry: -len(entry.name))  # type: ignore[call-overload]
+        problems = []
+        for module in sorted(m for m in graph.modules if m.startswith(f"{package}.")):
+            name = module.removeprefix(f"{package}.")
+            entry = next((each for each in entries if _within(name, each.name)), None)
+            if entry is None:
+                problems.append(f"{name} has no entry")
+                continue
+            for imported in sorted(graph.find_modules_directly_imported_by(module)):
+                if imported == package or imported.split(".")[0] in sys.stdlib_module_names:
+                    continue
+                if not entry.allows(imported.removeprefix(f"{package}.")):
+                    problems.append(f"{name} imports {imported}, which the entry '{entry.name}' does not list")
+        return ContractCheck(kept=not problems, metadata={"problems": problems})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for problem in check.metadata["problems"]:
+            output.print_error(f"- {problem}", bold=False)
+
+
+def _within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
