@@ -110,6 +110,34 @@ def test_proportional_integral_by_hand() -> None:
     assert alphas == pytest.approx([0.02, 0.012, 0.0, 0.0, 0.016])
 
 
+def test_anti_windup_at_the_bounds_exactly() -> None:
+    """In powers of two, so that a bound is met exactly: target 1/2, bounds [0, 1/8], c 1/16.
+
+    K_p 1/4, e 1/4: 1/16 + 1/16 = 1/8, at the highest and pushing up: c stays; e 3/4: 0, at the lowest: c stays.
+    K_p 0, c at a bound: an error that pushes inwards moves it, by K_i * 1/4 = 1/16.
+    """
+
+    def next_coefficient(gain: float, coefficient: float, entropy: float) -> float:
+        control = EntropyController(
+            EntropyConfig(
+                mode="proportional_integral",
+                target=0.5,
+                coefficient=coefficient,
+                maximum=0.125,
+                proportional_gain=gain,
+                integral_gain=0.25,
+            )
+        )
+        control.advance(entropy)
+        return control.coefficient
+
+    assert next_coefficient(0.25, 0.0625, 0.25) == next_coefficient(0.25, 0.0625, 0.75) == 0.0625
+    assert next_coefficient(0.0, 0.125, 0.25) == 0.125
+    assert next_coefficient(0.0, 0.125, 0.75) == 0.0625
+    assert next_coefficient(0.0, 0.0, 0.75) == 0.0
+    assert next_coefficient(0.0, 0.0, 0.25) == 0.0625
+
+
 def test_clip_high_control_by_hand() -> None:
     """The docstring's sequence; with delta 0 it stands; state and configuration as of the entropy controller."""
     config = LossConfig(clip_high_control=ClipHighConfig(delta=0.02, minimum=0.2, maximum=0.23))
