@@ -26,12 +26,12 @@ from or1_megatron.types import (
     Int32Array,
     Problem,
     Prompt,
+    RefillRule,
     Request,
     RolloutReport,
     Sampling,
     TokenScores,
     Unanswered,
-    Until,
     UpdateReport,
     Verdict,
 )
@@ -188,11 +188,16 @@ class Rollouts(Protocol):
     """Samples and verifies: the loop's view of the RolloutManager, which is a process of its own."""
 
     def roll_out(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        refill: RefillRule | None = None,
     ) -> None:
         """Start sampling ``group_size`` responses to each prompt; returns at once. Each is verified as it ends.
 
-        With ``until`` only of as many of the first prompts as that needs: ``collect`` gives the shortest run of them,
+        With ``refill`` only of as many of the first prompts as that needs: ``collect`` gives the shortest run of them,
         or all.
         """
         ...

@@ -199,7 +199,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Until:
+class RefillRule:
     """A roll-out is over when, of its first prompts in their order, ``kept`` groups satisfy ``keeps`` (picklable)."""
 
     kept: int
@@ -235,7 +235,7 @@ class MicroBatch:
 
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
     per-token arrays are aligned with the *predicting* position, so a response token's values stand one to the left of
-    it. ``counted`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
+    it. ``loss_mask`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
     packed sequence to its place in the list of samples that was batched. Sequence k lies at ``cu_seqlens[k]``; its
     first ``lengths[k]`` positions hold its tokens, those up to ``cu_seqlens[k + 1]`` the padding that context
     parallelism asks for. The row's own padding belongs to one last sequence that ``cu_seqlens`` includes and
@@ -246,7 +246,7 @@ class MicroBatch:
     target_ids: Int64Array  # [T]
     position_ids: Int64Array  # [T], restarting at 0 in every sequence
     cu_seqlens: Int32Array  # [S+1], or [S+2] with padding; first 0, last T
-    counted: BoolArray  # [T]
+    loss_mask: BoolArray  # [T]
     advantages: Float32Array  # [T]
     old_log_probs: Float32Array  # [T]
     sample_index: Int32Array  # [S]

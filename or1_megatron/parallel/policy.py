@@ -194,7 +194,7 @@ def unpack_scores(
     log_probs, entropies = [empty] * sample_count, [empty] * sample_count
     for rows, results in zip(ranks, scored, strict=True):
         for row, (row_log_probs, row_entropies) in zip(rows, results, strict=True):
-            before = np.concatenate(([0], np.cumsum(row.counted)))  # [T+1] counted tokens left of each position
+            before = np.concatenate(([0], np.cumsum(row.loss_mask)))  # [T+1] counted tokens left of each position
             for k, sample in enumerate(row.sample_index):
                 part = slice(before[row.cu_seqlens[k]], before[row.cu_seqlens[k + 1]])
                 log_probs[sample], entropies[sample] = row_log_probs[part], row_entropies[part]

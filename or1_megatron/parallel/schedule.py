@@ -51,9 +51,9 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
         context_rank,
         context,
     )
-    counted_in_row = torch.from_numpy(micro_batch.counted).nonzero(as_tuple=True)[0]
+    counted_in_row = torch.from_numpy(micro_batch.loss_mask).nonzero(as_tuple=True)[0]
     held = torch.arange(micro_batch.token_ids.size) if row.shard is None else row.shard.held.cpu()
-    counted = torch.from_numpy(micro_batch.counted)[held].nonzero(as_tuple=True)[0]
+    counted = torch.from_numpy(micro_batch.loss_mask)[held].nonzero(as_tuple=True)[0]
 
     def pick(array: Any) -> Tensor:
         return torch.from_numpy(array)[held[counted]].to(device)

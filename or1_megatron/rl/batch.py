@@ -5,7 +5,7 @@ Worked example of one row: prompt (5, 6), response (7, 8), advantage 0.5, engine
     position       0    1    2    3  |  4    5     cu_seqlens (0, 4, 6)
     token_ids      5    6    7    8  |  0    0
     target_ids     6    7    8    0  |  0    0     position t predicts token t+1
-    counted        .    x    x    .  |  .    .     the last prompt position predicts the first response token
+    loss_mask      .    x    x    .  |  .    .     the last prompt position predicts the first response token
     advantages     0   .5   .5    0  |  0    0     the last position predicts nothing
     old_log_probs  0   -1   -2    0  |  0    0
 
@@ -171,7 +171,7 @@ def _fill(
     """One row (see the module's example), with the samples' weights. Padding is token 0: at the end of a sequence with
     its positions going on, at the end of the row in a last sequence of its own, positions from 0."""
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
-    counted = np.zeros(row_tokens, dtype=np.bool_)
+    loss_mask = np.zeros(row_tokens, dtype=np.bool_)
     advantages, old_log_probs = (np.zeros(row_tokens, dtype=np.float32) for _ in range(2))
     weights = None if of_samples is None else np.zeros(row_tokens, dtype=np.float32)
     engine, reference = (
@@ -186,7 +186,7 @@ def _fill(
         token_ids[start:first], token_ids[first:end] = sample.prompt_ids, sample.response_ids
         target_ids[start : end - 1] = token_ids[start + 1 : end]
         predicting = slice(first - 1, end - 1)
-        counted[predicting] = sample.loss_mask
+        loss_mask[predicting] = sample.loss_mask
         advantages[predicting] = sample.advantage
         old_log_probs[predicting] = sample.old_log_probs
         if engine is not None:
@@ -206,7 +206,7 @@ def _fill(
         target_ids=target_ids,
         position_ids=position_ids,
         cu_seqlens=np.array(bounds, dtype=np.int32),
-        counted=counted,
+        loss_mask=loss_mask,
         advantages=advantages,
         old_log_probs=old_log_probs,
         sample_index=np.array(members, dtype=np.int32),

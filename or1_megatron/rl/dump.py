@@ -77,15 +77,15 @@ def unpack(batch: Batch) -> list[Sample]:
         for k, index in enumerate(row.sample_index):
             start = int(row.cu_seqlens[k])
             end = start + int(row.lengths[k])
-            counted = row.counted[start : end - 1]
-            first = int(counted.argmax()) if counted.any() else 0  # the position that predicts the first response token
+            mask = row.loss_mask[start : end - 1]
+            first = int(mask.argmax()) if mask.any() else 0  # the position that predicts the first response token
             predicting = slice(start + first, end - 1)
             samples[index] = Sample(
                 prompt_ids=row.token_ids[start : start + first + 1].astype(np.int32),
                 response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
                 old_log_probs=row.old_log_probs[predicting],
                 advantage=float(row.advantages[start + first]),
-                loss_mask=counted[first:],
+                loss_mask=mask[first:],
                 engine_log_probs=None if row.engine_log_probs is None else row.engine_log_probs[predicting],
                 reference_log_probs=None if row.reference_log_probs is None else row.reference_log_probs[predicting],
             )

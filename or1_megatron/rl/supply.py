@@ -17,13 +17,13 @@ from or1_megatron.config.schema import AdvantageConfig, StageConfig
 from or1_megatron.interfaces import EnginesLost, ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.runtime.seeds import derive_seed
-from or1_megatron.types import Group, Prompt, RolloutReport, Sampling, Until
+from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Keeps:
+class KeepsGroup:
     """Whether a group would be kept. Picklable: the RolloutManager asks it."""
 
     config: AdvantageConfig
@@ -37,7 +37,7 @@ class Supply:
     """One roll-out at a time: of the present step, or, begun while that one trains, of the next ("ahead")."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
-        self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, Keeps(advantage), seed
+        self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
         self._before: Mapping[str, Any] | None = None  # of the stream, before the prompts of a roll-out with refill
         self._before_ahead: Mapping[str, Any] | None = None
         self._ahead: tuple[list[Group], RolloutReport] | None = None
@@ -64,11 +64,11 @@ class Supply:
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
         """Have the engines begin with step ``step`` (from 0)."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
-        until = None
+        refill = None
         if len(prompts) > stage.prompts_per_step:
-            until = Until(stage.prompts_per_step, self._keeps, self.rejected_share)
+            refill = RefillRule(stage.prompts_per_step, self._keeps, self.rejected_share)
         seed = derive_seed(self._seed, "rollout", step)
-        self._rollouts.roll_out(prompts, stage.group_size, sampling, seed, until)
+        self._rollouts.roll_out(prompts, stage.group_size, sampling, seed, refill)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
         """The step's groups; prompts that it did not need go back to the stream."""

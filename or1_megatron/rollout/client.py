@@ -15,7 +15,7 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Group, Prompt, RolloutReport, Sampling, Until
+from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
 _PROGRESS_S = 0.2
@@ -46,7 +46,12 @@ class RolloutsClient:
         self._tell(self._manager.rejoin.remote(list(engines)))
 
     def roll_out(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        refill: RefillRule | None = None,
     ) -> None:
         """Start sampling; returns when the requests are on their way to the engines.
 
@@ -57,7 +62,7 @@ class RolloutsClient:
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
-        batch = pickle.dumps((list(prompts), group_size, sampling, seed, until), protocol=5)
+        batch = pickle.dumps((list(prompts), group_size, sampling, seed, refill), protocol=5)
         self._progress = (0, len(prompts) * group_size)
         self._get(self._manager.roll_out.remote(batch))
 

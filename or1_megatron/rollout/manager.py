@@ -21,7 +21,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.request_plan import Ration, RequestKey, assemble_groups, deal, plan_requests, union_s
-from or1_megatron.types import Completion, Group, Prompt, Request, RolloutReport, Until, Verdict
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Verdict
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
@@ -116,21 +116,21 @@ class RolloutManager:
             self._spawn(self._drain(index))
 
     async def roll_out(self, batch: bytes) -> None:
-        """``batch``: pickled (prompts, group_size, sampling, seed, until). Returns when requests are on their way."""
+        """``batch``: pickled (prompts, group_size, sampling, seed, refill). Returns when requests are on their way."""
         if self._failure is not None:
             raise self._failure
         if self._current is not None:
             raise RolloutError("roll_out: the previous roll-out has not been collected")
         assert self._verifiers is not None, "start() comes first"
         prompts: list[Prompt]
-        until: Until | None
-        prompts, group_size, sampling, seed, until = pickle.loads(batch)
+        refill: RefillRule | None
+        prompts, group_size, sampling, seed, refill = pickle.loads(batch)
         requests = plan_requests(prompts, group_size, sampling, seed)
         keys = {request.seed: key for key, request in requests.items()}
         if len(keys) != len(requests):
             raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
         self._busy_s = [[] for _ in self._engines]
-        ration, waiting = Ration(len(prompts), until), deque(requests.items())
+        ration, waiting = Ration(len(prompts), refill), deque(requests.items())
         self._current = _RollOut(prompts, group_size, requests, keys, waiting, ration, self._verifiers.retries)
         self._feed(self._current)
 

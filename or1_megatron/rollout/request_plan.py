@@ -11,7 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from or1_megatron.types import Completion, Group, Prompt, Request, Sampling, Until, Verdict
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling, Verdict
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the roll-out, index of the sample in its group)."""
@@ -81,7 +81,7 @@ _CAUTION = 0.25
 class Ration:
     """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
 
-    Without ``until`` all of them. With it the result is the shortest run of prompts with enough groups kept, whatever
+    Without ``refill`` all of them. With it the result is the shortest run of prompts with enough groups kept, whatever
     the order in which groups are judged. Engines are sent on to as many prompts as will be enough with two standard
     deviations to spare, for a straggler that is asked for late costs a whole response's time.
 
@@ -89,8 +89,8 @@ class Ration:
     average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.
     """
 
-    def __init__(self, prompts: int, until: Until | None) -> None:
-        self._prompts, self._until = prompts, until
+    def __init__(self, prompts: int, refill: RefillRule | None) -> None:
+        self._prompts, self._refill = prompts, refill
         self._kept: dict[int, bool] = {}
         self.needed = prompts
         """Prompts of the result; all, as long as it is not ``over``."""
@@ -101,37 +101,37 @@ class Ration:
     @property
     def allowed(self) -> int:
         """Prompts that may be given out."""
-        if self._until is None:
+        if self._refill is None:
             return self._prompts
-        wanted, judged, kept = self._until.kept, len(self._kept), sum(self._kept.values())
+        wanted, judged, kept = self._refill.kept, len(self._kept), sum(self._kept.values())
         before = _CAUTION * wanted
-        rejected = (self._until.expected_rejected * before + judged - kept) / (before + judged)
+        rejected = (self._refill.expected_rejected * before + judged - kept) / (before + judged)
         more = _enough(max(0, wanted - kept), rejected, self._prompts)
         return min(max(judged + more, wanted + self._rejected_for_certain()), self.limit)
 
     def judged(self, prompt_index: int, group: Group) -> None:
         """All responses to this prompt have their verdicts."""
-        self._kept[prompt_index] = self._until is None or bool(self._until.keeps(group))
-        if self._until is None:
+        self._kept[prompt_index] = self._refill is None or bool(self._refill.keeps(group))
+        if self._refill is None:
             self.over = len(self._kept) == self._prompts
             return
         kept_ones = sorted(index for index, kept in self._kept.items() if kept)
-        if len(kept_ones) >= self._until.kept:
-            self.limit = kept_ones[self._until.kept - 1] + 1
+        if len(kept_ones) >= self._refill.kept:
+            self.limit = kept_ones[self._refill.kept - 1] + 1
         found = 0
         for index in range(self._prompts):
             if index not in self._kept:
                 return
             found += self._kept[index]
-            if found == self._until.kept:
+            if found == self._refill.kept:
                 self.needed = index + 1
                 break
         self.over = True
 
     def _rejected_for_certain(self) -> int:
         """Rejected ones that will be part of the result: among the first D_R, those that follow for them, and so on."""
-        assert self._until is not None
-        certain, reached = 0, self._until.kept
+        assert self._refill is not None
+        certain, reached = 0, self._refill.kept
         index = 0
         while index < min(reached, self._prompts):
             if self._kept.get(index) is False:

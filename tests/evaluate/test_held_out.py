@@ -17,9 +17,9 @@ from or1_megatron.types import (
     Message,
     Problem,
     Prompt,
+    RefillRule,
     RolloutReport,
     Sampling,
-    Until,
     Verdict,
     VersionSpan,
 )
@@ -48,7 +48,12 @@ class Recorded:
         self.asked: list[tuple[Sequence[Prompt], int, Sampling, int]] = []
 
     def roll_out(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        refill: RefillRule | None = None,
     ) -> None:
         self.asked.append((prompts, group_size, sampling, seed))
 

@@ -43,7 +43,7 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling, Until
+from or1_megatron.types import Group, HandoffReport, Prompt, RefillRule, RolloutReport, Sampling
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -63,7 +63,12 @@ class RecordedRollouts(TableRollouts):
         self._known: dict[int, list[Group]] = {} if self._records else pickle.loads(file.read_bytes())
 
     def roll_out(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        refill: RefillRule | None = None,
     ) -> None:
         if self._records:
             super().roll_out(prompts, group_size, sampling, seed)

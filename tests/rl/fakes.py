@@ -29,10 +29,10 @@ from or1_megatron.types import (
     MicroBatch,
     Problem,
     Prompt,
+    RefillRule,
     RolloutReport,
     Sampling,
     TokenScores,
-    Until,
     UpdateReport,
     Verdict,
     VerdictStatus,
@@ -110,7 +110,12 @@ class TableRollouts:
         self.table, self.version = table, version
 
     def roll_out(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, until: Until | None = None
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        refill: RefillRule | None = None,
     ) -> None:
         assert not self.under_way, "the roll-out before has neither been collected nor abandoned"
         self.under_way = True
@@ -119,9 +124,9 @@ class TableRollouts:
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
         self._groups = [self._group(prompt, group_size, log_probs, sampling, rng) for prompt in prompts]
-        if until is not None:
-            kept = np.cumsum([until.keeps(group) for group in self._groups])
-            self._groups = self._groups[: int(np.searchsorted(kept, until.kept)) + 1]
+        if refill is not None:
+            kept = np.cumsum([refill.keeps(group) for group in self._groups])
+            self._groups = self._groups[: int(np.searchsorted(kept, refill.kept)) + 1]
 
     def _group(
         self, prompt: Prompt, size: int, log_probs: np.ndarray, sampling: Sampling, rng: np.random.Generator
@@ -188,7 +193,7 @@ class TablePolicy:
     def _head(
         self, row: MicroBatch, temperature: float, table: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        counted = torch.from_numpy(row.counted)
+        counted = torch.from_numpy(row.loss_mask)
         logits = (self.table if table is None else table)[torch.from_numpy(row.token_ids)[counted]] / temperature
         log_probs = logits.log_softmax(-1)
         targets = torch.from_numpy(row.target_ids)[counted]
@@ -211,7 +216,7 @@ class TablePolicy:
         entropies = list(log_probs)
         for row in (row for rank in batch.ranks for row in rank):
             found = [values.numpy().astype(np.float32) for values in self._head(row, temperature, table)]
-            sequence = np.searchsorted(row.cu_seqlens, np.flatnonzero(row.counted), side="right") - 1
+            sequence = np.searchsorted(row.cu_seqlens, np.flatnonzero(row.loss_mask), side="right") - 1
             for s, sample in enumerate(row.sample_index):
                 log_probs[sample], entropies[sample] = (values[sequence == s] for values in found)
         return TokenScores(tuple(log_probs), tuple(entropies))
@@ -220,7 +225,7 @@ class TablePolicy:
         """Accumulate it in ``table.grad``; returns the objective's sums."""
         totals: dict[str, float] = {}
         for row in (row for rank in batch.ranks for row in rank):
-            counted = torch.from_numpy(row.counted)
+            counted = torch.from_numpy(row.loss_mask)
 
             def pick(array: Any, of: torch.Tensor = counted) -> Any:
                 return None if array is None else torch.from_numpy(array)[of].double()

@@ -38,7 +38,7 @@ def test_docstring_example() -> None:
     np.testing.assert_array_equal(row.target_ids, [6, 7, 8, 0, 0, 0])
     np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 3, 0, 1])
     np.testing.assert_array_equal(row.cu_seqlens, [0, 4, 6])
-    np.testing.assert_array_equal(row.counted, [0, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
     np.testing.assert_array_equal(row.old_log_probs, [0, -1, -2, 0, 0, 0])
     np.testing.assert_array_equal(row.sample_index, [0])
@@ -55,7 +55,7 @@ def test_docstring_example_under_sequence_alignment() -> None:
     np.testing.assert_array_equal(row.target_ids, [6, 7, 8, 0, 0, 0])
     np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 3, 4, 5])
     np.testing.assert_array_equal(row.cu_seqlens, [0, 6])
-    np.testing.assert_array_equal(row.counted, [0, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
     np.testing.assert_array_equal(row.old_log_probs, [0, -1, -2, 0, 0, 0])
     np.testing.assert_array_equal(row.lengths, [4])
@@ -70,14 +70,14 @@ def test_two_sequences_fill_a_row_without_padding() -> None:
     np.testing.assert_array_equal(row.target_ids, [2, 3, 0, 5, 0])
     np.testing.assert_array_equal(row.position_ids, [0, 1, 2, 0, 1])
     np.testing.assert_array_equal(row.cu_seqlens, [0, 3, 5])
-    np.testing.assert_array_equal(row.counted, [1, 1, 0, 1, 0])
+    np.testing.assert_array_equal(row.loss_mask, [1, 1, 0, 1, 0])
 
 
 def test_rank_without_samples_gets_padding() -> None:
     batch = pack([sample([1], [2, 3])], BatchLayout(data_ranks=2, budget_tokens=8, alignment=4))
     padding, row = sorted((rank[0] for rank in batch.ranks), key=lambda row: row.sample_index.size)
     assert row.token_ids.size == padding.token_ids.size == 4
-    assert padding.sample_index.size == padding.lengths.size == 0 and not padding.counted.any()
+    assert padding.sample_index.size == padding.lengths.size == 0 and not padding.loss_mask.any()
     np.testing.assert_array_equal(padding.cu_seqlens, [0, 4])
 
 
@@ -114,7 +114,7 @@ def test_properties(
     (row_tokens,) = {row.token_ids.size for row in rows}
     assert row_tokens % alignment == 0 and row_tokens <= layout.capacity_tokens
     assert sorted(i for row in rows for i in row.sample_index) == list(range(len(samples)))
-    assert sum(int(row.counted.sum()) for row in rows) == batch.token_count == counted
+    assert sum(int(row.loss_mask.sum()) for row in rows) == batch.token_count == counted
     assert real_tokens(batch) == sum(p + n for p, n in shapes)
     for row in rows:
         assert row.cu_seqlens[0] == 0 and row.cu_seqlens[-1] == row_tokens
@@ -127,10 +127,10 @@ def test_properties(
             assert 0 <= end - start - length < sequence_alignment
             check_sequence(row, samples[i], start, start + length)
             assert row.position_ids[start:end].tolist() == list(range(end - start))
-            for values in (row.token_ids, row.target_ids, row.counted, row.advantages, row.old_log_probs):
+            for values in (row.token_ids, row.target_ids, row.loss_mask, row.advantages, row.old_log_probs):
                 assert not values[start + length : end].any()
         tail = slice(int(row.cu_seqlens[row.sample_index.size]), None)
-        assert not row.counted[tail].any()
+        assert not row.loss_mask[tail].any()
 
 
 def check_sequence(row: MicroBatch, of: Sample, start: int, end: int) -> None:
@@ -143,10 +143,10 @@ def check_sequence(row: MicroBatch, of: Sample, start: int, end: int) -> None:
     for t in range(start, end):
         place = t + 1 - start - of.prompt_ids.size  # of the predicted token in the response
         if not 0 <= place < of.response_ids.size:
-            assert not row.counted[t]
+            assert not row.loss_mask[t]
             continue
         assert row.target_ids[t] == of.response_ids[place]
-        assert row.counted[t] == of.loss_mask[place]
+        assert row.loss_mask[t] == of.loss_mask[place]
         assert (row.advantages[t], row.old_log_probs[t]) == (of.advantage, of.old_log_probs[place])
         seen += 1
     assert seen == of.response_ids.size
@@ -246,7 +246,7 @@ def weights_of(batch: Batch) -> dict[int, float]:
         for k, sample in enumerate(row.sample_index):
             part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
             assert row.weights is not None
-            values = set(row.weights[part][row.counted[part]].tolist())
+            values = set(row.weights[part][row.loss_mask[part]].tolist())
             assert len(values) <= 1
             found[int(sample)] = values.pop() if values else 0.0
     return found
@@ -283,6 +283,6 @@ def test_log_probs_of_engine_and_reference_lie_where_the_old_ones_lie() -> None:
     (row,) = pack(samples, BatchLayout(1, 16, 1)).ranks[0]
     for found, shift in ((row.engine_log_probs, 10), (row.reference_log_probs, 20)):
         assert found is not None
-        np.testing.assert_array_equal(found[row.counted], row.old_log_probs[row.counted] - shift)
+        np.testing.assert_array_equal(found[row.loss_mask], row.old_log_probs[row.loss_mask] - shift)
     with pytest.raises(ValueError, match=r"1 of 2 samples have reference_log_probs; expected all or none"):
         pack([samples[0], replace(samples[1], reference_log_probs=None)], BatchLayout(1, 16, 1))

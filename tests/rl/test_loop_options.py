@@ -66,7 +66,7 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
         assert objective.kl_coefficient == beta  # type: ignore[attr-defined]
         for row in (row for rank in batch.ranks for row in rank):
             assert row.reference_log_probs is not None
-            np.testing.assert_allclose(row.reference_log_probs[row.counted], reference, atol=1e-6)
+            np.testing.assert_allclose(row.reference_log_probs[row.loss_mask], reference, atol=1e-6)
     assert grown[0.0] > 3 * grown[1.0] > 0
 
 
@@ -82,7 +82,7 @@ def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> No
             assert all(row.engine_log_probs is None for row in rows)
             continue
         engines = np.concatenate(
-            [row.engine_log_probs[row.counted] for row in rows if row.engine_log_probs is not None]
+            [row.engine_log_probs[row.loss_mask] for row in rows if row.engine_log_probs is not None]
         )
         sampled = [c.log_probs for g in world.diary.rolled[1][2] for c in g.group.completions]
         np.testing.assert_array_equal(np.sort(engines), np.sort(np.concatenate(sampled)))

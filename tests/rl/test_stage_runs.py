@@ -337,7 +337,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
         assert ("mismatch/mean_abs" in rows[k]) == (k in (1, 5))
         batch, _ = world.policy.updates[k - 1]
         engines = np.concatenate([c.log_probs for g in kept for c in g.group.completions])
-        frozen = np.concatenate([row.old_log_probs[row.counted] for rank in batch.ranks for row in rank])
+        frozen = np.concatenate([row.old_log_probs[row.loss_mask] for rank in batch.ranks for row in rank])
         np.testing.assert_array_equal(np.sort(frozen), np.sort(engines))
     assert "score" not in world.policy.calls
     if refill == 0:

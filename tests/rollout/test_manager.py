@@ -19,7 +19,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Group, Sampling, Until
+from or1_megatron.types import Group, RefillRule, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -90,7 +90,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
     first_is_even = ByValue(lambda group: len(group.completions[0].token_ids) % 2 == 0)  # as about half of them are
     more = [prompt([2, 5 + index, 27], name=f"problem{index}") for index in range(20)]
     for expected_rejected in (0.0, 0.9):
-        rollouts.roll_out(more, 6, SAMPLING, 5, Until(3, first_is_even, expected_rejected))
+        rollouts.roll_out(more, 6, SAMPLING, 5, RefillRule(3, first_is_even, expected_rejected))
         rollouts.wait_decoded()
         groups, report = rollouts.collect()
         assert [group.prompt.problem.id for group in groups] == [f"problem{i}" for i in range(len(groups))]
@@ -98,7 +98,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
         assert idle(engine_pool) and report.surplus_responses > 0
         assert report.response_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
         assert 0 < report.decode_s <= report.wall_s + 0.05
-    rollouts.roll_out(more[:3], 6, SAMPLING, 5, Until(4, first_is_even))
+    rollouts.roll_out(more[:3], 6, SAMPLING, 5, RefillRule(4, first_is_even))
     assert len(rollouts.collect()[0]) == 3  # all that there are
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine_fixtures import prompt
 
 from or1_megatron.rollout.request_plan import Ration, assemble_groups, deal, plan_requests, request_seed, union_s
-from or1_megatron.types import Completion, Group, Sampling, Until, Verdict, VersionSpan
+from or1_megatron.types import Completion, Group, RefillRule, Sampling, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
 
@@ -78,10 +78,10 @@ def right(judged: Group) -> bool:
 def test_ration_worked_example() -> None:
     """The docstring's first, by hand; then 3 wanted of 8, in this order of verdicts: two kept among 0..3 and 2 still
     out, then 2 is rejected, 4 kept: 0, 3, 4."""
-    assert Ration(100, Until(30, right, 0.4)).allowed == 63
-    assert Ration(50, Until(30, right, 0.4)).allowed == 50
-    assert Ration(100, Until(30, right, 1.0)).allowed == 100
-    ration = Ration(8, Until(3, right))
+    assert Ration(100, RefillRule(30, right, 0.4)).allowed == 63
+    assert Ration(50, RefillRule(30, right, 0.4)).allowed == 50
+    assert Ration(100, RefillRule(30, right, 1.0)).allowed == 100
+    ration = Ration(8, RefillRule(3, right))
     assert ration.allowed == 3  # nothing speaks for a rejection
     for index, kept in ((1, False), (3, True), (0, True), (2, False), (4, True)):
         assert not ration.over and ration.needed == ration.limit == 8 and ration.allowed >= min(8, 3 + (index != 1))
@@ -91,7 +91,7 @@ def test_ration_worked_example() -> None:
 
 def test_ration_knows_what_cannot_be_part_of_the_result() -> None:
     """2 wanted: with 3 and 5 kept, nothing from 6 on; with 1 too, nothing from 4 on. Then a rejected 0 ends it."""
-    ration = Ration(9, Until(2, right))
+    ration = Ration(9, RefillRule(2, right))
     limits = []
     for index, kept in ((3, True), (5, True), (1, True), (2, False), (0, False)):
         ration.judged(index, group(kept))
@@ -109,7 +109,7 @@ def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
         kept = rng.random(prompts) < rng.random()
         found = np.flatnonzero(kept.cumsum() >= wanted)
         expected = int(found[0]) + 1 if found.size else prompts
-        ration, judged = Ration(prompts, Until(wanted, right, expected_rejected=rng.random())), set[int]()
+        ration, judged = Ration(prompts, RefillRule(wanted, right, expected_rejected=rng.random())), set[int]()
         while not ration.over:
             allowed = ration.allowed
             open_ones = [index for index in range(allowed) if index not in judged]
@@ -131,7 +131,7 @@ def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> No
         turns = {(p, s): float(rng.lognormal(0.0, 1.0)) for p in range(prompts) for s in range(samples)}
         requests = plan_requests([prompt([2])] * prompts, samples, SAMPLING, 1)
         keys = {request.seed: key for key, request in requests.items()}
-        ration, waiting = Ration(prompts, Until(24, right, expected_rejected)), deque(requests.items())
+        ration, waiting = Ration(prompts, RefillRule(24, right, expected_rejected)), deque(requests.items())
         load, now, busy, left = (
             dict.fromkeys(range(engines), 0),
             0.0,
@@ -166,7 +166,7 @@ def test_requests_go_to_whichever_engine_has_least() -> None:
         ({}, 9, {}),
     ):
         waiting = deque(requests.items())
-        dealt = deal(waiting, Ration(4, Until(3, right)), outstanding, room, low=2)
+        dealt = deal(waiting, Ration(4, RefillRule(3, right)), outstanding, room, low=2)
         assert {index: len(given) for index, given in dealt.items()} == expected
         assert len(waiting) == 8 - sum(expected.values())
 
