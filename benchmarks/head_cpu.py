@@ -43,8 +43,7 @@ class Problem:
         self.hidden = torch.randn(TOKENS, HIDDEN).requires_grad_()
         self.weight = (torch.randn(VOCABULARY, HIDDEN) * 0.05).requires_grad_()
         self.targets = torch.randint(VOCABULARY, (TOKENS,))
-        old_log_probs = torch.full((TOKENS,), -10.0)
-        self.inputs = TokenInputs(torch.randn(TOKENS), old_log_probs, old_log_probs)
+        self.inputs = TokenInputs(torch.randn(TOKENS), torch.full((TOKENS,), -10.0))
         self.objective = ClippedPolicyLoss(0.2, 0.28, entropy_coefficient, temperature=1.0, on_policy=True)
         self.shard = VocabularyShard(0, VOCABULARY)
 

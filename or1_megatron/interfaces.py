@@ -47,23 +47,30 @@ class TokenInputs:
     """What an objective is told of each of N counted tokens beside its log-prob and entropy; all [N] fp32, constant."""
 
     advantages: torch.Tensor
-    old_log_probs: torch.Tensor
-    engine_log_probs: torch.Tensor
-    """The engine's; ``old_log_probs`` themselves where these are the engine's."""
+    engine_log_probs: torch.Tensor | None = None
+    """Of the engine that sampled the tokens. None: dropped, since ``policy_log_probs`` are there and no correction
+    compares the two."""
+    policy_log_probs: torch.Tensor | None = None
+    """Of pi_k, from a scoring pass before the step's first SGD step; None: there was no such pass."""
     reference_log_probs: torch.Tensor | None = None
-    """None: there is no reference."""
+    """Of the frozen reference; None: there is no reference."""
     weights: torch.Tensor | None = None
-    """Of the aggregation; None: all 1."""
+    """Token weights of the aggregation; None: all 1."""
+
+    @property
+    def old_log_probs(self) -> torch.Tensor:
+        """PPO's log pi_old, the denominator of the importance ratio: pi_k's where they were scored, else the engine's.
+
+        Raises ValueError when there are neither.
+        """
+        old = self.engine_log_probs if self.policy_log_probs is None else self.policy_log_probs
+        if old is None:
+            raise ValueError("TokenInputs has neither policy_log_probs nor engine_log_probs; expected one of them")
+        return old
 
     def __getitem__(self, part: slice) -> TokenInputs:
-        reference, weights = self.reference_log_probs, self.weights
-        return TokenInputs(
-            self.advantages[part],
-            self.old_log_probs[part],
-            self.engine_log_probs[part],
-            None if reference is None else reference[part],
-            None if weights is None else weights[part],
-        )
+        columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        return TokenInputs(**{name: values[part] for name, values in columns.items() if values is not None})
 
 
 class Objective(Protocol):

@@ -222,10 +222,10 @@ class Sample:
 
     prompt_ids: Int32Array  # [p]
     response_ids: Int32Array  # [n]
-    old_log_probs: Float32Array  # [n], of the sampling policy, as the loss's importance ratio needs them
     advantage: float
     loss_mask: BoolArray  # [n], the response tokens that the loss counts; all of them in the recipe
-    engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: ``old_log_probs`` are these
+    engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: nothing reads them
+    policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
 
 
@@ -248,10 +248,10 @@ class MicroBatch:
     cu_seqlens: Int32Array  # [S+1], or [S+2] with padding; first 0, last T
     loss_mask: BoolArray  # [T]
     advantages: Float32Array  # [T]
-    old_log_probs: Float32Array  # [T]
     sample_index: Int32Array  # [S]
     lengths: Int32Array  # [S], prompt and response tokens of each sequence, its padding left out
-    engine_log_probs: Float32Array | None = None  # [T], as of ``Sample``
+    engine_log_probs: Float32Array | None = None  # [T], these three as in ``Sample``
+    policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
     weights: Float32Array | None = None  # [T], of the aggregation, mean 1 over the batch's counted tokens; None: all 1
 

@@ -80,7 +80,6 @@ def samples(folder: Path, seed: int) -> Iterator[Sample]:
         yield Sample(
             prompt_ids=np.array(prompt, dtype=np.int32),
             response_ids=np.array(response, dtype=np.int32),
-            old_log_probs=np.zeros(len(response), dtype=np.float32),
             advantage=0.0,
             loss_mask=np.ones(len(response), dtype=np.bool_),
         )

@@ -111,7 +111,7 @@ def load_network(model: ModelConfig) -> Any:
 def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Sample]:
     """Sequences of 4 to ``longest`` tokens that the model itself has sampled, as a roll-out would.
 
-    A response token of each is not counted, advantages have both signs, and the old log-probs are the model's with
+    A response token of each is not counted, advantages have both signs, and ``policy_log_probs`` are the model's with
     noise, so that ratios spread over the clip range; likewise those of engine and reference. The padding token stays
     out: transformers gives it no gradient.
     """
@@ -143,10 +143,10 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
             Sample(
                 prompt_ids=row[:prompt],
                 response_ids=row[prompt:tokens],
-                old_log_probs=(own + noise).astype(np.float32),
                 advantage=float(rng.normal()),
                 loss_mask=mask,
                 engine_log_probs=(own + noise + engine).astype(np.float32),
+                policy_log_probs=(own + noise).astype(np.float32),
                 reference_log_probs=(own + reference).astype(np.float32),
             )
         )

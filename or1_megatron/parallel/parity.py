@@ -184,13 +184,10 @@ def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
     def pick(values: Float32Array | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values[sample.loss_mask]).to(like.device)
 
-    old = pick(sample.old_log_probs)
-    assert old is not None
-    engine = pick(sample.engine_log_probs)
     return TokenInputs(
         advantages=torch.full_like(like, sample.advantage).detach(),
-        old_log_probs=old,
-        engine_log_probs=old if engine is None else engine,
+        engine_log_probs=pick(sample.engine_log_probs),
+        policy_log_probs=pick(sample.policy_log_probs),
         reference_log_probs=pick(sample.reference_log_probs),
     )
 

@@ -61,8 +61,6 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
     def pick_if_there(array: Any) -> Tensor | None:
         return None if array is None else pick(array)
 
-    old_log_probs, engine = pick(micro_batch.old_log_probs), pick_if_there(micro_batch.engine_log_probs)
-
     return DeviceRow(
         row_tokens=micro_batch.token_ids.size,
         token_ids=torch.from_numpy(micro_batch.token_ids)[held].to(device),
@@ -72,8 +70,8 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
         targets=pick(micro_batch.target_ids),
         inputs=TokenInputs(
             advantages=pick(micro_batch.advantages),
-            old_log_probs=old_log_probs,
-            engine_log_probs=old_log_probs if engine is None else engine,
+            engine_log_probs=pick_if_there(micro_batch.engine_log_probs),
+            policy_log_probs=pick_if_there(micro_batch.policy_log_probs),
             reference_log_probs=pick_if_there(micro_batch.reference_log_probs),
             weights=pick_if_there(micro_batch.weights),
         ),

@@ -2,12 +2,12 @@
 
 Worked example of one row: prompt (5, 6), response (7, 8), advantage 0.5, engine log-probs (-1, -2), padded to T = 6:
 
-    position       0    1    2    3  |  4    5     cu_seqlens (0, 4, 6)
-    token_ids      5    6    7    8  |  0    0
-    target_ids     6    7    8    0  |  0    0     position t predicts token t+1
-    loss_mask      .    x    x    .  |  .    .     the last prompt position predicts the first response token
-    advantages     0   .5   .5    0  |  0    0     the last position predicts nothing
-    old_log_probs  0   -1   -2    0  |  0    0
+    position          0    1    2    3  |  4    5     cu_seqlens (0, 4, 6)
+    token_ids         5    6    7    8  |  0    0
+    target_ids        6    7    8    0  |  0    0     position t predicts token t+1
+    loss_mask         .    x    x    .  |  .    .     the last prompt position predicts the first response token
+    advantages        0   .5   .5    0  |  0    0     the last position predicts nothing
+    engine_log_probs  0   -1   -2    0  |  0    0     policy_log_probs and reference_log_probs likewise
 
 With ``sequence_alignment`` 3 the sequence reaches to 6 (cu_seqlens (0, 6)) and its positions go on as 4, 5; its
 ``lengths`` entry is 4 in both. Which sample lies in which row is planned in ``rl.packing``.
@@ -18,7 +18,7 @@ Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,14 @@ from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, Float32Array
 
 Item = TypeVar("Item")
 
+LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs")
+"""Of a sample; there for all of a batch or for none."""
 
 __all__ = [
+    "LOG_PROBS",
     "BatchLayout",
     "check_log_probs",
+    "log_probs_of",
     "make_batches",
     "pack",
     "real_tokens",
@@ -41,7 +45,7 @@ __all__ = [
 
 
 def to_samples(group: AdvantagedGroup) -> list[Sample]:
-    """The group's responses, in order, as the policy trains on them; ``old_log_probs`` are the engines'.
+    """The group's responses, in order, as the policy trains on them.
 
     Every response token is counted, those of truncated responses too, under every truncation mask (eq. 3.1 as written).
     """
@@ -49,9 +53,9 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
         Sample(
             prompt_ids=group.group.prompt.token_ids,
             response_ids=completion.token_ids,
-            old_log_probs=completion.log_probs,
             advantage=float(advantage),
             loss_mask=np.ones(completion.token_ids.size, dtype=np.bool_),
+            engine_log_probs=completion.log_probs,
         )
         for completion, advantage in zip(group.group.completions, group.advantages, strict=True)
     ]
@@ -103,6 +107,11 @@ def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregatio
     return Batch(ranks, token_count=counted, sample_count=len(samples), aggregation=aggregation)
 
 
+def log_probs_of(source: Sample | MicroBatch) -> dict[str, Float32Array]:
+    """Those of ``LOG_PROBS`` that are there."""
+    return {name: values for name in LOG_PROBS if (values := getattr(source, name)) is not None}
+
+
 def real_tokens(batch: Batch) -> int:
     """Prompt and response tokens of a batch, padding left out."""
     return sum(int(row.lengths.sum()) for rank in batch.ranks for row in rank)
@@ -147,7 +156,7 @@ def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchL
         raise ValueError(
             f"pack: the {len(samples)} samples hold no counted token: there is nothing to divide the loss by"
         )
-    for name in ("engine_log_probs", "reference_log_probs"):
+    for name in LOG_PROBS:
         having = sum(getattr(sample, name) is not None for sample in samples)
         if having not in (0, len(samples)):
             raise ValueError(f"pack: {having} of {len(samples)} samples have {name}; expected all or none")
@@ -172,12 +181,9 @@ def _fill(
     its positions going on, at the end of the row in a last sequence of its own, positions from 0."""
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(row_tokens, dtype=np.bool_)
-    advantages, old_log_probs = (np.zeros(row_tokens, dtype=np.float32) for _ in range(2))
+    advantages = np.zeros(row_tokens, dtype=np.float32)
     weights = None if of_samples is None else np.zeros(row_tokens, dtype=np.float32)
-    engine, reference = (
-        np.zeros(row_tokens, dtype=np.float32) if getattr(samples[0], name) is not None else None
-        for name in ("engine_log_probs", "reference_log_probs")
-    )
+    log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in log_probs_of(samples[0])}
     bounds, lengths = [0], []
     for i in members:
         sample, start = samples[i], bounds[-1]
@@ -188,11 +194,8 @@ def _fill(
         predicting = slice(first - 1, end - 1)
         loss_mask[predicting] = sample.loss_mask
         advantages[predicting] = sample.advantage
-        old_log_probs[predicting] = sample.old_log_probs
-        if engine is not None:
-            engine[predicting] = sample.engine_log_probs
-        if reference is not None:
-            reference[predicting] = sample.reference_log_probs
+        for name, of_row in log_probs.items():
+            of_row[predicting] = getattr(sample, name)
         if weights is not None and of_samples is not None:
             weights[predicting] = of_samples[i]
         lengths.append(end - start)
@@ -208,10 +211,8 @@ def _fill(
         cu_seqlens=np.array(bounds, dtype=np.int32),
         loss_mask=loss_mask,
         advantages=advantages,
-        old_log_probs=old_log_probs,
         sample_index=np.array(members, dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
-        engine_log_probs=engine,
-        reference_log_probs=reference,
         weights=weights,
+        **log_probs,
     )

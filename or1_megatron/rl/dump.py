@@ -24,6 +24,7 @@ import numpy as np
 
 from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective
+from or1_megatron.rl.batch import LOG_PROBS, log_probs_of
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.types import Aggregation, Batch, Float32Array, Sample, UpdateReport
@@ -31,12 +32,9 @@ from or1_megatron.types import Aggregation, Batch, Float32Array, Sample, UpdateR
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _OBJECTIVES: Final = {kind.__name__: kind for kind in (ClippedPolicyLoss, CrossEntropy)}
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
-
-_OPTIONAL: Final = ("engine_log_probs", "reference_log_probs")
-"""Of a sample; there for all of a batch or for none."""
 
 Reason = Literal["skipped", "asked"]
 
@@ -83,11 +81,9 @@ def unpack(batch: Batch) -> list[Sample]:
             samples[index] = Sample(
                 prompt_ids=row.token_ids[start : start + first + 1].astype(np.int32),
                 response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
-                old_log_probs=row.old_log_probs[predicting],
                 advantage=float(row.advantages[start + first]),
                 loss_mask=mask[first:],
-                engine_log_probs=None if row.engine_log_probs is None else row.engine_log_probs[predicting],
-                reference_log_probs=None if row.reference_log_probs is None else row.reference_log_probs[predicting],
+                **{name: values[predicting] for name, values in log_probs_of(row).items()},
             )
     return [sample for sample in samples if sample is not None]
 
@@ -199,7 +195,9 @@ def read_dump(folder: Path) -> UpdateDump:
     except ValueError as error:
         raise DumpError(f"{path}: not readable as JSON: {error}") from None
     if record.get("format") != _FORMAT:
-        raise DumpError(f"{path}: format {record.get('format')}, expected {_FORMAT}")
+        raise DumpError(
+            f"{path}: format {record.get('format')}, expected {_FORMAT}; replay it with the version that wrote it"
+        )
     named = record["objective"]["class"]
     if named not in _OBJECTIVES:
         raise DumpError(f"{path}: objective '{named}', expected one of {', '.join(_OBJECTIVES)}")
@@ -239,18 +237,14 @@ def _plain(value: float) -> float | str:
 def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
     """Ragged arrays end to end, with their lengths."""
     samples = dump.samples
-    optional = {
-        name: np.concatenate([getattr(sample, name) for sample in samples])
-        for name in _OPTIONAL
-        if getattr(samples[0], name) is not None
-    }
-    return optional | {
+    names = log_probs_of(samples[0])
+    log_probs = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names}
+    return log_probs | {
         "prompt_lengths": np.array([sample.prompt_ids.size for sample in samples], dtype=np.int64),
         "response_lengths": np.array([sample.response_ids.size for sample in samples], dtype=np.int64),
         "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
         "response_ids": np.concatenate([sample.response_ids for sample in samples]),
         "loss_mask": np.concatenate([sample.loss_mask for sample in samples]),
-        "old_log_probs": np.concatenate([sample.old_log_probs for sample in samples]),
         "advantages": np.array([sample.advantage for sample in samples], dtype=np.float32),
         "log_prob_lengths": np.array([values.size for values in dump.log_probs], dtype=np.int64),
         "log_probs": np.concatenate([*dump.log_probs, np.empty(0, dtype=np.float32)]),
@@ -261,13 +255,12 @@ def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float
     """The inverse of ``_arrays``."""
     prompts = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
     lengths = arrays["response_lengths"]
-    parts = [_cut(arrays[name], lengths) for name in ("response_ids", "old_log_probs", "loss_mask")]
-    nothing = [None] * len(prompts)
-    parts += [_cut(arrays[name], lengths) if name in arrays else nothing for name in _OPTIONAL]
+    responses, masks = _cut(arrays["response_ids"], lengths), _cut(arrays["loss_mask"], lengths)
+    log_probs = {name: _cut(arrays[name], lengths) for name in LOG_PROBS if name in arrays}
     samples = tuple(
-        Sample(prompt, response, old, float(advantage), mask, engine, reference)
-        for prompt, response, old, mask, engine, reference, advantage in zip(
-            prompts, *parts, arrays["advantages"], strict=True
+        Sample(prompt, response, float(advantage), mask, **{name: of_each[i] for name, of_each in log_probs.items()})
+        for i, (prompt, response, advantage, mask) in enumerate(
+            zip(prompts, responses, arrays["advantages"], masks, strict=True)
         )
     )
     return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))

@@ -21,8 +21,6 @@ _LARGEST_LOG_RATIO = 20.0
 """|log rho| is cut here, for exp() must stay finite: an infinite ratio behind a closed clip would still give a NaN
 gradient (0 * inf). No sane update comes near e^20."""
 
-Correction = Literal["off", "truncated", "masked"]
-
 
 def k3(of_samples: Tensor, other: Tensor) -> Tensor:
     """Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1, r = q / p (RECIPE section 1). [N] >= 0.
@@ -37,17 +35,17 @@ def k3(of_samples: Tensor, other: Tensor) -> Tensor:
     return difference.expm1() - difference
 
 
-def correction_weights(policy: Tensor, engine: Tensor, mode: Correction, cap: float) -> tuple[Tensor, Tensor]:
+def correction_weights(
+    policy: Tensor, engine: Tensor, mode: Literal["truncated", "masked"], cap: float
+) -> tuple[Tensor, Tensor]:
     """(weights w [N], which of them were cut [N]) for log-probs of the sampled tokens, both of the same weights.
 
     The engine samples from pi_engine, the loss takes its samples as pi_k's: w = pi_k / pi_engine makes up for it, with
     bounded variance: ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (IcePop: Ling team 2025); ``off``: 1.
+    Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (IcePop: Ling team 2025).
 
     Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked).
     """
-    if mode == "off":
-        return torch.ones_like(policy), torch.zeros_like(policy, dtype=torch.bool)
     ratio = (policy - engine).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     if mode == "truncated":
         return ratio.clamp(max=cap), ratio > cap
@@ -62,13 +60,13 @@ class ClippedPolicyLoss:
         sum_t omega_t { - w_t J_t - alpha H_t + beta k3(pi_theta || pi_ref)_t }
         J = min(rho A, clip(rho, 1 - low, 1 + high) A), and where A < 0 with dual clip c: max(J, c A)
 
-    rho = exp(log pi_theta - log pi_k), both at ``temperature``. No gradient flows through ``old_log_probs``. omega: the
-    weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w: ``correction_weights``. Dual clip:
-    Ye et al. 2020, arXiv 1912.09729; k3: Schulman, "Approximating KL Divergence", 2020.
+    rho = exp(log pi_theta - log pi_k), both at ``temperature``; log pi_k is ``TokenInputs.old_log_probs``, a constant.
+    omega: the weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w: ``correction_weights``.
+    Dual clip: Ye et al. 2020, arXiv 1912.09729; k3: Schulman, "Approximating KL Divergence", 2020.
 
     ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
-    value is 1 everywhere, its gradient that of log pi_theta, and no clip is ever active. ``old_log_probs`` then
-    holds the *engine's* log-probs, which only serve to measure how far engine and policy differ, and for w.
+    value is 1 everywhere, its gradient that of log pi_theta, and no clip is ever active. The engine's log-probs then
+    only serve to measure how far engine and policy differ, and for w.
 
     Worked example (low = high = 0.2, alpha = 0.1), three tokens:
         rho 1.5, A  2, H 1: min(3.0, 1.2 * 2)   =  2.4, clipped, no gradient
@@ -88,7 +86,7 @@ class ClippedPolicyLoss:
     """c > 1; None: off."""
     kl_coefficient: float = 0.0
     """beta. Where there are reference log-probs and beta is 0, the KL is measured only."""
-    correction: Correction = "off"
+    correction: Literal["off", "truncated", "masked"] = "off"
     correction_cap: float = 2.0
     bonus_on: Literal["all", "clipped"] = "all"
     """clipped: only tokens that a clip has closed (their J has no gradient) get the bonus. Beyond the report: at
@@ -118,8 +116,14 @@ class ClippedPolicyLoss:
             floor = self.dual_clip * advantages
             floored = (advantages < 0) & (surrogate < floor)
             surrogate = torch.where(floored, floor, surrogate)
-        weights, cut = correction_weights(old, tokens.engine_log_probs, self.correction, self.correction_cap)
-        per_token = -(surrogate if self.correction == "off" else weights * surrogate)
+        correction: dict[str, Tensor] = {}
+        if self.correction != "off":
+            if tokens.engine_log_probs is None:
+                raise ValueError("the importance correction needs the engine's log-probs; TokenInputs has none")
+            weights, cut = correction_weights(old, tokens.engine_log_probs, self.correction, self.correction_cap)
+            surrogate = weights * surrogate
+            correction = {"weight": weights.sum(), "max_weight": _largest(weights), "weight_cut": _count(cut, weights)}
+        per_token = -surrogate
         to_reference = None if tokens.reference_log_probs is None else k3(log_probs, tokens.reference_log_probs)
         if to_reference is not None and self.kl_coefficient != 0.0:
             per_token = per_token + self.kl_coefficient * to_reference
@@ -140,10 +144,7 @@ class ClippedPolicyLoss:
             }
             if to_reference is not None:
                 sums["kl"] = to_reference.detach().sum()
-            if self.correction != "off":
-                cut_tokens = _count(cut, log_probs)
-                sums |= {"weight": weights.sum(), "max_weight": _largest(weights), "weight_cut": cut_tokens}
-        return loss, sums
+        return loss, sums | correction
 
 
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:

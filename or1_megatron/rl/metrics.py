@@ -229,8 +229,8 @@ def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
 
 
 def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float32Array]) -> Mismatch:
-    """The same from a separate pass: ``samples`` still carry the engines' log-probs. At least one token."""
-    engine = np.concatenate([sample.old_log_probs for sample in samples]).astype(np.float64)
+    """The same from a separate pass, over at least one token."""
+    engine = np.concatenate([sample.engine_log_probs for sample in samples]).astype(np.float64)
     difference = np.concatenate(policy_log_probs).astype(np.float64) - engine
     return Mismatch(
         mean_abs=float(np.abs(difference).mean()),

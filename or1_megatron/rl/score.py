@@ -40,7 +40,7 @@ def score(
 ) -> Scored:
     """One pass of the policy where N_SGD > 1 or e_k is to be the full entropy, one of the reference where there is one.
 
-    N_SGD = 1 needs no old log-probs (rho is 1): the samples keep the engines', which the update compares with its own.
+    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
     ``stale``: older weights than the policy's sampled them (``loss.old_is_the_policy``); engine against policy is then
     no mismatch. The reference scores what is trained on alone. Of rejected groups only the entropy is of interest;
     where it is to be measured on kept ones and there are none, it is measured on all.
@@ -60,7 +60,7 @@ def score(
         mismatch = scored_mismatch(samples, own) if samples and not stale else None
         entropies = scores.entropies if full else None
         if freeze:
-            samples = list(_frozen(samples, own, algorithm.correction.mode != "off"))
+            samples = list(_with_policy(samples, own, algorithm.correction.mode != "off"))
     if algorithm.kl.reference is not None and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
@@ -84,8 +84,8 @@ def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores
     return TokenScores(tuple(log_probs), tuple(entropies)) if wanted and len(log_probs) == wanted else None
 
 
-def _frozen(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:
-    """pi_k's log-probs as the policy itself computes them in the engines' place, and these aside where they count."""
+def _with_policy(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:
+    """The samples with pi_k's log-probs; without the engines' where nothing reads these any more."""
     for sample, log_probs in zip(samples, own, strict=True):
-        engine = sample.old_log_probs if keep_engines else None
-        yield replace(sample, old_log_probs=log_probs, engine_log_probs=engine)
+        engine = sample.engine_log_probs if keep_engines else None
+        yield replace(sample, policy_log_probs=log_probs, engine_log_probs=engine)

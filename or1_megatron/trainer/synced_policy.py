@@ -262,7 +262,6 @@ def _scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     return Sample(
         prompt_ids=token_ids[:1],
         response_ids=rest,
-        old_log_probs=np.zeros(rest.size, dtype=np.float32),
         advantage=0.0,
         loss_mask=np.ones(rest.size, dtype=np.bool_),
     )

@@ -34,8 +34,8 @@ def samples() -> list[Sample]:
     made = []
     for tokens in (30, 900, 257, 64, 511, 129, 33, 700):
         ids = rng.integers(0, 5003, tokens, dtype=np.int32)
-        old = rng.normal(-np.log(5003), 0.5, tokens - 10).astype(np.float32)
-        made.append(Sample(ids[:10], ids[10:], old, float(rng.normal()), np.ones(tokens - 10, dtype=np.bool_)))
+        engine = rng.normal(-np.log(5003), 0.5, tokens - 10).astype(np.float32)
+        made.append(Sample(ids[:10], ids[10:], float(rng.normal()), np.ones(tokens - 10, dtype=np.bool_), engine))
     return made
 
 

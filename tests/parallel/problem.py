@@ -37,7 +37,6 @@ def samples() -> list[Sample]:
             Sample(
                 prompt_ids=rng.integers(0, VOCABULARY, prompt, dtype=np.int32),
                 response_ids=rng.integers(0, VOCABULARY, response, dtype=np.int32),
-                old_log_probs=np.zeros(response, dtype=np.float32),
                 advantage=float(rng.normal()),
                 loss_mask=mask,
             )

@@ -199,18 +199,19 @@ def own_reference(
         ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
         log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)
         loss, of_sample = torch.zeros((), dtype=torch.float64), []
-        assert sample.engine_log_probs is not None and sample.reference_log_probs is not None
+        engine, policy, reference = sample.engine_log_probs, sample.policy_log_probs, sample.reference_log_probs
+        assert engine is not None and policy is not None and reference is not None
         for k in range(len(sample.response_ids)):
             if not sample.loss_mask[k]:
                 continue
             at = len(sample.prompt_ids) + k
             chosen = log_p[at - 1, ids[at]]
-            ratio = (chosen - float(sample.old_log_probs[k])).exp()
+            ratio = (chosen - float(policy[k])).exp()
             a = sample.advantage
             term = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
             term = term.clamp(min=1.3 * a) if a < 0 else term
-            w = float(np.exp(sample.old_log_probs[k] - sample.engine_log_probs[k]))
-            behind = float(sample.reference_log_probs[k]) - chosen
+            w = float(np.exp(policy[k] - engine[k]))
+            behind = float(reference[k]) - chosen
             loss = loss - (w if 1 / 1.5 <= w <= 1.5 else 0.0) * term + 0.1 * (behind.exp() - behind - 1)
             loss = loss + 0.3 * (log_p[at - 1].exp() * log_p[at - 1]).sum()
             of_sample.append(chosen.detach())
@@ -273,17 +274,16 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     log_probs, _ = own_reference(tiny_qwen2, samples)
-    old = np.concatenate([sample.old_log_probs[sample.loss_mask] for sample in samples])
-    ratio = np.exp(torch.cat(log_probs).numpy() - old)
+    told = [
+        torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
+        for of in ("engine", "policy", "reference")
+    ]
+    ratio = np.exp((torch.cat(log_probs) - told[1]).numpy())
     assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
     advantages = [sample.advantage for sample in samples]
     assert min(advantages) < 0 < max(advantages)
     assert not objective("float32").on_policy and objective("float32").entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
-    told = [
-        torch.from_numpy(np.concatenate([getattr(s, f"{of}_log_probs")[s.loss_mask] for s in samples]))
-        for of in ("old", "engine", "reference")
-    ]
     advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
     scores = torch.cat(log_probs)
     sums = objective("float32")(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]

@@ -62,7 +62,7 @@ def samples() -> list[Sample]:
             Sample(
                 prompt_ids=rng.integers(0, 61, prompt, dtype=np.int32),
                 response_ids=rng.integers(0, 61, response, dtype=np.int32),
-                old_log_probs=rng.normal(-4.0, 0.3, response).astype(np.float32),
+                engine_log_probs=rng.normal(-4.0, 0.3, response).astype(np.float32),
                 advantage=float(np.float32(rng.normal())),
                 loss_mask=np.ones(response, dtype=np.bool_),
             )

@@ -230,9 +230,13 @@ class TablePolicy:
             def pick(array: Any, of: torch.Tensor = counted) -> Any:
                 return None if array is None else torch.from_numpy(array)[of].double()
 
-            old = pick(row.old_log_probs)
-            engine = old if row.engine_log_probs is None else pick(row.engine_log_probs)
-            inputs = TokenInputs(pick(row.advantages), old, engine, pick(row.reference_log_probs), pick(row.weights))
+            inputs = TokenInputs(
+                pick(row.advantages),
+                pick(row.engine_log_probs),
+                pick(row.policy_log_probs),
+                pick(row.reference_log_probs),
+                pick(row.weights),
+            )
             loss, sums = objective(*self._head(row, objective.temperature), inputs)
             (loss / batch.token_count).backward()
             for name, value in sums.items():

@@ -25,9 +25,9 @@ def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask:
     return Sample(
         np.array(prompt, dtype=np.int32),
         np.array(response, dtype=np.int32),
-        -np.arange(1, len(response) + 1, dtype=np.float32),
         advantage,
         np.array([True] * len(response) if mask is None else mask, dtype=np.bool_),
+        -np.arange(1, len(response) + 1, dtype=np.float32),
     )
 
 
@@ -40,7 +40,7 @@ def test_docstring_example() -> None:
     np.testing.assert_array_equal(row.cu_seqlens, [0, 4, 6])
     np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
-    np.testing.assert_array_equal(row.old_log_probs, [0, -1, -2, 0, 0, 0])
+    np.testing.assert_array_equal(row.engine_log_probs, [0, -1, -2, 0, 0, 0])
     np.testing.assert_array_equal(row.sample_index, [0])
     np.testing.assert_array_equal(row.lengths, [4])
     assert (batch.token_count, batch.sample_count, real_tokens(batch)) == (2, 1, 4)
@@ -57,7 +57,7 @@ def test_docstring_example_under_sequence_alignment() -> None:
     np.testing.assert_array_equal(row.cu_seqlens, [0, 6])
     np.testing.assert_array_equal(row.loss_mask, [0, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(row.advantages, [0, 0.5, 0.5, 0, 0, 0])
-    np.testing.assert_array_equal(row.old_log_probs, [0, -1, -2, 0, 0, 0])
+    np.testing.assert_array_equal(row.engine_log_probs, [0, -1, -2, 0, 0, 0])
     np.testing.assert_array_equal(row.lengths, [4])
     assert real_tokens(batch) == 4
 
@@ -127,7 +127,7 @@ def test_properties(
             assert 0 <= end - start - length < sequence_alignment
             check_sequence(row, samples[i], start, start + length)
             assert row.position_ids[start:end].tolist() == list(range(end - start))
-            for values in (row.token_ids, row.target_ids, row.loss_mask, row.advantages, row.old_log_probs):
+            for values in (row.token_ids, row.target_ids, row.loss_mask, row.advantages, row.engine_log_probs):
                 assert not values[start + length : end].any()
         tail = slice(int(row.cu_seqlens[row.sample_index.size]), None)
         assert not row.loss_mask[tail].any()
@@ -147,7 +147,7 @@ def check_sequence(row: MicroBatch, of: Sample, start: int, end: int) -> None:
             continue
         assert row.target_ids[t] == of.response_ids[place]
         assert row.loss_mask[t] == of.loss_mask[place]
-        assert (row.advantages[t], row.old_log_probs[t]) == (of.advantage, of.old_log_probs[place])
+        assert (row.advantages[t], row.engine_log_probs[t]) == (of.advantage, of.engine_log_probs[place])
         seen += 1
     assert seen == of.response_ids.size
 
@@ -173,7 +173,7 @@ def test_gradient_is_the_same_for_every_cut(aggregation: Aggregation) -> None:
         tokens = [*s.prompt_ids.tolist(), *s.response_ids.tolist()]
         for t in range(len(tokens) - 1):
             log_p = (oracle[tokens[t]] / 0.7).log_softmax(-1)
-            rho = (log_p[tokens[t + 1]] - float(s.old_log_probs[t])).exp()
+            rho = (log_p[tokens[t + 1]] - float(s.engine_log_probs[t])).exp()
             advantage = float(np.float32(s.advantage))
             loss = loss - torch.minimum(rho * advantage, rho.clamp(0.8, 1.2) * advantage)
             loss = loss + 0.01 * (log_p.exp() * log_p).sum()
@@ -226,7 +226,7 @@ def test_to_samples_counts_truncated_responses_too() -> None:
     first, second = to_samples(AdvantagedGroup(group, np.array([1, 0], dtype=np.float32)))
     assert (first.advantage, second.advantage) == (1.0, 0.0)
     assert second.loss_mask.all() and second.loss_mask.size == 2
-    np.testing.assert_array_equal(second.old_log_probs, completion([5, 5]).log_probs)
+    np.testing.assert_array_equal(second.engine_log_probs, completion([5, 5]).log_probs)
 
 
 def test_refusals() -> None:
@@ -275,14 +275,18 @@ def test_aggregations_are_the_means_they_say() -> None:
     assert total / batch.token_count == pytest.approx(3.5)
 
 
-def test_log_probs_of_engine_and_reference_lie_where_the_old_ones_lie() -> None:
+def test_all_log_probs_lie_where_their_token_is_predicted() -> None:
     samples = [sample([1, 2], [3, 4]), sample([5], [6, 7, 8])]
     for i, one in enumerate(samples):
-        more = {"engine_log_probs": one.old_log_probs - 10, "reference_log_probs": one.old_log_probs - 20}
+        assert one.engine_log_probs is not None
+        more = {"policy_log_probs": one.engine_log_probs - 10, "reference_log_probs": one.engine_log_probs - 20}
         samples[i] = replace(one, **more)
     (row,) = pack(samples, BatchLayout(1, 16, 1)).ranks[0]
-    for found, shift in ((row.engine_log_probs, 10), (row.reference_log_probs, 20)):
+    for found, shift in ((row.engine_log_probs, 0), (row.policy_log_probs, 10), (row.reference_log_probs, 20)):
         assert found is not None
-        np.testing.assert_array_equal(found[row.loss_mask], row.old_log_probs[row.loss_mask] - shift)
+        np.testing.assert_array_equal(found[row.loss_mask] + shift, [-1, -2, -1, -2, -3])
+        assert not found[~row.loss_mask].any()
     with pytest.raises(ValueError, match=r"1 of 2 samples have reference_log_probs; expected all or none"):
         pack([samples[0], replace(samples[1], reference_log_probs=None)], BatchLayout(1, 16, 1))
+    bare = [replace(one, engine_log_probs=None) for one in samples]
+    assert pack(bare, BatchLayout(1, 16, 1)).ranks[0][0].engine_log_probs is None

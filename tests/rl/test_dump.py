@@ -24,9 +24,9 @@ def sample(prompt: list[int], response: list[int], advantage: float, mask: list[
     return Sample(
         prompt_ids=np.array(prompt, dtype=np.int32),
         response_ids=np.array(response, dtype=np.int32),
-        old_log_probs=-np.arange(1, len(response) + 1, dtype=np.float32),
         advantage=advantage,
         loss_mask=np.array(mask or [1] * len(response), dtype=np.bool_),
+        engine_log_probs=-np.arange(1, len(response) + 1, dtype=np.float32),
     )
 
 
@@ -57,7 +57,7 @@ def test_unpacked_is_what_was_packed(layout: BatchLayout) -> None:
 def test_uncounted_tokens_at_the_front_join_the_prompt() -> None:
     """Prompt (1, 2), response (3, 4, 5) of which the first is not counted: as prompt (1, 2, 3), response (4, 5)."""
     found = unpack(pack([sample([1, 2], [3, 4, 5], 2.0, [0, 1, 1])], BatchLayout(1, 8, 1)))[0]
-    same(found, replace(sample([1, 2, 3], [4, 5], 2.0), old_log_probs=np.array([-2, -3], dtype=np.float32)))
+    same(found, replace(sample([1, 2, 3], [4, 5], 2.0), engine_log_probs=np.array([-2, -3], dtype=np.float32)))
 
 
 def dump(step: int = 12, update: int = 0, **changes: object) -> UpdateDump:
@@ -95,6 +95,25 @@ def test_a_dump_comes_back(tmp_path: Path) -> None:
     assert found.report.grad_norm == float("inf") and found.report.skipped
 
 
+@pytest.mark.parametrize("names", [(), ("policy",), ("policy", "reference"), ("engine", "policy", "reference")])
+def test_a_dump_has_the_log_probs_that_its_samples_have(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Each kind with values of its own, so that none can stand for another; those that are None come back as None."""
+    samples = [
+        replace(
+            one,
+            **{
+                f"{kind}_log_probs": np.full(one.response_ids.size, i, np.float32) if kind in names else None
+                for i, kind in enumerate(("engine", "policy", "reference"))
+            },
+        )
+        for one in SAMPLES
+    ]
+    store = DumpStore(tmp_path, 2, {})
+    found = read_dump(store.close(store.open(1, 0), dump(samples=tuple(unpack(pack(samples, BatchLayout(2, 16, 8)))))))
+    for left, right in zip(found.samples, samples, strict=True):
+        same(left, right)
+
+
 def test_every_objective_of_ours_comes_back(tmp_path: Path) -> None:
     store = DumpStore(tmp_path, 2, {})
     assert read_dump(store.close(store.open(1, 0), dump(objective=CrossEntropy(0.7)))).objective == CrossEntropy(0.7)
@@ -130,7 +149,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match=r"objective 'os\.system', expected one of ClippedPolicyLoss, CrossEntropy"):
         read_dump(folder)
     (folder / "dump.json").write_text(json.dumps(record | {"format": 7}))
-    with pytest.raises(DumpError, match="format 7, expected 1"):
+    with pytest.raises(DumpError, match="format 7, expected 2; replay it with the version that wrote it"):
         read_dump(folder)
     record["objective"]["class"] = "ClippedPolicyLoss"
     (folder / "dump.json").write_text(json.dumps(record))

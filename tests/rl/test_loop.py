@@ -243,7 +243,7 @@ def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
     tokens = sum(c.token_ids.size for g in kept for c in g.group.completions)
     assert sum(batch.token_count for batch in batches[:4]) == tokens and row["sgd/response_tokens"] == 2 * tokens
     engine = {id(g.group): np.concatenate([c.log_probs for c in g.group.completions]) for g in kept}
-    frozen = np.concatenate([r.old_log_probs[r.loss_mask] for b in batches[:4] for rank in b.ranks for r in rank])
+    frozen = np.concatenate([r.policy_log_probs[r.loss_mask] for b in batches[:4] for rank in b.ranks for r in rank])
     np.testing.assert_allclose(np.sort(frozen), np.sort(np.concatenate(list(engine.values()))), atol=1e-6)
     assert {o.entropy_coefficient for _, o in world.policy.updates[:8]} == {row["entropy/coefficient"]}  # type: ignore[attr-defined]
     assert not any(o.on_policy for _, o in world.policy.updates)  # type: ignore[attr-defined]
@@ -478,7 +478,7 @@ def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
     assert sum(int(sample.loss_mask.sum()) for sample in found.samples) == batch.token_count
     engine = [c.log_probs for group in world.diary.rolled[2][2] for c in group.group.completions]
     for sample, log_probs, sampled in zip(found.samples, found.log_probs, engine, strict=True):
-        np.testing.assert_array_equal(sample.old_log_probs, sampled)
+        np.testing.assert_array_equal(sample.engine_log_probs, sampled)
         np.testing.assert_allclose(log_probs, sampled, atol=1e-6)
     assert [alarm for alarm in world.diary.alarms if f"or1 replay {folder}" in alarm and "loss (nan)" in alarm]
 

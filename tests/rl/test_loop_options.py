@@ -71,7 +71,7 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
 
 
 def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> None:
-    """Where the policy's own are frozen, the engine's stay beside them; without correction they do not travel."""
+    """Where the policy's own are there, the engine's stay beside them; without correction they do not travel."""
     for mode in ("off", "masked"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         stage = OFF_POLICY.model_copy(update={"steps": 1})
@@ -91,8 +91,8 @@ def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> No
 
 
 def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
-    """N_SGD = 4 and a policy that has moved on. Without correction they stand for old ones, and no pass is made; with
-    one, the policy's own stand there and theirs beside them. Neither is a mismatch of engine and policy."""
+    """N_SGD = 4 and a policy that has moved on. Without correction rho compares with these, and no pass is made; with
+    one, the policy's own come beside them. Neither is a mismatch of engine and policy."""
     world = World(tmp_path, [OFF_POLICY], evaluate_every=0)
     world.loop.start()
     world.loop.train_step()
@@ -105,10 +105,10 @@ def test_stale_responses_keep_the_log_probs_of_the_weights_that_sampled_them(tmp
         samples = [sample for group in found.samples for sample in group]
         assert found.mismatch is None and world.policy.calls.count("score") == passes + (mode != "off")
         for sample, of_engine in zip(samples, sampled, strict=True):
-            kept_as = sample.old_log_probs if mode == "off" else sample.engine_log_probs
-            assert kept_as is of_engine
-            assert (mode == "off") == (sample.engine_log_probs is None)
-    assert any(abs(s.old_log_probs - e).max() > 0.01 for s, e in zip(samples, sampled, strict=True))
+            assert sample.engine_log_probs is of_engine
+            assert (mode == "off") == (sample.policy_log_probs is None)
+    own = [sample.policy_log_probs for sample in samples if sample.policy_log_probs is not None]
+    assert any(abs(o - e).max() > 0.01 for o, e in zip(own, sampled, strict=True))
 
 
 EVERYTHING = AlgorithmConfig.model_validate(

@@ -16,8 +16,9 @@ from or1_megatron.interfaces import TokenInputs
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy, correction_weights, k3, make_objective
 
 
-def told(old: torch.Tensor, advantages: torch.Tensor, engine: torch.Tensor | None = None, **more: torch.Tensor) -> Any:
-    return TokenInputs(advantages, old, old if engine is None else engine, **more)
+def told(old: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor) -> TokenInputs:
+    """``old`` as the engine's log-probs, no scoring pass."""
+    return TokenInputs(advantages, old, **more)
 
 
 def double(*values: float, grad: bool = False) -> torch.Tensor:
@@ -75,8 +76,8 @@ EVERYTHING: dict[str, Any] = {"dual_clip": 1.5, "kl_coefficient": 0.3, "correcti
 def formula(new: list[float], entropies: list[float], told: TokenInputs, correction: str, bonus_on: str) -> float:
     """The loss once more, in plain Python: low 0.2, high 0.28, alpha 0.01, and ``EVERYTHING``."""
     total = 0.0
-    columns = (told.advantages, told.old_log_probs, told.engine_log_probs, told.reference_log_probs, told.weights)
-    for n, h, a, old, engine, ref, omega in zip(
+    columns = (told.advantages, told.engine_log_probs, told.policy_log_probs, told.reference_log_probs, told.weights)
+    for n, h, a, engine, old, ref, omega in zip(
         new, entropies, *(column.tolist() for column in columns if column is not None), strict=True
     ):
         rho = math.exp(n - old)
@@ -104,7 +105,7 @@ def test_all_switches_against_finite_differences(correction: Any, bonus_on: Any)
     old = rng.normal(-1, 0.3, 60)
     new, entropies = old + rng.normal(0, 0.35, 60), rng.uniform(0, 2, 60)
     engine, reference, omega = old + rng.normal(0, 0.3, 60), old + rng.normal(0, 0.5, 60), rng.uniform(0.2, 2, 60)
-    inputs = [torch.tensor(a) for a in (rng.normal(0, 1, 60), old, engine, reference, omega)]
+    inputs = [torch.tensor(a) for a in (rng.normal(0, 1, 60), engine, old, reference, omega)]
     tokens = TokenInputs(*inputs)
     x, y = (torch.tensor(a, requires_grad=True) for a in (new, entropies))
     objective = clipped(0.01, high=0.28, correction=correction, bonus_on=bonus_on, **EVERYTHING)
@@ -162,15 +163,9 @@ def test_kl_to_the_reference_by_hand() -> None:
 def test_correction_weights_by_hand() -> None:
     """Ratios 3, 1.5, 0.25 at cap 2: the docstring's."""
     ratios = double(3.0, 1.5, 0.25).log()
-    found = {
-        mode: correction_weights(ratios, double(0.0, 0.0, 0.0), mode, 2.0) for mode in ("off", "truncated", "masked")
-    }  # type: ignore[arg-type]
-    assert [found[mode][0].tolist() for mode in found] == [
-        [1, 1, 1],
-        pytest.approx([2, 1.5, 0.25]),
-        pytest.approx([0, 1.5, 0]),
-    ]
-    assert [found[mode][1].tolist() for mode in found] == [[False] * 3, [True, False, False], [True, False, True]]
+    found = {mode: correction_weights(ratios, double(0.0, 0.0, 0.0), mode, 2.0) for mode in ("truncated", "masked")}
+    assert [found[mode][0].tolist() for mode in found] == [pytest.approx([2, 1.5, 0.25]), pytest.approx([0, 1.5, 0])]
+    assert [found[mode][1].tolist() for mode in found] == [[True, False, False], [True, False, True]]
 
 
 def test_correction_takes_the_policys_own_log_prob_when_on_policy() -> None:
@@ -222,6 +217,23 @@ def test_the_objective_of_a_step_is_the_configured_one() -> None:
     # Sampled by older weights: rho is against theirs, unless a correction makes up for them.
     assert not make_objective(AlgorithmConfig(), once, 0.0, 0.2, stale=True).on_policy
     assert make_objective(algorithm, once, 0.0, 0.2, stale=True).on_policy
+
+
+def test_the_ratio_is_against_the_policy_that_was_scored_else_against_the_engine() -> None:
+    """Log-probs -1: rho = e^1 against pi_k's -2 though the engine says -4; e^3 against the engine's alone; no side
+    known: refused. A slice of the inputs has the same ones."""
+    engine, policy, one = double(-9.0, -4.0), double(-9.0, -2.0), double(0.0, 1.0)
+    cases = {1.0: TokenInputs(one, engine, policy), 3.0: TokenInputs(one, engine), -1.0: TokenInputs(one, None)}
+    for exponent, tokens in cases.items():
+        if exponent < 0:
+            with pytest.raises(ValueError, match="neither policy_log_probs nor engine_log_probs"):
+                clipped()(double(-1.0), double(0.0), tokens[1:])
+            continue
+        sums = clipped()(double(-1.0), double(0.0), tokens[1:])[1]
+        assert sums["ratio"].item() == pytest.approx(math.exp(exponent))
+        assert sums["max_abs_log_ratio"].item() == pytest.approx(exponent)
+    with pytest.raises(ValueError, match="correction needs the engine's log-probs"):
+        clipped(correction="masked")(double(-1.0), double(0.0), TokenInputs(one[1:], None, policy[1:]))
 
 
 NO_TOKENS = TokenInputs(*(torch.zeros(0) for _ in range(5)))

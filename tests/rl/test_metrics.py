@@ -113,7 +113,7 @@ def test_mismatch_both_ways() -> None:
     """Differences (0.1, -0.3): mean |d| 0.2, max 0.3, k3 (e^0.1 - 1.1 + e^-0.3 - 0.7) / 2."""
     k3 = (np.exp(0.1) - 1.1 + np.exp(-0.3) - 0.7) / 2
     engine = np.array([-1.0, -2.0], dtype=np.float32)
-    sample = Sample(engine[:1], engine, engine, 0.0, np.ones(2, dtype=np.bool_))
+    sample = Sample(engine[:1], engine, 0.0, np.ones(2, dtype=np.bool_), engine_log_probs=engine)
     scored = scored_mismatch([sample], [engine + np.array([0.1, -0.3], dtype=np.float32)])
     assert (scored.mean_abs, scored.max_abs, scored.kl) == pytest.approx((0.2, 0.3, k3), rel=1e-5)
     measured = measured_mismatch([update(2, abs_log_ratio=0.4, max_abs_log_ratio=0.3, approx_kl=2 * k3)])
@@ -123,7 +123,7 @@ def test_mismatch_both_ways() -> None:
 
 def test_throughput_and_mfu() -> None:
     """6 real tokens in 1 s on 2 GPUs: 3 per GPU; 6 * 1e9 * 3 FLOP/s of 1e12."""
-    sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), np.zeros(4, np.float32), 0.0, np.ones(4, np.bool_))
+    sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), 0.0, np.ones(4, np.bool_))
     batch = pack([sample], BatchLayout(1, 64, 8))
     found = throughput_metrics([batch], [update(4)], Hardware(2, 1e12, 1_000_000_000))
     assert found == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})

@@ -320,7 +320,7 @@ STALE = {"max_staleness": 1}
 @pytest.mark.parametrize("refill", [0, 8])
 def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
     """Steps 1 and 5 begin a stage and are on-policy; 2 to 4 and 6 to 8 are sampled from the weights one version back,
-    and rho compares with those. Prompts, seeds and their order are those of the run without staleness."""
+    and rho compares with their log-probs. Prompts, seeds and their order are those of the run without staleness."""
     change = {"steps": 4, "refill_prompts": refill}
     given = stages({**change}, {**change, "filter_solved": False})
     world = with_stream(World(tmp_path / "stale", given, evaluate_every=2, changes=STALE))
@@ -337,7 +337,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
         assert ("mismatch/mean_abs" in rows[k]) == (k in (1, 5))
         batch, _ = world.policy.updates[k - 1]
         engines = np.concatenate([c.log_probs for g in kept for c in g.group.completions])
-        frozen = np.concatenate([row.old_log_probs[row.loss_mask] for rank in batch.ranks for row in rank])
+        frozen = np.concatenate([row.engine_log_probs[row.loss_mask] for rank in batch.ranks for row in rank])
         np.testing.assert_array_equal(np.sort(frozen), np.sort(engines))
     assert "score" not in world.policy.calls
     if refill == 0:
