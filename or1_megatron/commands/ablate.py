@@ -38,7 +38,7 @@ def ablate(
     from or1_megatron.ablate.ablation import SCALES, arms_of, differences, load_ablations
     from or1_megatron.ablate.page import write_page
     from or1_megatron.ablate.runs import run_all, runs_of
-    from or1_megatron.commands.app import explained
+    from or1_megatron.commands.errors import explained
 
     if scale not in SCALES:
         raise typer.BadParameter(f"'{scale}' is neither paper nor small", param_hint="--scale")

@@ -1,7 +1,7 @@
-"""What this machine has and lacks for training, and what follows from each.
+"""``or1 doctor``: what this machine has and lacks for training, and what follows from it.
 
-A check looks at one thing for real (it imports, runs, binds) and returns findings; a check never raises for what it
-finds. Only ``missing`` with ``stops_training`` makes the exit code non-zero.
+A check tries one thing (it imports, runs or binds it) and returns findings; it does not raise. Only a ``missing`` with
+``stops_training`` makes the exit code non-zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import psutil
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +43,7 @@ _COMMAND_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: what was looked at, how it is, what was found, what follows."""
+    """One line of the report."""
 
     what: str
     status: Status
@@ -53,6 +53,12 @@ class Finding:
 
 
 Check = Callable[[], list[Finding]]
+
+
+def doctor() -> None:
+    """Say what this machine has and lacks, and what follows from it."""
+    findings = print_findings(CHECKS, Console())
+    raise typer.Exit(1 if stops_training(findings) else 0)
 
 
 def print_findings(checks: Iterable[Check], console: Console) -> list[Finding]:
@@ -188,16 +194,16 @@ def check_cgroups() -> list[Finding]:
 
 
 def check_cores_and_memory() -> list[Finding]:
+    from or1_megatron.runtime.host_memory import host_memory
+
     cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory()
-    limit = _memory_limit()
-    total, free = min(memory.total, limit), min(memory.available, limit)
     findings = [Finding("cores", "ok", str(cores))]
     if cores < 2:
         findings = [Finding("cores", "warning", str(cores), "trainer and engines take turns: slow")]
-    found = f"{free / _GIB:.1f} GiB free of {total / _GIB:.1f}"
+    memory = host_memory()
+    found = f"{memory.free / _GIB:.1f} GiB free of {memory.total / _GIB:.1f}"
     # Trainer ranks, engines, Ray and verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
-    if free < 4 * _GIB:
+    if memory.free < 4 * _GIB:
         return [*findings, Finding("memory", "warning", found, "the quickstart needs about 4 GiB")]
     return [*findings, Finding("memory", "ok", found)]
 
@@ -231,6 +237,8 @@ def check_ports() -> list[Finding]:
 
 def check_ray() -> list[Finding]:
     """A Ray that already runs on this machine."""
+    import psutil
+
     raylets = []
     for process in psutil.process_iter(["name", "pid"]):
         if process.info["name"] == "raylet":
@@ -289,12 +297,3 @@ def _run(command: Sequence[str]) -> str:
         return ""
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
-
-
-def _memory_limit() -> int:
-    """Bytes that the container may use; the machine's own when there is no limit."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        file = Path(name)
-        if file.is_file() and (text := file.read_text().strip()).isdecimal():
-            return min(int(text), int(psutil.virtual_memory().total))
-    return int(psutil.virtual_memory().total)

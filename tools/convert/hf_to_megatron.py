@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from or1_megatron.commands.app import hf_to_megatron
+from or1_megatron.commands.convert import hf_to_megatron
 
 if __name__ == "__main__":
     typer.run(hf_to_megatron)

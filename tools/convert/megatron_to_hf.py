@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from or1_megatron.commands.app import megatron_to_hf
+from or1_megatron.commands.convert import megatron_to_hf
 
 if __name__ == "__main__":
     typer.run(megatron_to_hf)

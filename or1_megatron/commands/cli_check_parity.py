@@ -1,0 +1,52 @@
+"""``or1 check-parity``: its options. ``check_parity`` does the work and imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+
+
+def check_parity(
+    model: Annotated[Path, typer.Argument(help="An HF folder.")],
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            metavar="LAYOUT",
+            help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism. Words: TPn PPn VPPn CPn DPn SP "
+            "distopt full selective one_pass overlap overlap_gather layers=3+1 rowsN shuffled; 1 for none.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    sequences: Annotated[int, typer.Option(min=1, help="How many sequences the probe has.")] = 24,
+    longest: Annotated[int, typer.Option(min=4, help="Tokens of the probe's longest sequence, at most.")] = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the probe.")] = 1,
+    tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
+) -> None:
+    """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
+
+    Exits with 1 and names what differs when a layout computes something else.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter(f"'{dtype}' is neither float32 nor bfloat16", param_hint="--dtype")
+    with explained():
+        from or1_megatron.commands.check_parity import check_parity as check
+        from or1_megatron.config.schema import ModelConfig
+
+        code = check(
+            ModelConfig.model_validate({"hf": model, "dtype": dtype}),
+            layouts or (),
+            Console(),
+            sequences=sequences,
+            longest=longest,
+            seed=seed,
+            tolerance=tolerance,
+            out=out,
+        )
+    raise typer.Exit(code)

@@ -1,0 +1,24 @@
+"""``or1 plan-handoff``: its options. ``plan_handoff`` does the work and imports torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+from or1_megatron.commands.options import ConfigFile, Overrides
+
+
+def plan_handoff(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gigabits: Annotated[float, typer.Option(help="Speed of each rank's link, per direction, in Gb/s.")] = 400.0,
+) -> None:
+    """Print who would send which bytes of the weights to whom with handoff.backend: shard. Starts nothing."""
+    with explained():
+        from or1_megatron.commands.plan_handoff import forecast_of, print_forecast
+        from or1_megatron.config.load import load_config
+
+        print_forecast(forecast_of(load_config(config, overrides or ())), gigabits, Console())

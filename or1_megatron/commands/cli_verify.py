@@ -1,0 +1,28 @@
+"""``or1 verify``: its options. ``verify`` does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="Rows of problems (.jsonl, .parquet), each with a 'response'.")],
+    out: Annotated[Path, typer.Option(help="The same rows with reward, status and detail; resumed, if begun.")],
+    config: Annotated[Path | None, typer.Option(help="A run's YAML file, for its verify section.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Rows judged at once.")] = 1,
+    explain: Annotated[bool, typer.Option("--explain", help="Print why, row by row.")] = False,
+) -> None:
+    """Score recorded responses: ground truths as in training, 'truncated' optional. Prints a table by source."""
+    with explained(IsADirectoryError):
+        from or1_megatron.commands.verify import verify_file
+        from or1_megatron.config.load import load_config
+        from or1_megatron.config.schema import VerifyConfig
+
+        settings = VerifyConfig() if config is None else load_config(config).verify
+        verify_file(file, out, settings, workers, explain, Console())

@@ -1,0 +1,75 @@
+"""``or1 convert``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+
+if TYPE_CHECKING:
+    import torch
+
+convert = typer.Typer(no_args_is_help=True, help="Convert between HF folders and Megatron checkpoints, on the CPU.")
+
+_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; as the source, if not given.")]
+_Verify = Annotated[bool, typer.Option("--verify", help="Read every tensor again from the disk and compare it.")]
+
+
+@convert.command()
+def hf_to_megatron(
+    hf: Annotated[Path, typer.Option(help="An HF folder: config.json, safetensors.")],
+    out: Annotated[Path, typer.Option(help="The checkpoint to make; must not exist.")],
+    dtype: _Dtype = None,
+    verify: _Verify = False,
+) -> None:
+    """Make a Megatron checkpoint, loadable at any layout, of an HF folder. After a kill the same command resumes."""
+    with explained():
+        from or1_megatron.convert.to_megatron import hf_to_megatron as run
+
+        run(hf, out, Console(stderr=True), dtype=_dtype(dtype), verify=verify)
+
+
+@convert.command()
+def megatron_to_hf(
+    megatron: Annotated[
+        Path, typer.Option(help="A converted checkpoint, a run's step_N, or Megatron-LM's torch_dist.")
+    ],
+    out: Annotated[Path, typer.Option(help="The HF folder to make; must not exist.")],
+    hf: Annotated[
+        Path | None, typer.Option(help="Where config and tokenizer come from, if the checkpoint does not say.")
+    ] = None,
+    dtype: _Dtype = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of a file, e.g. 5GB or 500MB; divided as the source was, if not given.")
+    ] = None,
+    verify: _Verify = False,
+) -> None:
+    """Make an HF folder, as transformers loads it, of a Megatron checkpoint. After a kill the same command resumes."""
+    with explained():
+        from or1_megatron.convert.to_hf import megatron_to_hf as run
+
+        shard_bytes = None if max_shard_size is None else _bytes(max_shard_size)
+        run(megatron, out, Console(stderr=True), hf=hf, dtype=_dtype(dtype), shard_bytes=shard_bytes, verify=verify)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    from or1_megatron.convert.hf_folder import DTYPES
+
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if name is not None and name not in known:
+        raise typer.BadParameter(f"'{name}' is none of {', '.join(known)}", param_hint="--dtype")
+    return known[name] if name is not None else None
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(
+            f"'{text}' is no size; expected e.g. 5GB, 500MB or 4GiB", param_hint="--max-shard-size"
+        )
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))

@@ -1,0 +1,31 @@
+"""How a command ends on an error that its user can correct."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from or1_megatron.errors import UserError
+
+USER_ERROR = 2
+"""Exit code of an error that the user can correct: a config, a file, a folder that is in use."""
+
+
+@contextmanager
+def explained(*also: type[Exception]) -> Iterator[None]:
+    """Print a UserError, an OSError about a path the user gave, or one of ``also`` on stderr, and exit with USER_ERROR.
+
+    Any other error keeps its traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+
+        if not isinstance(error, (UserError, *USER_OS_ERRORS, *also)):
+            raise
+        print(f"or1: error: {error}", file=sys.stderr)
+        raise typer.Exit(USER_ERROR) from None

@@ -1,0 +1,85 @@
+"""``or1 train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+from or1_megatron.commands.options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from or1_megatron.sizing.run_plan import Device
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Train stage N alone (the first is 1), in a run folder of its own, from where stage N-1 ended.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the config comes to and stop.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="--dry-run, and check all that can stop a start: weights, data, previous stage."),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
+    ] = None,
+    shape: Annotated[
+        Path | None,
+        typer.Option(help="--dry-run for the model of this folder's config.json; neither weights nor data are needed."),
+    ] = None,
+) -> None:
+    """Train as CONFIG says. A run folder that holds checkpoints is resumed.
+
+    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once.
+    """
+    with explained():
+        from or1_megatron.config.load import load_config
+        from or1_megatron.sizing.dry_run import plan_run, plan_shape, print_plan
+        from or1_megatron.trainer.preflight import check_inputs, lacking
+
+        overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
+        loaded = load_config(config, overrides)
+        if shape is not None:
+            if not dry_run:
+                raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
+            print_plan(plan_shape(loaded, shape, _device(device)), Console())
+            return
+        planned = plan_run(loaded, _device(device))
+        if dry_run or check:
+            print_plan(planned, Console())
+            if check:
+                check_inputs(loaded)
+                return
+            for line in lacking(loaded):
+                print(f"or1: not there yet: {line}", file=sys.stderr)
+            return
+        from or1_megatron.runtime.launch import launch_training
+
+        for warning in planned.warnings:
+            print(f"or1: warning: {warning}", file=sys.stderr)
+        check_inputs(loaded)
+        code = launch_training(config, overrides, loaded.parallel, loaded.checkpoint)
+    raise typer.Exit(code)
+
+
+def _device(named: str | None) -> Device:
+    if named is None:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if named == "cpu":
+        return "cpu"
+    if named == "cuda":
+        return "cuda"
+    raise typer.BadParameter(f"'{named}' is neither cpu nor cuda", param_hint="--device")
