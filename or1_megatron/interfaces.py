@@ -1,7 +1,7 @@
 """The ports: what the loop needs of a policy, of the engines and of the verifiers, and what those need of each other.
 
-Implementations live in ``parallel`` (Policy), ``rollout`` (Engine, Rollouts), ``verify`` (Verifier) and ``handoff``
-(WeightSender); ``train.py`` joins them. Nothing here knows megatron, vllm or ray.
+Implementations live in ``parallel`` (Policy, PolicyWeights), ``rollout`` (Engine, EngineControl, Rollouts) and
+``verify`` (Verifier); ``trainer.run`` joins them. Nothing here knows megatron, vllm or ray.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from or1_megatron.config.schema import EvaluationConfig
+    from or1_megatron.weights.holdings import Box, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,33 +252,77 @@ class ProblemStream(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class WeightShards(Protocol):
-    """A policy's weights in HF names, whole tensor by whole tensor.
+class PolicyWeights(Protocol):
+    """A policy's weights under their HF names, in the ways in which a handoff may want them.
 
-    Iteration is collective over the ranks that share a tensor; every rank iterates in the same order. Rank 0 gets every
-    tensor; another rank may get None in its place.
+    The three iterators yield in the order of ``metadata`` and are collective over the ranks that share a tensor.
     """
 
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks."""
+        ...
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks of a tensor-parallel group."""
+        ...
+
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(HF name, dtype, full shape) of the whole model, on every rank, in the order of iteration."""
+        """(HF name, dtype, full shape) of the whole model, on every rank."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]: ...
-
-
-class WeightSender(Protocol):
-    """The trainer's end of a handoff; constructed and called on every trainer rank."""
-
-    def send(self, version: int) -> int:
-        """Bring every engine to ``version``; returns the bytes that this rank sent."""
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Whole tensors on rank 0; on other ranks each may be None."""
         ...
 
-    def probe(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
-        """Per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, at temperature 1.
-
-        On ranks other than 0 empty.
-        """
+    def everywhere(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors on every rank."""
         ...
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, on each rank those named by ``held_names``."""
+        ...
+
+    def held_names(self) -> frozenset[str]:
+        """The tensors of which this rank's pipeline stage holds a part."""
+        ...
+
+    def holdings(self) -> list[Holding]:
+        """Which trainer rank holds which part of which tensor; the same on every rank."""
+        ...
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A rectangle that this rank holds, as a view; not collective."""
+        ...
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank; collective."""
+        ...
+
+
+class EngineControl(Protocol):
+    """All engines, as trainer rank 0 drives them in a handoff: vLLM's ``VLLMWeightSyncClient`` and more.
+
+    Every call goes to all engines concurrently and returns when the last has answered.
+    """
+
+    engines: int
+    workers_per_engine: int
+    address: str
+    """This host, as the engines' nodes reach it."""
+    next_version: int
+    """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]: ...
 
 
 class Stopped(Or1Error):

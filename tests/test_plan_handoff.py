@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
@@ -36,13 +37,13 @@ def made(engines: int, of_ranks: int, transport: str = "gloo", **parallel: int):
 def test_wants_of_tensor_parallel_engines_by_hand() -> None:
     """The vocabulary of 100 is padded to 128 before it is cut; two key/value heads on four ranks: each on two."""
     family = family_of(HF)
-    third = {want.name: want.box for want in expected_wants(family, HF, 2, 4)}
+    third = {want.name: want.box for want in expected_wants(family, HF, torch.bfloat16, 2, 4)}
     assert third["model.embed_tokens.weight"] == ((64, 96), (0, 64))
     assert third["model.layers.0.self_attn.q_proj.weight"] == ((32, 48), (0, 64))
     assert third["model.layers.0.self_attn.k_proj.weight"] == ((16, 32), (0, 64))
     assert third["model.layers.0.self_attn.o_proj.weight"] == ((0, 64), (32, 48))
     assert third["model.layers.0.mlp.down_proj.weight"] == ((0, 64), (48, 72))
-    fourth = {want.name: want.box for want in expected_wants(family, HF, 3, 4)}
+    fourth = {want.name: want.box for want in expected_wants(family, HF, torch.bfloat16, 3, 4)}
     assert fourth["model.embed_tokens.weight"] == ((96, 100), (0, 64))
 
 

@@ -25,11 +25,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from result import figure, write_result
 
+from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
-from or1_megatron.handoff.shard.plan import HandoffPlan, Want, make_plan
+from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
+from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import incoming, ship
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, Place, routes_for
+from or1_megatron.handoff.transport.links import Links, Place
 from or1_megatron.handoff.transport.status_store import Board
 from or1_megatron.weights.holdings import Holding
 
@@ -51,14 +53,13 @@ def plan_of(transport: str, trainers: int, engines: int, tensors: int, rows: int
         for index in range(tensors)
         for rank in range(trainers)
     ]
-    wants = [[Want(f"t{index}", ((0, rows), (0, COLUMNS))) for index in range(tensors)]] * engines
+    wants = [[Slice(f"t{index}", ((0, rows), (0, COLUMNS)), torch.bfloat16) for index in range(tensors)]] * engines
     # two hops: engine rank i is beside trainer rank i
     beside = "+" in transport or transport in ("cuda_ipc", "shared_memory")
     devices = [str(rank) for rank in range(trainers + engines)]
     places = [Place("here", devices[rank]) for rank in range(trainers)]
     theirs = [Place("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
-    dtypes = {f"t{index}": torch.bfloat16 for index in range(tensors)}
-    return make_plan(held, dtypes, wants, trainers, bucket_bytes, routes_for(transport, places, theirs))
+    return make_plan(held, wants, trainers, bucket_bytes, routes_for(transport, places, theirs))
 
 
 def device_of(rank: int, trainers: int, transport: str) -> str:

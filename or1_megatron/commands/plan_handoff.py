@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from or1_megatron.config.schema import Config, ParallelConfig
-from or1_megatron.handoff.shard.plan import HandoffPlan, Want, make_plan
-from or1_megatron.handoff.shard.routes import Hop
-from or1_megatron.handoff.transport.links import Place, routes_for
+from or1_megatron.handoff.message.buckets import Slice
+from or1_megatron.handoff.message.message import Hop
+from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
+from or1_megatron.handoff.shard.routes import routes_for
+from or1_megatron.handoff.transport.links import Place
 from or1_megatron.weights.families import family_of, read_hf_config
-from or1_megatron.weights.holdings import Box, RankGrid, box_size, holdings, whole
+from or1_megatron.weights.holdings import Box, RankGrid, holdings, whole
 from or1_megatron.weights.slicing import Cut
 from or1_megatron.weights.table import ModelFamily, Row
 
@@ -28,10 +30,12 @@ _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this befo
 _SHOWN = 12
 
 
-def expected_wants(family: ModelFamily, hf: Mapping[str, Any], rank: int, size: int) -> list[Want]:
+def expected_wants(family: ModelFamily, hf: Mapping[str, Any], dtype: torch.dtype, rank: int, size: int) -> list[Slice]:
     """What the loaders of tensor-parallel engine rank ``rank`` of ``size`` ask for."""
     shapes = family.shapes(hf)
-    return [Want(name, _part(row, name, shapes[name], hf, rank, size)) for row in family.rows(hf) for name in row.hf]
+    return [
+        Slice(name, _part(row, name, shapes[name], hf, rank, size), dtype) for row in family.rows(hf) for name in row.hf
+    ]
 
 
 def _part(row: Row, name: str, shape: tuple[int, ...], hf: Mapping[str, Any], rank: int, size: int) -> Box:
@@ -145,12 +149,11 @@ def forecast(
         return None if row.expert is None else row.expert // local_experts
 
     held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid, expert_rank=expert_rank)
-    wants = [expected_wants(family, hf, rank, tensor) for rank in range(tensor)] * engines
-    element = getattr(torch, dtype)
+    wants = [expected_wants(family, hf, getattr(torch, dtype), rank, tensor) for rank in range(tensor)] * engines
     somewhere = Place("", "")
     routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
-    plan = make_plan(held, dict.fromkeys(shapes, element), wants, parallel.ranks, bucket_bytes, routes)
-    wanted = [sum(box_size(want.box) for want in each) * element.itemsize for each in wants[:tensor]] * engines
+    plan = make_plan(held, wants, parallel.ranks, bucket_bytes, routes)
+    wanted = [sum(want.size_bytes for want in each) for each in wants[:tensor]] * engines
     return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, "+" in transport)
 
 

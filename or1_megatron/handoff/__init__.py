@@ -1,1 +1,12 @@
+"""Weights from the trainer's ranks to the engines.
 
+A room imports only rooms above it in this list:
+
+    errors                        what a handoff fails of
+    probe  backend_check          engine against policy on fixed tokens; which backend runs where
+    message                       slices of tensors packed into messages, with checksums
+    transport                     how messages travel from rank to rank, and what ranks tell each other
+    vllm                          vLLM's loaders and reload, inside its workers; vLLM's own backends
+    shard  gather                 our backends: slices from every rank, whole tensors from rank 0
+    sender                        the trainer's end, whichever the backend
+"""

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.errors import UserError
+from or1_megatron.handoff.errors import HandoffMismatch
 from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
@@ -23,10 +23,6 @@ _LONGEST = 512
 """Tokens of a probe sequence; several of them cost less than one that is long."""
 _SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration says otherwise
 _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
-
-
-class HandoffMismatch(UserError, RuntimeError):
-    """An engine does not compute what the policy computes, or does not hold what was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.backend_check import VLLMS
-from or1_megatron.interfaces import WeightShards
+from or1_megatron.interfaces import EngineControl, PolicyWeights
 from or1_megatron.types import Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -18,32 +18,8 @@ if TYPE_CHECKING:
     from or1_megatron.handoff.shard.trainer import ShardSender
 
 
-class EngineControl(Protocol):
-    """All engines at once, as rank 0 drives them: vLLM's ``VLLMWeightSyncClient`` and what a handoff needs besides.
-
-    Every call goes to all engines concurrently and returns when the last has answered.
-    """
-
-    engines: int
-    workers_per_engine: int
-    address: str
-    """This host, as the engines' nodes reach it."""
-    next_version: int
-    """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]: ...
-
-
 class EngineWeightSender:
-    """``interfaces.WeightSender`` over vLLM's weight-transfer protocol.
+    """Sends the weights over vLLM's weight-transfer protocol.
 
     Rank 0 holds the engines. With the ``gloo`` backend it sends, and the other ranks only iterate the shards, so that
     the collectives behind the iteration meet; with ``shard`` every rank sends what it holds. Other ranks than 0 do not
@@ -51,12 +27,11 @@ class EngineWeightSender:
     """
 
     def __init__(
-        self, shards: WeightShards, rank: int, config: HandoffConfig, engines: EngineControl | None = None
+        self, shards: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
     ) -> None:
         """
         Args:
-            shards: the policy's weights in HF names; for ``shard`` a ``shard_trainer.SlicedWeights``, for vLLM's own
-                backends a ``sources.PolicyWeights``.
+            shards: the policy's weights in HF names.
             rank: of this trainer process.
             engines: required on rank 0, ignored elsewhere.
         """
@@ -72,7 +47,7 @@ class EngineWeightSender:
         if config.backend == "shard":
             from or1_megatron.handoff.shard.trainer import ShardSender
 
-            self._sharded = ShardSender(shards, rank, config, self._engines)  # type: ignore[arg-type]  # as documented
+            self._sharded = ShardSender(shards, rank, config, self._engines)
 
     def connect(self) -> None:
         """Meet the engines; ``send`` does it when it has not been done. Collective with ``shard``; else rank 0's.
@@ -87,7 +62,7 @@ class EngineWeightSender:
             if self._builtin is None:
                 from or1_megatron.handoff.vllm.builtin import open_builtin
 
-                self._builtin = open_builtin(self._config, self._shards, self._rank, self._engines)  # type: ignore[arg-type]
+                self._builtin = open_builtin(self._config, self._shards, self._rank, self._engines)
             return
         if self._engines is None or self._transfer is not None:
             return

@@ -18,26 +18,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from or1_megatron.handoff.message.message import SliceMismatch, message_bytes, unpack
-from or1_megatron.handoff.shard.plan import Want, make_plan
+from or1_megatron.handoff.errors import HandoffError, SliceMismatch
+from or1_megatron.handoff.message.buckets import Slice
+from or1_megatron.handoff.message.message import message_bytes, unpack
+from or1_megatron.handoff.shard.plan import make_plan
+from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import incoming, ship
 from or1_megatron.handoff.transport.base import Arrival, Counted, GlooTransport, InOrder
-from or1_megatron.handoff.transport.group import HandoffError, join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, Place, routes_for
+from or1_megatron.handoff.transport.group import join_store, open_group, open_store
+from or1_megatron.handoff.transport.links import Links, Place
 from or1_megatron.handoff.transport.status_store import Board, in_background
 from or1_megatron.weights.holdings import Box, Holding, whole
 
 DEADLINE_S = 30.0
 SHAPES = {"a": (64, 24), "b": (40, 8), "n": (24,)}
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "n": torch.float32}
-WHOLE = [Want(name, whole(shape)) for name, shape in SHAPES.items()]
+WHOLE = [Slice(name, whole(shape), DTYPES[name]) for name, shape in SHAPES.items()]
 TRANSPORTS = ("gloo", "shared_memory", "gloo+shared_memory")  # that run here
 
 
 class Ranks:
     """``trainers`` ranks with the rows of everything cut among them, and engine ranks; all on one node."""
 
-    def __init__(self, transport: str, trainers: int, wants: list[list[Want]], bucket_bytes: int) -> None:
+    def __init__(self, transport: str, trainers: int, wants: list[list[Slice]], bucket_bytes: int) -> None:
         self.trainers, self.world, self.wants = trainers, trainers + len(wants), wants
         generator = torch.Generator().manual_seed(1)
         self.tensors = {name: torch.randn(s, generator=generator).to(DTYPES[name]) for name, s in SHAPES.items()}
@@ -47,7 +50,7 @@ class Ranks:
             held += [Holding(name, ((cuts[r], cuts[r + 1]), *whole(rest)), (r,)) for r in range(trainers)]
         here = Place("here", "")
         routes = routes_for(transport, [here] * trainers, [here] * len(wants))
-        self.plan = make_plan(held, DTYPES, wants, trainers, bucket_bytes, routes)
+        self.plan = make_plan(held, wants, trainers, bucket_bytes, routes)
         server = open_store("127.0.0.1", DEADLINE_S)
 
         def meet(rank: int) -> tuple[Any, Links, Board]:
@@ -114,7 +117,10 @@ def check(ranks: Ranks, loaded: list[dict[str, Tensor]]) -> None:
             torch.testing.assert_close(found[name], expected, rtol=0, atol=0, equal_nan=True)
 
 
-HALVES = [[Want("a", ((0, 64), (0, 10))), WHOLE[2]], [Want("a", ((0, 64), (10, 24))), Want("b", ((3, 40), (0, 8)))]]
+HALVES = [
+    [Slice("a", ((0, 64), (0, 10)), DTYPES["a"]), WHOLE[2]],
+    [Slice("a", ((0, 64), (10, 24)), DTYPES["a"]), Slice("b", ((3, 40), (0, 8)), DTYPES["b"])],
+]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -122,7 +128,7 @@ HALVES = [[Want("a", ((0, 64), (0, 10))), WHOLE[2]], [Want("a", ((0, 64), (10, 2
     ("trainers", "wants"), [(1, [WHOLE] * 4), (4, [WHOLE] * 2), (3, HALVES * 2)], ids=["one to four", "4 to 2", "cut"]
 )
 def test_every_engine_rank_gets_what_it_wants_once(
-    ranks: Any, transport: str, trainers: int, wants: list[list[Want]]
+    ranks: Any, transport: str, trainers: int, wants: list[list[Slice]]
 ) -> None:
     """Buckets of 1 KiB, of 7 KiB that there are: many rounds, twice. Bytes as the transports counted them."""
     made = ranks(transport, trainers, wants, 1024)

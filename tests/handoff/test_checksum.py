@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from or1_megatron.handoff.errors import SliceMismatch
+from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.checksum import DeviceSums, checksum, host_sum
-from or1_megatron.handoff.message.message import SliceMismatch, message_bytes, pack, unpack
-from or1_megatron.handoff.shard.plan import Shipment, Slice, Want, make_plan
+from or1_megatron.handoff.message.message import Shipment, message_bytes, pack, unpack
+from or1_megatron.handoff.shard.plan import make_plan
 from or1_megatron.weights.holdings import Holding
 
 W = Slice("w", ((0, 100), (0, 30)), torch.float32)
@@ -77,8 +79,8 @@ def test_a_device_adds_up_as_the_host_does() -> None:
 
 def shipment() -> Shipment:
     held = [Holding("w", ((0, 3),), (0,)), Holding("v", ((0, 5),), (0,))]
-    wants = [[Want("w", ((0, 3),)), Want("v", ((0, 5),))]]
-    (only,) = make_plan(held, {"w": torch.bfloat16, "v": torch.float32}, wants, 1, 1 << 10).shipments
+    wants = [[Slice("w", ((0, 3),), torch.bfloat16), Slice("v", ((0, 5),), torch.float32)]]
+    (only,) = make_plan(held, wants, 1, 1 << 10).shipments
     return only
 
 

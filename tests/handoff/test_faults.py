@@ -27,7 +27,8 @@ from rigs import (
 )
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.probe import HandoffMismatch, Probe, compare_probe, probe_tokens
+from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.probe import Probe, compare_probe, probe_tokens
 from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
 

@@ -21,7 +21,8 @@ import torch
 from engine_fixtures import RUN_ID, WORDS, TinyModel, decode, prompt
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.probe import HandoffMismatch, compare_probe, probe_tokens
+from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.pool import EnginePool

@@ -10,11 +10,18 @@ import random
 import pytest
 import torch
 
-from or1_megatron.handoff.shard.plan import HandoffPlan, PlanImpossible, Shipment, Want, make_plan
+from or1_megatron.handoff.errors import PlanImpossible
+from or1_megatron.handoff.message.buckets import Slice
+from or1_megatron.handoff.message.message import Shipment
+from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
 from or1_megatron.handoff.shard.routes import Relayed, TwoHops
 from or1_megatron.weights.holdings import Holding
 
-FLOAT = {"w": torch.float32, "n": torch.float32, "x": torch.float32}
+NAMES = "wnx"
+
+
+def want(name: str, box: tuple) -> Slice:
+    return Slice(name, box, torch.float32)
 
 
 def table(plan: HandoffPlan) -> list[tuple[int, int, str, tuple]]:
@@ -39,7 +46,7 @@ def tp2(name: str, ranks=((0,), (1,))) -> list[Holding]:
 def test_tensor_parallel_trainer_to_a_whole_engine() -> None:
     """Both halves, each from its owner, and the norm that both hold from the one that has sent less."""
     held = [*tp2("w"), Holding("n", ((0, 4),), (0, 1))]
-    plan = make_plan(held, FLOAT, [[Want("w", ((0, 8), (0, 4))), Want("n", ((0, 4),))]], 2, 1 << 20)
+    plan = make_plan(held, [[want("w", ((0, 8), (0, 4))), want("n", ((0, 4),))]], 2, 1 << 20)
     assert table(plan) == [
         (0, 2, "w", ((0, 4), (0, 4))),
         (0, 2, "n", ((0, 4),)),
@@ -50,13 +57,13 @@ def test_tensor_parallel_trainer_to_a_whole_engine() -> None:
 
 def test_tensor_parallel_trainer_to_tensor_parallel_engine() -> None:
     """Cut alike: each engine rank hears from one trainer rank alone. Cut otherwise: the rectangles' intersections."""
-    alike = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
-    assert table(make_plan(tp2("w"), FLOAT, alike, 2, 1 << 20)) == [
+    alike = [[want("w", ((0, 4), (0, 4)))], [want("w", ((4, 8), (0, 4)))]]
+    assert table(make_plan(tp2("w"), alike, 2, 1 << 20)) == [
         (0, 2, "w", ((0, 4), (0, 4))),
         (1, 3, "w", ((4, 8), (0, 4))),
     ]
-    columns = [[Want("w", ((0, 8), (0, 2)))], [Want("w", ((0, 8), (2, 4)))]]
-    assert table(make_plan(tp2("w"), FLOAT, columns, 2, 1 << 20)) == [
+    columns = [[want("w", ((0, 8), (0, 2)))], [want("w", ((0, 8), (2, 4)))]]
+    assert table(make_plan(tp2("w"), columns, 2, 1 << 20)) == [
         (0, 2, "w", ((0, 4), (0, 2))),
         (1, 2, "w", ((4, 8), (0, 2))),
         (0, 3, "w", ((0, 4), (2, 4))),
@@ -67,8 +74,8 @@ def test_tensor_parallel_trainer_to_tensor_parallel_engine() -> None:
 def test_padded_vocabulary_of_the_engine_is_not_sent() -> None:
     """13 rows held as 7 + 6; an engine of two ranks, padded to 16, asks for 8 + 5."""
     held = [Holding("w", ((0, 7), (0, 4)), (0,)), Holding("w", ((7, 13), (0, 4)), (1,))]
-    wants = [[Want("w", ((0, 8), (0, 4)))], [Want("w", ((8, 13), (0, 4)))]]
-    assert table(make_plan(held, FLOAT, wants, 2, 1 << 20)) == [
+    wants = [[want("w", ((0, 8), (0, 4)))], [want("w", ((8, 13), (0, 4)))]]
+    assert table(make_plan(held, wants, 2, 1 << 20)) == [
         (0, 2, "w", ((0, 7), (0, 4))),
         (1, 2, "w", ((7, 8), (0, 4))),
         (1, 3, "w", ((8, 13), (0, 4))),
@@ -78,8 +85,8 @@ def test_padded_vocabulary_of_the_engine_is_not_sent() -> None:
 def test_pipeline_stages_send_at_once() -> None:
     """Stage 1's first bucket does not wait for stage 0's second."""
     held = [Holding("w", ((0, 8), (0, 4)), (0,)), Holding("n", ((0, 32),), (0,)), Holding("x", ((0, 32),), (1,))]
-    wants = [[Want("w", ((0, 8), (0, 4))), Want("n", ((0, 32),)), Want("x", ((0, 32),))]]
-    plan = make_plan(held, FLOAT, wants, 2, 256)
+    wants = [[want("w", ((0, 8), (0, 4))), want("n", ((0, 32),)), want("x", ((0, 32),))]]
+    plan = make_plan(held, wants, 2, 256)
     assert [(s.round, s.source, s.bucket.slots[0].spec.name) for s in plan.shipments] == [
         (0, 0, "w"),
         (0, 1, "x"),
@@ -90,20 +97,20 @@ def test_pipeline_stages_send_at_once() -> None:
 def test_replicas_share_the_sending() -> None:
     """DP2: the second replica's ranks send as much as the first's; a large tensor is divided between them."""
     held = tp2("w", ((0, 2), (1, 3))) + tp2("x", ((0, 2), (1, 3)))
-    everything = [Want("w", ((0, 8), (0, 4))), Want("x", ((0, 8), (0, 4)))]
-    plan = make_plan(held, FLOAT, [everything, everything], 4, 1 << 20)
+    everything = [want("w", ((0, 8), (0, 4))), want("x", ((0, 8), (0, 4)))]
+    plan = make_plan(held, [everything, everything], 4, 1 << 20)
     sent = [sum(b for (source, _), b in plan.link_bytes().items() if source == rank) for rank in range(4)]
     assert sent == [128, 128, 128, 128]
     large = [Holding("w", ((0, 1000), (0, 1000)), (0, 1))]
-    plan = make_plan(large, FLOAT, [[Want("w", ((0, 1000), (0, 1000)))]], 2, 1 << 30)
+    plan = make_plan(large, [[want("w", ((0, 1000), (0, 1000)))]], 2, 1 << 30)
     assert table(plan) == [(0, 2, "w", ((0, 500), (0, 1000))), (1, 2, "w", ((500, 1000), (0, 1000)))]
 
 
 def test_no_bucket_is_larger_than_asked() -> None:
     """A tensor of 128 bytes goes in parts of at most 40: rows of 16 bytes, two at a time. Two senders: 20 each."""
-    plan = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], FLOAT, [[Want("w", ((0, 8), (0, 4)))]], 1, 40)
+    plan = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], [[want("w", ((0, 8), (0, 4)))]], 1, 40)
     assert [s.bucket.size_bytes for s in plan.shipments] == [32, 32, 32, 32]
-    plan = make_plan(tp2("w"), FLOAT, [[Want("w", ((0, 8), (0, 4)))]], 2, 40)
+    plan = make_plan(tp2("w"), [[want("w", ((0, 8), (0, 4)))]], 2, 40)
     assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [
         (number // 2, number % 2, 16) for number in range(8)
     ]
@@ -113,17 +120,17 @@ def test_who_sends_little_leaves_the_round_to_the_others() -> None:
     """A round of 320 bytes: rank 1 needs 16 of them (and 16 for alignment), so that rank 0's share is 288, not 160."""
     box = ((0, 8), (0, 4))
     held = [Holding("w", box, (0,)), Holding("x", box, (0,)), Holding("n", ((0, 4),), (1,))]
-    plan = make_plan(held, FLOAT, [[Want("w", box), Want("x", box), Want("n", ((0, 4),))]], 2, 320)
+    plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 320)
     assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 256), (0, 1, 16)]
     hops = TwoHops([0], 2)  # rank 0 holds its own and what it passes on: nobody sends more than his share
-    plan = make_plan(held, FLOAT, [[Want("w", box), Want("x", box), Want("n", ((0, 4),))]], 2, 480, hops)
+    plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 480, hops)
     assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 128), (0, 1, 16), (1, 0, 128)]
 
 
 def test_engines_that_want_the_same_are_packed_for_once() -> None:
     """Two engines of two ranks: two groups of two."""
-    halves = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
-    plan = make_plan(tp2("w"), FLOAT, halves * 2, 2, 1 << 20)
+    halves = [[want("w", ((0, 4), (0, 4)))], [want("w", ((4, 8), (0, 4)))]]
+    plan = make_plan(tp2("w"), halves * 2, 2, 1 << 20)
     assert ways(plan) == [((2, 4), ((0, 2), (0, 4))), ((3, 5), ((1, 3), (1, 5)))]
 
 
@@ -132,32 +139,32 @@ def test_relays_where_the_trainers_links_are_the_limit() -> None:
 
     Two: each packs 64, so each may send to two engines of four without sending more than an engine receives.
     """
-    whole = [Want("w", ((0, 8), (0, 4)))]
-    one = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], FLOAT, [whole] * 4, 1, 1 << 20, Relayed())
+    whole = [want("w", ((0, 8), (0, 4)))]
+    one = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], [whole] * 4, 1, 1 << 20, Relayed())
     assert ways(one) == [((1, 2, 3, 4), ((0, 1), (1, 2), (2, 3), (3, 4)))]
     assert one.link_bytes() == {(0, 1): 128, (1, 2): 128, (2, 3): 128, (3, 4): 128}
-    two = make_plan(tp2("w"), FLOAT, [whole] * 4, 2, 1 << 20, Relayed())
+    two = make_plan(tp2("w"), [whole] * 4, 2, 1 << 20, Relayed())
     assert ways(two) == [
         ((2, 3, 4, 5), ((0, 2), (0, 3), (2, 4), (3, 5))),
         ((2, 3, 4, 5), ((1, 2), (1, 3), (2, 4), (3, 5))),
     ]
     assert two.link_bytes()[2, 4] == 128 and two.link_bytes()[0, 2] == 64
-    four = make_plan(tp2("w", ((0, 2), (1, 3))), FLOAT, [whole] * 2, 4, 1 << 20, Relayed())
+    four = make_plan(tp2("w", ((0, 2), (1, 3))), [whole] * 2, 4, 1 << 20, Relayed())
     assert all(start < 4 for hops in ways(four) for start, _ in hops[1])  # their links carry it: nobody passes on
 
 
 def test_two_hops_by_hand() -> None:
     """TP2 trainer, an engine beside each rank. Each half comes from its owner, if need be over the neighbour."""
-    whole = [Want("w", ((0, 8), (0, 4)))]
-    plan = make_plan(tp2("w"), FLOAT, [whole] * 2, 2, 1 << 20, TwoHops([0, 1], 2))
+    whole = [want("w", ((0, 8), (0, 4)))]
+    plan = make_plan(tp2("w"), [whole] * 2, 2, 1 << 20, TwoHops([0, 1], 2))
     assert ways(plan) == [
         ((2,), ((0, 2),)),
         ((2,), ((1, 0), (0, 2))),
         ((3,), ((0, 1), (1, 3))),
         ((3,), ((1, 3),)),
     ]
-    alike = [[Want("w", ((0, 4), (0, 4)))], [Want("w", ((4, 8), (0, 4)))]]
-    plan = make_plan(tp2("w", ((0, 2), (1, 3))), FLOAT, alike * 2, 4, 1 << 20, TwoHops([0, 1, 2, 3], 4))
+    alike = [[want("w", ((0, 4), (0, 4)))], [want("w", ((4, 8), (0, 4)))]]
+    plan = make_plan(tp2("w", ((0, 2), (1, 3))), alike * 2, 4, 1 << 20, TwoHops([0, 1, 2, 3], 4))
     assert ways(plan) == [((4 + rank,), ((rank, 4 + rank),)) for rank in range(4)]  # nothing leaves a device
 
 
@@ -204,20 +211,20 @@ def test_nobody_waits_for_who_waits_for_him(seed: int) -> None:
     draw = random.Random(seed)
     trainers, engines, tensor = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2)
     held = []
-    for name in FLOAT:
+    for name in NAMES:
         middle = draw.randint(1, 7)
         owners = [tuple(sorted(draw.sample(range(trainers), draw.randint(1, trainers)))) for _ in range(2)]
         held += [Holding(name, ((0, middle), (0, 4)), owners[0]), Holding(name, ((middle, 8), (0, 4)), owners[1])]
-    shards = [[Want(name, ((8 * r // tensor, 8 * (r + 1) // tensor), (0, 4))) for name in FLOAT] for r in range(tensor)]
+    shards = [[want(name, ((8 * r // tensor, 8 * (r + 1) // tensor), (0, 4))) for name in NAMES] for r in range(tensor)]
     neighbours = [draw.randrange(trainers) for _ in range(engines * tensor)]
     for routes in (Relayed(), TwoHops(neighbours, trainers)):
-        plan = make_plan(held, FLOAT, shards * engines, trainers, 64, routes)
+        plan = make_plan(held, shards * engines, trainers, 64, routes)
         for buffers in (1, 2):
             assert carried_out(plan, trainers + engines * tensor, buffers) == len(plan.shipments)
 
 
 def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(PlanImpossible, match=r"'w' at \(\(4, 8\), \(0, 4\)\)"):
-        make_plan(tp2("w")[:1], FLOAT, [[Want("w", ((0, 8), (0, 4)))]], 1, 1 << 20)
+        make_plan(tp2("w")[:1], [[want("w", ((0, 8), (0, 4)))]], 1, 1 << 20)
     with pytest.raises(PlanImpossible, match="engines want x"):
-        make_plan(tp2("w"), FLOAT, [[Want("x", ((0, 8), (0, 4)))]], 2, 1 << 20)
+        make_plan(tp2("w"), [[want("x", ((0, 8), (0, 4)))]], 2, 1 << 20)

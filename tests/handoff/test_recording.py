@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from or1_megatron.handoff.message.buckets import Slot, TensorSpec
+from or1_megatron.handoff.message.buckets import Slice, Slot, TensorSpec
 from or1_megatron.handoff.message.checksum import checksum
 from or1_megatron.handoff.message.message import Received
-from or1_megatron.handoff.shard.plan import Slice, Want
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -101,13 +100,13 @@ def test_what_loaders_ask_for(recorded: Any) -> None:
     """The rest of a tensor is not asked for; what is computed with comes whole, and its name is known."""
     toy, record, specs = recorded
     assert record.wants(specs) == [
-        Want("lower_half", ((4, 8), (0, 3))),
-        Want("one_expert", ((1, 2), (0, 2), (3, 6))),
-        Want("transposed", ((0, 2), (0, 5))),
-        Want("shifted", ((0, 4),)),
-        Want("filled", ((0, 3),)),
-        Want("padded", ((0, 2), (0, 2))),
-        Want("doubled_in_place", ((0, 3),)),
+        Slice("lower_half", ((4, 8), (0, 3)), torch.float32),
+        Slice("one_expert", ((1, 2), (0, 2), (3, 6)), torch.float32),
+        Slice("transposed", ((0, 2), (0, 5)), torch.float32),
+        Slice("shifted", ((0, 4),), torch.float32),
+        Slice("filled", ((0, 3),), torch.float32),
+        Slice("padded", ((0, 2), (0, 2)), torch.float32),
+        Slice("doubled_in_place", ((0, 3),), torch.float32),
     ]
     assert record.whole.keys() == {"transposed", "shifted", "filled"}
     assert "aten.add" in record.whole["shifted"]
@@ -199,7 +198,7 @@ def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
 def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.message.message import SliceMismatch
+    from or1_megatron.handoff.errors import SliceMismatch
     from or1_megatron.handoff.shard.direct_copy import Placer
     from or1_megatron.handoff.vllm.reload import put_back
 

@@ -21,9 +21,9 @@ from sharded_trainer import Grid, Trainer
 
 from or1_megatron.commands.plan_handoff import expected_wants
 from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.handoff.transport.base import GlooTransport
-from or1_megatron.handoff.transport.group import HandoffError
 from or1_megatron.handoff.transport.shared_memory import MappedTransport
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.weights.holdings import Box, box_size
@@ -157,7 +157,7 @@ def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> No
                 for destination in shipment.destinations:
                     received.setdefault((destination - trainer.grid.world, slot.spec.name), []).append(slot.spec.box)
     for (rank, name), boxes in received.items():
-        wants = expected_wants(QWEN2, trainer.grid.hf, rank % engine_tensor, engine_tensor)
+        wants = expected_wants(QWEN2, trainer.grid.hf, torch.float32, rank % engine_tensor, engine_tensor)
         (box,) = (want.box for want in wants if want.name == name)
         hull = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True))
         assert hull == box, f"engine rank {rank}: {name}"

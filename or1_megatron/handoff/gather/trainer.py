@@ -19,14 +19,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from or1_megatron.handoff.message.buckets import TensorSpec
+from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.message.buckets import Slice, TensorSpec
 from or1_megatron.handoff.message.message import message_bytes, pack
-from or1_megatron.handoff.shard.plan import Slice
 from or1_megatron.handoff.transport.group import (
     BACKEND,
     FAILED,
     TRAINER_RANK,
-    HandoffError,
     WireSpec,
     abandon,
     broadcast,

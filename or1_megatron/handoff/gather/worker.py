@@ -16,13 +16,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-from or1_megatron.handoff.message.buckets import TensorSpec
+from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.message.buckets import Slice, TensorSpec
 from or1_megatron.handoff.message.message import message_bytes, unpack
-from or1_megatron.handoff.shard.plan import Slice
 from or1_megatron.handoff.transport.group import (
     BACKEND,
     FAILED,
-    HandoffError,
     WireSpec,
     abandon,
     broadcast,

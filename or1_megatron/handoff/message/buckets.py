@@ -9,6 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from or1_megatron.weights.holdings import Box, box_shape, box_size
+
 ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
 
 
@@ -39,6 +41,26 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A rectangle of an HF tensor: what an engine rank wants of it, or what a message holds."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return box_shape(self.box)
+
+    @property
+    def size_bytes(self) -> int:
+        return box_size(self.box) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"'{self.name}'[{', '.join(f'{start}:{stop}' for start, stop in self.box)}]"
 
 
 @dataclass(frozen=True, slots=True)

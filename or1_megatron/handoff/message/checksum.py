@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from or1_megatron.handoff.shard.plan import Slice
+from or1_megatron.handoff.message.buckets import Slice
 
 Content = NDArray[np.uint8]
 """[bytes] on the host."""

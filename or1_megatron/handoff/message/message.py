@@ -8,14 +8,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from or1_megatron.errors import UserError
-from or1_megatron.handoff.message.buckets import Slot
+from or1_megatron.handoff.errors import SliceMismatch
+from or1_megatron.handoff.message.buckets import Bucket, Slice, Slot
 from or1_megatron.handoff.message.checksum import Checksums, Content, checksum
-from or1_megatron.handoff.shard.plan import Shipment, Slice
+
+Hop = tuple[int, int]
+"""(from, to)"""
+Group = tuple[int, ...]
+"""Engine ranks, numbered after the trainer's."""
 
 
-class SliceMismatch(UserError, RuntimeError):
-    """A slice did not arrive as it was sent."""
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """One message: what a trainer rank packs for a group of engine ranks, and its way to them."""
+
+    number: int
+    """Its place in the order of all."""
+    round: int
+    source: int
+    destinations: Group
+    hops: tuple[Hop, ...]
+    """(from, to), each behind the one by which the message has come."""
+    bucket: Bucket[Slice]
+
+    def parent(self, rank: int) -> int | None:
+        """From whom ``rank`` receives it."""
+        return next((sender for sender, receiver in self.hops if receiver == rank), None)
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        """To whom ``rank`` sends it."""
+        return tuple(receiver for sender, receiver in self.hops if sender == rank)
 
 
 @dataclass(slots=True)

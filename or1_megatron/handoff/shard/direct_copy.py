@@ -19,8 +19,8 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import Received
-from or1_megatron.handoff.shard.plan import Slice
 from or1_megatron.handoff.vllm.loader_trace import Place, Recorded, View, landing_of, place_in
 from or1_megatron.weights.holdings import Box, box_size, intersection
 

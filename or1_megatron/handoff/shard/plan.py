@@ -17,67 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from or1_megatron.errors import UserError
-from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Bucket, plan_buckets
-from or1_megatron.handoff.shard.routes import Direct, Hop, Load, Routes
-from or1_megatron.weights.holdings import Box, Holding, box_shape, box_size, intersection, without
+from or1_megatron.handoff.errors import PlanImpossible
+from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Slice, plan_buckets
+from or1_megatron.handoff.message.message import Group, Hop, Shipment
+from or1_megatron.handoff.shard.routes import Direct, Load, Routes
+from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
-
-Group = tuple[int, ...]
-"""Engine ranks, numbered after the trainer's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A rectangle of an HF tensor that an engine rank's parameters take up."""
-
-    name: str
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A rectangle of an HF tensor on the wire."""
-
-    name: str
-    box: Box
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return box_shape(self.box)
-
-    @property
-    def size_bytes(self) -> int:
-        return box_size(self.box) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"'{self.name}'[{', '.join(f'{start}:{stop}' for start, stop in self.box)}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Shipment:
-    """One message: what a trainer rank packs for a group of engine ranks, and its way to them."""
-
-    number: int
-    """Its place in the order of all."""
-    round: int
-    source: int
-    destinations: Group
-    hops: tuple[Hop, ...]
-    """(from, to), each behind the one by which the message has come."""
-    bucket: Bucket[Slice]
-
-    def parent(self, rank: int) -> int | None:
-        """From whom ``rank`` receives it."""
-        return next((sender for sender, receiver in self.hops if receiver == rank), None)
-
-    def children(self, rank: int) -> tuple[int, ...]:
-        """To whom ``rank`` sends it."""
-        return tuple(receiver for sender, receiver in self.hops if sender == rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +60,9 @@ class HandoffPlan:
         return dict(total)
 
 
-class PlanImpossible(UserError, ValueError):
-    """No trainer rank holds what an engine rank wants."""
-
-
 def make_plan(
     holdings: Iterable[Holding],
-    dtypes: Mapping[str, torch.dtype],
-    wants: Sequence[Sequence[Want]],
+    wants: Sequence[Sequence[Slice]],
     trainers: int,
     bucket_bytes: int,
     routes: Routes | None = None,
@@ -130,7 +71,6 @@ def make_plan(
 
     Args:
         holdings: of all trainer ranks, in the order of the model.
-        dtypes: of each tensor, as held and sent.
         wants: of each engine rank.
         bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it (more only where
             a row of a tensor, which is not cut, is larger than a trainer rank's equal share of it).
@@ -145,7 +85,7 @@ def make_plan(
         held[holding.name].append(holding)
     wanted = _groups(wants, trainers, routes)
     share, most = (max(1, limit) for limit in routes.message_limits(bucket_bytes, trainers))
-    channels = _channels(held, dtypes, wanted, trainers, share, routes)
+    channels = _channels(held, wanted, trainers, share, routes)
     load = _load(channels)
     limits = _limits(channels, bucket_bytes, share, most)
     messages = [
@@ -161,9 +101,9 @@ def make_plan(
     return HandoffPlan(trainers, tuple(shipments))
 
 
-def _groups(wants: Sequence[Sequence[Want]], trainers: int, routes: Routes) -> dict[Group, frozenset[Want]]:
+def _groups(wants: Sequence[Sequence[Slice]], trainers: int, routes: Routes) -> dict[Group, frozenset[Slice]]:
     """Each engine rank's group, with what its ranks want."""
-    alike: dict[frozenset[Want], list[int]] = defaultdict(list)
+    alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
     return {group: wanted for wanted, ranks in alike.items() for group in routes.groups(tuple(ranks))}
@@ -171,8 +111,7 @@ def _groups(wants: Sequence[Sequence[Want]], trainers: int, routes: Routes) -> d
 
 def _channels(
     held: Mapping[str, Sequence[Holding]],
-    dtypes: Mapping[str, torch.dtype],
-    wanted: Mapping[Group, frozenset[Want]],
+    wanted: Mapping[Group, frozenset[Slice]],
     trainers: int,
     message_bytes: int,
     routes: Routes,
@@ -184,18 +123,15 @@ def _channels(
             raise PlanImpossible(f"handoff: engines want {want.name}, of which no trainer rank holds anything")
     burden = [0] * trainers
     channels: dict[tuple[Group, int], list[Slice]] = defaultdict(list)
-    covered: dict[Want, list[tuple[Box, tuple[int, ...]]]] = {}
-    asked = [(order[want.name], want.box, group) for group, each in wanted.items() for want in each]
-    names = list(held)
-    for index, box, group in sorted(asked):
-        want = Want(names[index], box)
+    covered: dict[Slice, list[tuple[Box, tuple[int, ...]]]] = {}
+    asked = [(want, group) for group, each in wanted.items() for want in each]
+    for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
         if want not in covered:
             covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
-        dtype = dtypes[want.name]
         for part, holders in covered[want]:
             near = routes.candidates(holders, group)
-            for piece in _divide(part, len(near), dtype.itemsize, message_bytes):
-                cut = Slice(want.name, piece, dtype)
+            for piece in _divide(part, len(near), want.dtype.itemsize, message_bytes):
+                cut = Slice(want.name, piece, want.dtype)
                 source = min(near, key=lambda holder: (burden[holder], holder))
                 burden[source] += cut.size_bytes
                 channels[group, source].append(cut)
@@ -230,7 +166,7 @@ def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
     return Load(max(packed.values(), default=0), max(shards.values(), default=0))
 
 
-def _cover(want: Want, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
+def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
     """Rectangles that together are what is wanted, each with the ranks that hold it."""
     covered: list[tuple[Box, tuple[int, ...]]] = []
     open_boxes = [want.box]

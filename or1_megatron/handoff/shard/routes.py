@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-_WORTH_IT = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
+from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.message.message import Hop
+from or1_megatron.handoff.transport.links import Place
 
-Hop = tuple[int, int]
-"""(from, to)"""
+_ON_ONE_NODE = ("shared_memory", "cuda_ipc")
+_WORTH_IT = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,48 @@ class TwoHops:
     def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
         share = bucket_bytes // (trainers + 1)  # a rank holds its own messages beside those that it passes on
         return share, share
+
+
+def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> Routes:
+    """The routes that a transport's links call for.
+
+    Raises:
+        HandoffError: the ranks do not stand as the transport needs them.
+    """
+    if "+" in transport:
+        return TwoHops(_neighbours(transport, trainers, engines), len(trainers))
+    if transport in _ON_ONE_NODE:
+        here = trainers[0].node
+        for who, places in (("trainer", trainers), ("engine", engines)):
+            for rank, place in enumerate(places):
+                if place.node != here:
+                    raise HandoffError(
+                        f"handoff.transport = {transport} needs all ranks on one node and in one PID namespace; {who} "
+                        f"rank {rank} is not where trainer rank 0 is"
+                    )
+        return Direct()
+    shared = {place for place in trainers if place.device} & set(engines)
+    if transport == "nccl" and shared:
+        raise HandoffError(
+            "handoff.transport = nccl: engines share the trainer's GPUs, and NCCL refuses two ranks on one; "
+            "nccl+cuda_ipc is for that"
+        )
+    return Relayed()
+
+
+def _neighbours(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> list[int]:
+    """For each engine rank the trainer rank on its device; without devices those of its node in turn."""
+    ranks: dict[Place, list[int]] = defaultdict(list)
+    for rank, place in enumerate(trainers):
+        ranks[place].append(rank)
+    turns = defaultdict[Place, int](int)
+    found = []
+    for index, place in enumerate(engines):
+        if place not in ranks:
+            raise HandoffError(
+                f"handoff.transport = {transport} needs a trainer rank on each engine rank's device; engine rank "
+                f"{index} has none beside it"
+            )
+        found.append(ranks[place][turns[place] % len(ranks[place])])
+        turns[place] += 1
+    return found

@@ -22,62 +22,27 @@ same bits; but they are cut over the replicas by the distributed optimizer, and 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
+from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import Tally, ship
-from or1_megatron.handoff.transport.group import HandoffError, join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, routes_for, this_place
+from or1_megatron.handoff.transport.group import join_store, open_group, open_store
+from or1_megatron.handoff.transport.links import Links, this_place
 from or1_megatron.handoff.transport.status_store import Board, in_background
-from or1_megatron.interfaces import WeightShards
-from or1_megatron.weights.holdings import Box, Holding
+from or1_megatron.interfaces import EngineControl, PolicyWeights
 
 BACKEND = "shard"
-
-
-class SlicedWeights(WeightShards, Protocol):
-    """A policy's weights, also by slices, without collectives."""
-
-    def holdings(self) -> list[Holding]:
-        """Which trainer rank holds what; the same on every rank."""
-        ...
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """A rectangle that this rank holds, as a view."""
-        ...
-
-    def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank; collective."""
-        ...
-
-    @property
-    def ranks(self) -> int: ...
-
-
-class EngineClient(Protocol):
-    """What rank 0 needs of the engines: vLLM's ``VLLMWeightSyncClient`` and their number."""
-
-    engines: int
-    workers_per_engine: int
-    address: str
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
 class ShardSender:
     """One trainer rank. ``connect`` and ``send`` are collective over the trainer's ranks."""
 
-    def __init__(self, weights: SlicedWeights, rank: int, config: HandoffConfig, client: EngineClient | None) -> None:
+    def __init__(self, weights: PolicyWeights, rank: int, config: HandoffConfig, client: EngineControl | None) -> None:
         """``client``: on rank 0 alone."""
         self._weights, self._rank, self._config, self._client = weights, rank, config, client
         self._board: Board | None = None
@@ -163,9 +128,8 @@ class ShardSender:
         ]
         others = [board.read(f"place/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, trainers)]
         routes = routes_for(self._config.transport, [this_place(), *others], [place for _, place in told])
-        dtypes = {name: dtype for name, dtype, _ in self._weights.metadata()}
         wants = [wanted for wanted, _ in told]
-        plan = make_plan(self._weights.holdings(), dtypes, wants, trainers, self._config.bucket_bytes, routes)
+        plan = make_plan(self._weights.holdings(), wants, trainers, self._config.bucket_bytes, routes)
         for rank in range(trainers + engine_ranks):
             board.publish(f"plan/{rank}", plan.of(rank))
 

@@ -51,7 +51,7 @@ def ship(
         HandoffError: somebody failed, or did not keep up.
     """
     before = links.counts()
-    links.begin(plan, rank)  # two threads start messages
+    links.begin(plan.shipments, rank)  # two threads start messages
     passing = in_background(lambda: _pass_on(plan, rank, links, board)) if plan.through(rank) else None
     pools: dict[int, Buffers] = {id(link): Buffers(link.allocate) for link in links.all}
     travelling: deque[tuple[Shipment, Tensor, list[Future[None]]]] = deque()

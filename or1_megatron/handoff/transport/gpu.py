@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.transport.base import Arrival, Buffers, Counted, InOrder, Waiters, Work
-from or1_megatron.handoff.transport.group import HandoffError
 
 T = TypeVar("T")
 

@@ -19,9 +19,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from or1_megatron.errors import UserError
-from or1_megatron.handoff.message.buckets import TensorSpec, plan_buckets
-from or1_megatron.handoff.shard.plan import Shipment, Slice
+from or1_megatron.handoff.message.buckets import Slice, TensorSpec, plan_buckets
+from or1_megatron.handoff.message.message import Shipment
 from or1_megatron.weights.holdings import whole
 
 BACKEND = "gloo"
@@ -29,10 +28,6 @@ TRAINER_RANK = 0
 FAILED = "failed"  # in the store: why the trainer broke the handoff off
 
 _abandoned: list[ProcessGroupGloo] = []
-
-
-class HandoffError(UserError, RuntimeError):
-    """A handoff did not come about; the message says who was waited for, or what that side reported."""
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:

@@ -11,19 +11,14 @@ nccl+cuda_ipc        GPU, two hops: NCCL among trainer ranks, CUDA IPC to the en
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroupGloo, Store
 
-from or1_megatron.handoff.shard.plan import HandoffPlan
-from or1_megatron.handoff.shard.routes import Direct, Relayed, Routes, TwoHops
+from or1_megatron.handoff.message.message import Shipment
 from or1_megatron.handoff.transport.base import GlooTransport, Transport
-from or1_megatron.handoff.transport.group import HandoffError
 from or1_megatron.handoff.transport.shared_memory import MappedTransport, SharedMemory
-
-_ON_ONE_NODE = ("shared_memory", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +41,6 @@ def this_place() -> Place:
     if torch.cuda.is_available():
         device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return Place(node, device)
-
-
-def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> Routes:
-    """The routes that a transport's links call for.
-
-    Raises:
-        HandoffError: the ranks do not stand as the transport needs them.
-    """
-    if "+" in transport:
-        return TwoHops(_neighbours(transport, trainers, engines), len(trainers))
-    if transport in _ON_ONE_NODE:
-        here = trainers[0].node
-        for who, places in (("trainer", trainers), ("engine", engines)):
-            for rank, place in enumerate(places):
-                if place.node != here:
-                    raise HandoffError(
-                        f"handoff.transport = {transport} needs all ranks on one node and in one PID namespace; {who} "
-                        f"rank {rank} is not where trainer rank 0 is"
-                    )
-        return Direct()
-    shared = {place for place in trainers if place.device} & set(engines)
-    if transport == "nccl" and shared:
-        raise HandoffError(
-            "handoff.transport = nccl: engines share the trainer's GPUs, and NCCL refuses two ranks on one; "
-            "nccl+cuda_ipc is for that"
-        )
-    return Relayed()
-
-
-def _neighbours(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> list[int]:
-    """For each engine rank the trainer rank on its device; without devices those of its node in turn."""
-    ranks: dict[Place, list[int]] = defaultdict(list)
-    for rank, place in enumerate(trainers):
-        ranks[place].append(rank)
-    turns = defaultdict[Place, int](int)
-    found = []
-    for index, place in enumerate(engines):
-        if place not in ranks:
-            raise HandoffError(
-                f"handoff.transport = {transport} needs a trainer rank on each engine rank's device; engine rank "
-                f"{index} has none beside it"
-            )
-        found.append(ranks[place][turns[place] % len(ranks[place])])
-        turns[place] += 1
-    return found
 
 
 class Links:
@@ -128,10 +78,10 @@ class Links:
         crosses = sender < self._trainers <= receiver
         return self._local if crosses and self._local is not None else self._network
 
-    def begin(self, plan: HandoffPlan, rank: int) -> None:
+    def begin(self, shipments: Iterable[Shipment], rank: int) -> None:
         """Tell the transports the order in which ``rank`` has to do with messages: the plan's."""
         numbers: dict[int, list[int]] = {id(link): [] for link in self.all}
-        for shipment in plan.shipments:
+        for shipment in shipments:
             for sender, receiver in shipment.hops:
                 if rank in (sender, receiver):
                     numbers[id(self.over(sender, receiver))].append(shipment.number)

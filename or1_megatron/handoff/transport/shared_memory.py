@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
+from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.transport.base import Arrival, Counted, Waiters, Work, abort
-from or1_megatron.handoff.transport.group import HandoffError
 
 _NOTICE_BYTES = 2048
 _HEADER_BYTES = mmap.PAGESIZE

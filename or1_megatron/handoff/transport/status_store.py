@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from or1_megatron.handoff.transport.group import HandoffError, join_store
+from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.transport.group import join_store
 
 T = TypeVar("T")
 

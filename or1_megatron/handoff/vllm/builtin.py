@@ -12,7 +12,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.vllm.sources import EverywhereSource, HeldSource, MeshSource, PolicyWeights, ShardsSource
+from or1_megatron.handoff.vllm.sources import EverywhereSource, HeldSource, MeshSource, ShardsSource
+from or1_megatron.interfaces import PolicyWeights
 
 
 class NoClient:
@@ -28,7 +29,7 @@ def open_builtin(
     """Meet the engines; collective over the trainer's ranks.
 
     Args:
-        client: ``sender.EngineControl`` on rank 0; None elsewhere.
+        client: ``EngineControl`` on rank 0; None elsewhere.
     """
     place = None
     if client is not None:

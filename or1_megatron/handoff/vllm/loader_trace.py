@@ -24,8 +24,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
-from or1_megatron.handoff.message.buckets import TensorSpec
-from or1_megatron.handoff.shard.plan import Want
+from or1_megatron.handoff.message.buckets import Slice, TensorSpec
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.weights.holdings import Box, whole
 
@@ -102,13 +101,15 @@ class Recorded:
     elements: dict[str, int] = field(default_factory=dict)
     """By module: how many vLLM's layerwise reload waits for."""
 
-    def wants(self, specs: Sequence[TensorSpec]) -> list[Want]:
+    def wants(self, specs: Sequence[TensorSpec]) -> list[Slice]:
         found = []
         for spec in specs:
             if spec.name in self.whole:
-                found.append(Want(spec.name, whole(spec.shape)))
+                found.append(Slice(spec.name, whole(spec.shape), spec.dtype))
             else:
-                found += [Want(spec.name, landing.box) for landing in self.landings.get(spec.name, {}).values()]
+                found += [
+                    Slice(spec.name, landing.box, spec.dtype) for landing in self.landings.get(spec.name, {}).values()
+                ]
         return found
 
 

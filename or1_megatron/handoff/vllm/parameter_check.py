@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from or1_megatron.handoff.errors import HandoffMismatch
+from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.checksum import checksum
 from or1_megatron.handoff.message.message import Received
-from or1_megatron.handoff.probe import HandoffMismatch
-from or1_megatron.handoff.shard.plan import Slice
 from or1_megatron.handoff.vllm.loader_trace import Place, Recorded, View, place_in
 from or1_megatron.weights.holdings import intersection
 

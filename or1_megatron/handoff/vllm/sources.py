@@ -13,45 +13,28 @@ Checked on CPU against vLLM's own checks of sources. The backends themselves hav
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Protocol
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta, Placements
 from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 
-from or1_megatron.handoff.shard.trainer import SlicedWeights
-from or1_megatron.interfaces import WeightShards
+from or1_megatron.interfaces import PolicyWeights
 from or1_megatron.weights.holdings import Holding, whole
-
-
-class PolicyWeights(SlicedWeights, Protocol):
-    """A policy's weights, in all the ways in which a backend may want them."""
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Of a tensor-parallel group."""
-        ...
-
-    def held_names(self) -> frozenset[str]: ...
-
-    def held(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def everywhere(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class ShardsSource(WeightSource):
     """Rank 0 is given every tensor; the others iterate so that the collectives behind it meet."""
 
-    def __init__(self, shards: WeightShards, sends: bool = True) -> None:
+    def __init__(self, weights: PolicyWeights, sends: bool = True) -> None:
         """``sends``: this is rank 0."""
-        self._shards, self._sends = shards, sends
+        self._weights, self._sends = weights, sends
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._shards.metadata()]
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self._weights.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._shards:
+        for name, tensor in self._weights:
             if tensor is None and self._sends:
                 raise ValueError(f"weights: the sending rank was given no tensor for '{name}'")
             yield name, tensor  # type: ignore[misc]  # nobody looks at it on other ranks
@@ -60,20 +43,12 @@ class ShardsSource(WeightSource):
 class EverywhereSource(ShardsSource):
     """Every rank is given every tensor."""
 
-    def __init__(self, weights: PolicyWeights) -> None:
-        super().__init__(weights)
-        self._weights = weights
-
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights.everywhere()
 
 
 class HeldSource(ShardsSource):
     """Every rank is given what its pipeline stage and its expert-parallel rank hold, gathered over TP."""
-
-    def __init__(self, weights: PolicyWeights) -> None:
-        super().__init__(weights)
-        self._weights = weights
 
     def held_names(self) -> Collection[str]:
         return self._weights.held_names()
