@@ -22,6 +22,7 @@ from typing import Any
 from code_corpus import HACKS, HONEST, PROBLEMS
 from result import figure, write_result
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.livecodebench import as_input_output
 from or1_megatron.verify.code.verifier import CodeVerifier
@@ -39,7 +40,7 @@ class Ours:
     name = "ours"
 
     def __init__(self) -> None:
-        self._verifier = CodeVerifier(timeout_s=6.0)
+        self._verifier = CodeVerifier(VerifyConfig(timeout_s=6.0))
 
     def judge(self, truth: Mapping[str, Any], source: str) -> tuple[bool, float]:
         problem = Problem("id", "s", "code", (Message("user", "q"),), json.dumps(truth), {}, "corpus")

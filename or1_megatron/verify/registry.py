@@ -9,16 +9,10 @@ from or1_megatron.interfaces import Verifier
 from or1_megatron.verify.code.verifier import CodeVerifier
 from or1_megatron.verify.custom.verifier import CustomVerifier
 from or1_megatron.verify.math.verifier import MathVerifier
-from or1_megatron.verify.sandbox.tiers import open_sandbox
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
     "math": lambda config: MathVerifier(config.timeout_s),
-    "code": lambda config: CodeVerifier(
-        early_stop=config.early_stop,
-        budget_s=config.budget_s,
-        headers=config.checker_headers,
-        sandbox=open_sandbox(config),
-    ),
+    "code": CodeVerifier,
 }
 
 ABILITIES = frozenset(_MAKERS)

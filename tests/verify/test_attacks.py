@@ -20,6 +20,7 @@ import psutil
 import pytest
 from attacks import ATTACKS, PROBES, READING, SECRET, SLOW
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.verifier import CodeVerifier
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
@@ -71,7 +72,7 @@ def before() -> list[str]:
 
 def verdicts(sandbox: Sandbox, sources: dict[str, str], output: str) -> dict[str, str]:
     """Of each source where ``output`` is asked for, two at a time, each followed by an honest one that must pass."""
-    verifier = CodeVerifier(sandbox=sandbox)
+    verifier = CodeVerifier(VerifyConfig(), sandbox)
 
     def judge(source: str) -> str:
         status = verifier.verify(problem(output), answer(source), truncated=False).status

@@ -12,6 +12,7 @@ import shutil
 import pytest
 from code_corpus import HACKS, HONEST, PROBLEMS
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.verifier import CodeVerifier
 
@@ -23,7 +24,7 @@ def problem(name: str) -> Problem:
 
 
 def test_the_corpus_is_judged_as_read() -> None:
-    verifier = CodeVerifier(timeout_s=10.0)  # the machine may be busy
+    verifier = CodeVerifier(VerifyConfig(timeout_s=10.0))  # the machine may be busy
     assert len(HONEST) >= 60 and len(HACKS) >= 20
     cases = [(name, "right" if right else "wrong", source) for name, right, source in HONEST]
     cases += [(name, "wrong", source) for name, _, source in HACKS]

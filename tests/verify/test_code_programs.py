@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem, Verdict
 from or1_megatron.verify.code.verifier import CodeVerifier
 
@@ -96,7 +97,7 @@ DISHONEST: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[CodeVerifier]:
-    made = CodeVerifier(timeout_s=5.0)
+    made = CodeVerifier(VerifyConfig())
     yield made
     made.close()
 

@@ -16,7 +16,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox.tiers import SandboxLimits
+from or1_megatron.verify.sandbox.tiers import Sandbox, SandboxLimits
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -55,7 +55,8 @@ def answer(source: str) -> str:
 
 @pytest.fixture(scope="module")
 def verifier() -> CodeVerifier:
-    return CodeVerifier(limits=SandboxLimits(cpu_s=1.0, wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20))
+    limits = SandboxLimits(cpu_s=1.0, wall_s=3.0, memory_bytes=1 << 30, output_bytes=1 << 20)
+    return CodeVerifier(VerifyConfig(), Sandbox(limits))
 
 
 RIGHT = {
@@ -185,7 +186,7 @@ def test_last_python_block() -> None:
 def test_all_tests_are_run_when_asked_for() -> None:
     source = "n = int(input())\nprint(42 if n == 21 else 9)"
     truth = {"inputs": ["1\n", "21\n", "2\n"], "outputs": ["2", "42", "4"]}
-    stopping, thorough = CodeVerifier(), CodeVerifier(early_stop=False)
+    stopping, thorough = CodeVerifier(VerifyConfig()), CodeVerifier(VerifyConfig(early_stop=False))
     assert (
         "0 of 3 tests passed [F--]; test 0: wrong output"
         in stopping.verify(problem(truth), answer(source), False).detail
@@ -201,13 +202,13 @@ def test_calls_leave_nothing_to_the_next() -> None:
     """A counter in a module, a file in /tmp: each call finds the submission as it was loaded."""
     source = "import os\nn = [0]\ndef f(x):\n    n[0] += 1\n    return [x, n[0], os.path.exists('/tmp/left')]\n"
     truth = {"inputs": [[1], [2], [3]], "outputs": [[k, 1, False] for k in (1, 2, 3)], "fn_name": "f"}
-    assert CodeVerifier().verify(problem(truth), answer(source), False).status == "right"
+    assert CodeVerifier(VerifyConfig()).verify(problem(truth), answer(source), False).status == "right"
 
 
 @needs_bubblewrap
 def test_a_budget_bounds_all_tests_together() -> None:
     truth = {"inputs": ["", "", ""], "outputs": ["1"] * 3}
-    verdict = CodeVerifier(budget_s=0.05).verify(
+    verdict = CodeVerifier(VerifyConfig(budget_s=0.05)).verify(
         problem(truth), answer("import time\ntime.sleep(0.1)\nprint(1)"), False
     )
     assert verdict.status == "wrong" and "all tests together took more than" in verdict.detail

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem, Verdict
 from or1_megatron.verify.code.checkers import parse_checker, text_matches, value_matches
 from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
@@ -55,7 +56,7 @@ FORGED = {
 def verifier(request: pytest.FixtureRequest) -> Iterator[CodeVerifier]:
     tier: SandboxTier = request.param
     try:
-        made = CodeVerifier(sandbox=Sandbox(LIMITS, tier))
+        made = CodeVerifier(VerifyConfig(), Sandbox(LIMITS, tier))
     except SandboxUnavailable as error:
         pytest.skip(f"no {tier} here: {error}")
     yield made

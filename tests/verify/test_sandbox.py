@@ -204,6 +204,19 @@ def test_without_cgroups_each_worker_has_its_share_of_the_budget(monkeypatch: py
     assert found[1].output == b"524288000\n" and "MemoryError" in found[4].errors, found
 
 
+def test_limits_come_from_the_configuration() -> None:
+    """The defaults as well: a sandbox made without a configuration has those of the section ``verify``."""
+    with open_sandbox(VerifyConfig(timeout_s=3.0, memory_bytes=1 << 30, processes=7)) as sandbox:
+        found = sandbox.limits
+    assert (found.cpu_s, found.wall_s, found.memory_bytes, found.processes) == (3.0, 6.0, 1 << 30, 7)
+    default, limits = VerifyConfig(), SandboxLimits()
+    assert (limits.cpu_s, limits.memory_bytes, limits.processes) == (
+        default.timeout_s,
+        default.memory_bytes,
+        default.processes,
+    )
+
+
 def test_a_sandbox_that_cannot_be_set_up_is_a_failure_not_a_result(sandbox: Sandbox) -> None:
     """The runner ends before it is at the gate; the program would have printed the right answer."""
     with pytest.MonkeyPatch.context() as patch:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import ast
 import re
 import time
-from pathlib import Path
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning
 from or1_megatron.verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_megatron.verify.code.records import CodeTests
 from or1_megatron.verify.code.run import CodeRun, Outcome
 from or1_megatron.verify.code.tests import parse_code_tests
-from or1_megatron.verify.sandbox.program import SandboxLimits
-from or1_megatron.verify.sandbox.tiers import Sandbox
+from or1_megatron.verify.sandbox.tiers import Sandbox, open_sandbox
 
 _MAX_SOURCE_CHARS = 200_000
 # Possessive, for without a match each part would be tried at every length: minutes for a line of a million spaces.
@@ -31,25 +30,16 @@ _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 class CodeVerifier:
     """``interfaces.Verifier`` for ability "code".
 
-    ``timeout_s`` is each test's CPU time, ``budget_s`` the wall time of all tests of a problem; a submission that
-    exceeds one is wrong (too slow), not a failure of the verifier. ``early_stop``: the first failure ends it.
-    ``headers``: a folder that holds testlib.h. ``sandbox`` is taken over, with its own limits.
+    Runs submissions in ``sandbox``, with that sandbox's limits, and closes it; None: the sandbox that ``config`` asks
+    for. A submission that exceeds a limit is wrong (too slow, too large); the verifier has not failed.
     Raises SandboxUnavailable at construction when no sandbox can be had.
     """
 
-    def __init__(
-        self,
-        timeout_s: float = 5.0,
-        limits: SandboxLimits | None = None,
-        early_stop: bool = True,
-        budget_s: float = 120.0,
-        headers: Path | None = None,
-        sandbox: Sandbox | None = None,
-    ) -> None:
-        self._sandbox = sandbox or Sandbox(limits or SandboxLimits(cpu_s=timeout_s, wall_s=2 * timeout_s))
-        self._checkers = CheckerPrograms(self._sandbox, headers)
-        self._run = CodeRun(self._sandbox, self._checkers, budget_s)
-        self._early_stop = early_stop
+    def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
+        self._sandbox = sandbox or open_sandbox(config)
+        self._checkers = CheckerPrograms(self._sandbox, config.checker_headers)
+        self._run = CodeRun(self._sandbox, self._checkers, config.budget_s)
+        self._early_stop = config.early_stop
         self._tests: tuple[str, CodeTests] | None = None
 
     def start(self) -> None:

@@ -32,7 +32,7 @@ _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, 
 class MathVerifier:
     """``interfaces.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._process = MathProcess(timeout_s)
         self._golds: tuple[str, list[str]] = ("", [])
 

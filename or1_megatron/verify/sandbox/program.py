@@ -26,13 +26,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.errors import UserError
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 """exited: by itself, or by a signal; the others: killed for exceeding that limit."""
 
-
 SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
+
+WALL_PER_CPU = 2.0
+"""A run's wall time limit over its CPU time limit."""
+
+_CONFIG = VerifyConfig()
 
 
 class SandboxUnavailable(UserError, RuntimeError):
@@ -61,17 +66,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Of one run. ``cpu_s`` is the time limit; ``wall_s`` bounds what sleeps, and should leave room on a busy machine.
+    """The limits of one run. What the section ``verify`` of the configuration sets has its default there.
 
-    ``memory_bytes``: each process's address space (the recipe allows 50 GB) and, with cgroups, the sandbox in all.
+    ``cpu_s`` is the time limit; ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
+    ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.
     """
 
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
-    memory_bytes: int = 4 << 30
+    cpu_s: float = _CONFIG.timeout_s
+    wall_s: float = WALL_PER_CPU * _CONFIG.timeout_s
+    memory_bytes: int = _CONFIG.memory_bytes
+    processes: int = _CONFIG.processes
     file_bytes: int = 16 << 20
     scratch_bytes: int = 64 << 20
-    processes: int = 64
     open_files: int = 128
     output_bytes: int = 16 << 20
 

@@ -21,6 +21,7 @@ from or1_megatron.verify.sandbox.bubblewrap import Bubblewrap
 from or1_megatron.verify.sandbox.cgroups import CgroupPool
 from or1_megatron.verify.sandbox.landlock import Landlock
 from or1_megatron.verify.sandbox.program import (
+    WALL_PER_CPU,
     Program,
     SandboxFailure,
     SandboxLimits,
@@ -53,7 +54,6 @@ _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
     "landlock": Landlock,
     "weak": partial(Landlock, confine_files=False),
 }
-_WALLS_PER_CPU = 2
 _log = logging.getLogger(__name__)
 
 
@@ -139,7 +139,7 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
     """The sandbox that the configuration asks for. Raises SandboxUnavailable where it cannot be had."""
     limits = SandboxLimits(
         cpu_s=config.timeout_s,
-        wall_s=_WALLS_PER_CPU * config.timeout_s,
+        wall_s=WALL_PER_CPU * config.timeout_s,
         memory_bytes=config.memory_bytes,
         processes=config.processes,
     )
