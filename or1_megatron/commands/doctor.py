@@ -160,7 +160,7 @@ def check_gpus() -> list[Finding]:
 
 def check_sandbox() -> list[Finding]:
     """Each tier of the sandbox, tried out with a program."""
-    from or1_megatron.verify.sandbox.tiers import Sandbox, SandboxLimits, SandboxTier, SandboxUnavailable
+    from or1_megatron.verify.sandbox.sandbox import Sandbox, SandboxLimits, SandboxTier, SandboxUnavailable
 
     follows = "no code verification (untrusted programs would run unconfined); math training works"
     findings: list[Finding] = []

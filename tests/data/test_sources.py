@@ -22,7 +22,7 @@ from or1_megatron.data.problems import check_ground_truths, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
 from or1_megatron.types import Message, Problem, Prompt
-from or1_megatron.verify.code.tests import parse_code_tests
+from or1_megatron.verify.code.ground_truth import parse_code_tests
 
 
 def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:

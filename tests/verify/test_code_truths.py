@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from or1_megatron.verify.code import livecodebench
+from or1_megatron.verify.code.ground_truth import parse_code_tests
 from or1_megatron.verify.code.imports import with_imports
-from or1_megatron.verify.code.records import CallTest, ProgramTest, StdinTest
-from or1_megatron.verify.code.tests import parse_code_tests
+from or1_megatron.verify.code.tests import CallTest, ProgramTest, StdinTest
 
 
 def parsed(truth: Any) -> Any:

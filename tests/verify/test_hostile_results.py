@@ -16,7 +16,7 @@ from or1_megatron.types import Message, Problem, Verdict
 from or1_megatron.verify.code.checkers import parse_checker, text_matches, value_matches
 from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
 from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.tiers import Sandbox
+from or1_megatron.verify.sandbox.sandbox import Sandbox
 
 LIMITS = SandboxLimits(cpu_s=5.0, wall_s=10.0, memory_bytes=1 << 30)
 CALL = {"inputs": [[1]], "outputs": [[1, 2, 3]], "fn_name": "f"}

@@ -20,9 +20,9 @@ import pytest
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.verify.sandbox.cgroups import CgroupPool
+from or1_megatron.verify.sandbox.launched import Launched
 from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.tiers import Sandbox, SessionEnded, open_sandbox
-from or1_megatron.verify.sandbox.watch import Launched
+from or1_megatron.verify.sandbox.sandbox import Sandbox, SessionEnded, open_sandbox
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
 TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
@@ -138,7 +138,7 @@ TWO_TOGETHER = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
 from or1_megatron.verify import cgroups
-from or1_megatron.verify.sandbox.tiers import Program, Sandbox, SandboxFailure, SandboxLimits
+from or1_megatron.verify.sandbox.sandbox import Program, Sandbox, SandboxFailure, SandboxLimits
 for base in cgroups._split_bases().values():  # a group of our own, so that no one else's sandboxes share the budget
     group = base / sys.argv[1]
     group.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from or1_megatron.verify.code.codec import build_list, build_tree, encode
 from or1_megatron.verify.code.imports import module_imports, names_of
-from or1_megatron.verify.code.records import CallTest, CodeTest, Comparison, ProgramTest, call_request, is_call_name
+from or1_megatron.verify.code.tests import CallTest, CodeTest, Comparison, ProgramTest, call_request, is_call_name
 
 _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
 _SAME = {"is_same_list": "list_node", "is_same_tree": "tree_node"}

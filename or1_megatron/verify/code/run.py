@@ -19,14 +19,14 @@ from or1_megatron.verify.code.checker_programs import CODEC, CheckerPrograms
 from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.imports import with_imports
-from or1_megatron.verify.code.records import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
+from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
 from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxResult, describe_exit
+from or1_megatron.verify.sandbox.sandbox import Sandbox
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
-from or1_megatron.verify.sandbox.tiers import Sandbox
 
-_FOLDER = Path(__file__).parent
-_CALL_BOX = _FOLDER.joinpath("call_box.py").read_bytes()
-_PROGRAM_BOX = _FOLDER.joinpath("program_box.py").read_bytes()
+_FOLDER = Path(__file__).parent / "in_sandbox"
+_CALL_SERVER = _FOLDER.joinpath("call_server.py").read_bytes()
+_PROGRAM_RUNNER = _FOLDER.joinpath("program_runner.py").read_bytes()
 _SHOWN_CHARS = 80
 _PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
 
@@ -111,7 +111,7 @@ class CodeRun:
     def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
         """Between the test program's box and the submission's we only carry lines."""
         limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
-        judge = self._sandbox.open(_box(_PROGRAM_BOX), limits)
+        judge = self._sandbox.open(_box(_PROGRAM_RUNNER), limits)
         calls = _Calls(self._sandbox, tests, source, limits)
         setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
         line, asked = json.dumps(setup).encode(), 0
@@ -152,7 +152,7 @@ class _Calls:
 
     def load(self) -> None:
         """Raises SessionEnded when the submission does not load."""
-        self._session = self._sandbox.open(_box(_CALL_BOX), self._limits)
+        self._session = self._sandbox.open(_box(_CALL_SERVER), self._limits)
         setup = {
             "codec": CODEC,
             "prefix": self._tests.prefix,

@@ -16,10 +16,10 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning
 from or1_megatron.verify.code.checker_programs import CheckerFailed, CheckerPrograms
-from or1_megatron.verify.code.records import CodeTests
+from or1_megatron.verify.code.ground_truth import parse_code_tests
 from or1_megatron.verify.code.run import CodeRun, Outcome
-from or1_megatron.verify.code.tests import parse_code_tests
-from or1_megatron.verify.sandbox.tiers import Sandbox, open_sandbox
+from or1_megatron.verify.code.tests import CodeTests
+from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
 
 _MAX_SOURCE_CHARS = 200_000
 # Possessive, for without a match each part would be tried at every length: minutes for a line of a million spaces.

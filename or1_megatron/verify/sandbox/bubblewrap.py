@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.verify.sandbox.launched import Launched, specification
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
 from or1_megatron.verify.sandbox.seccomp import UnknownMachine, namespaced_filter
-from or1_megatron.verify.sandbox.watch import Launched, specification
 
 _RUNNER = Path(__file__).with_name("runner.py")
 UNPRIVILEGED_ID = 65534  # nobody

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.verify.sandbox.bubblewrap import ENVIRONMENT, UNPRIVILEGED_ID, memory_file
+from or1_megatron.verify.sandbox.launched import Launched, specification
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
 from or1_megatron.verify.sandbox.seccomp import UnknownMachine, lone_filter, namespaced_filter
-from or1_megatron.verify.sandbox.watch import Launched, specification
 
 _RUNNER = Path(__file__).with_name("runner.py")
 _FIRST_OWN_ID = 0x40000000

@@ -12,8 +12,8 @@ import time
 from types import TracebackType
 
 from or1_megatron.errors import Or1Error
+from or1_megatron.verify.sandbox.launched import CHUNK_BYTES, CPU_POLL_S, STDERR_KEPT_BYTES, Launched
 from or1_megatron.verify.sandbox.program import Ending, describe_exit
-from or1_megatron.verify.sandbox.watch import CHUNK_BYTES, CPU_POLL_S, STDERR_KEPT_BYTES, Launched
 
 
 class SessionEnded(Or1Error):

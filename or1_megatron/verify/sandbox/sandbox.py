@@ -20,6 +20,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.verify.sandbox.bubblewrap import Bubblewrap
 from or1_megatron.verify.sandbox.cgroups import CgroupPool
 from or1_megatron.verify.sandbox.landlock import Landlock
+from or1_megatron.verify.sandbox.launched import Launched
 from or1_megatron.verify.sandbox.program import (
     WALL_PER_CPU,
     Program,
@@ -31,7 +32,6 @@ from or1_megatron.verify.sandbox.program import (
     describe_exit,
 )
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
-from or1_megatron.verify.sandbox.watch import Launched
 
 __all__ = [
     "Program",

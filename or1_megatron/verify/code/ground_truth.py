@@ -1,0 +1,137 @@
+"""The ground truths of code problems: read, validated at load, and turned into tests that hide what they expect.
+
+Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
+
+- ``{inputs, outputs}``: standard input and output; with ``fn_name``, arguments and results of a call.
+- ``{assert_case}``: statements, most of them asserts, over the submission's names.
+- ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
+- ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
+
+Optional beside them: ``checker`` (``verify.checkers``), and ``starter_code``, whose annotations say which arguments
+are linked lists or trees when the submission's do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from or1_megatron.verify.code import livecodebench
+from or1_megatron.verify.code.asserts import assert_tests, check_tests
+from or1_megatron.verify.code.checkers import Checker, parse_checker
+from or1_megatron.verify.code.tests import (
+    CallTest,
+    CodeTest,
+    CodeTests,
+    Comparison,
+    StdinTest,
+    call_request,
+    is_call_name,
+)
+
+_KINDS = (
+    "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
+    "{public_test_cases, private_test_cases, metadata}"
+)
+
+
+def parse_code_tests(ground_truth: str) -> CodeTests:
+    """Raises ValueError naming what is wrong: not JSON, unknown kind, no tests, mismatched inputs and outputs, ..."""
+    try:
+        decoded = from_json(ground_truth)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error}); {_KINDS}") from None
+    if not isinstance(decoded, dict):
+        raise ValueError(f"found the JSON of a {type(decoded).__name__}; {_KINDS}")
+    if "public_test_cases" in decoded or "private_test_cases" in decoded:
+        decoded = {**livecodebench.as_input_output(decoded), "checker": decoded.get("checker")}
+    if "test_code" in decoded:
+        _no_checker(decoded)
+        return CodeTests(check_tests(decoded), Checker("json"), decoded["import_prefix"])
+    if "inputs" not in decoded and "assert_case" not in decoded:
+        raise ValueError(f"unknown kind: an object with keys {sorted(decoded)}; {_KINDS}")
+    tests: tuple[CodeTest, ...] = ()
+    checker = Checker("json")
+    if decoded.get("inputs") or decoded.get("outputs"):
+        checker = parse_checker(decoded.get("checker"), calls=bool(decoded.get("fn_name")))
+        tests = _input_output(decoded, checker)
+    else:
+        _no_checker(decoded)
+    tests += assert_tests(decoded.get("assert_case") or [])
+    if not tests:
+        raise ValueError("no tests: inputs, outputs and assert_case are empty; expected at least one")
+    starter = decoded.get("starter_code") or ""
+    if not isinstance(starter, str):
+        raise ValueError(f"starter_code: found {starter!r:.100}, expected source")
+    return CodeTests(tests, checker, starter=starter)
+
+
+def _no_checker(decoded: Mapping[str, Any]) -> None:
+    if decoded.get("checker") is not None:
+        raise ValueError("checker: a row whose tests compare for themselves has none; expected it beside inputs only")
+
+
+def _input_output(decoded: Mapping[str, Any], checker: Checker) -> tuple[CodeTest, ...]:
+    inputs, outputs, fn_name = decoded.get("inputs", []), decoded.get("outputs", []), decoded.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        found = f"{type(inputs).__name__} and {type(outputs).__name__}"
+        raise ValueError(f"inputs and outputs: found {found}, expected two lists")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"mismatched: {len(inputs)} inputs, {len(outputs)} outputs; expected as many of each")
+    if fn_name and not (isinstance(fn_name, str) and is_call_name(fn_name)):
+        raise ValueError(f"fn_name: found {fn_name!r}, expected the name of a function")
+    pairs = enumerate(zip(inputs, outputs, strict=True))
+    if fn_name:
+        return tuple(_call_test(n, given, wanted, fn_name, checker) for n, (given, wanted) in pairs)
+    return tuple(_stdin_test(n, given, wanted, checker) for n, (given, wanted) in pairs)
+
+
+def _stdin_test(number: int, given: Any, wanted: Any, checker: Checker) -> StdinTest:
+    stdin = _text("inputs", given, number).encode("utf-8", "surrogatepass")
+    expected: str | tuple[str, ...]
+    if checker.kind == "any_of":
+        _check_several(number, wanted)
+        expected = tuple(_text("outputs", one, number) for one in wanted)
+    else:
+        expected = _text("outputs", wanted, number)
+    return StdinTest(f"test {number}", stdin, expected)
+
+
+def _check_several(number: int, wanted: Any) -> None:
+    if not isinstance(wanted, list) or not wanted:
+        raise ValueError(f"outputs[{number}]: found {wanted!r:.100}, expected for any_of a list of accepted outputs")
+
+
+def _text(side: str, value: Any, number: int) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{side}[{number}]: found a {type(value).__name__}, expected text or a list of lines")
+    return value
+
+
+def _call_test(number: int, given: Any, wanted: Any, fn_name: str, checker: Checker) -> CallTest:
+    comparison: Comparison = "json"
+    if isinstance(given, str):  # one JSON value per line; the output is JSON text too
+        arguments = [_json(f"inputs[{number}]", line) for line in given.split("\n") if line.strip()]
+        expected = _json(f"outputs[{number}]", wanted)
+    elif isinstance(given, list):
+        arguments, expected = given, wanted
+        if checker.kind == "json" and isinstance(wanted, list) and len(wanted) == 1:
+            comparison = "wrapped"
+    else:
+        raise ValueError(
+            f"inputs[{number}]: found a {type(given).__name__}, expected arguments as a list or as JSON lines"
+        )
+    if checker.kind == "any_of":
+        _check_several(number, expected)
+    return CallTest(f"test {number}", call_request(fn_name, arguments, {}, typed=True), expected, comparison)
+
+
+def _json(where: str, text: Any) -> Any:
+    try:
+        return from_json(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}); expected one JSON value per line") from None
