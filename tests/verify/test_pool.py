@@ -33,7 +33,7 @@ from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 
 KINDS = ("local", "ray")
 MAKERS = {"local": local_workers, "ray": ray_workers}
-PROCESS = {"local": "pool_worker", "ray": "VerifierActor"}
+PROCESS = {"local": "verify.pool.worker", "ray": "VerifierActor"}
 
 HANG = "</think>" + HANGS[0][1]
 """Against the gold z: it keeps the verifier busy until its time is up."""
@@ -205,10 +205,10 @@ def test_close_ends_the_workers(kind: str, small_ray: None) -> None:
     async def body(pool: VerifierPool) -> None:
         await pool.verify(problem("x+y"), completion(r"</think>\boxed{y+x}"))
         assert len(processes_of(PROCESS[kind])) == 2
-        assert processes_of("math_worker")
+        assert processes_of("verify.math.worker")
 
     def left() -> list[psutil.Process]:
-        return processes_of(PROCESS[kind]) + processes_of("math_worker")
+        return processes_of(PROCESS[kind]) + processes_of("verify.math.worker")
 
     with_pool(body, kind=kind)
     deadline = time.monotonic() + 10
@@ -250,7 +250,7 @@ def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ra
     options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
     manager = ManagerActor.remote(*options)
     ray.get(manager.start.remote(), timeout=120)
-    workers = processes_of("pool_worker")
+    workers = processes_of("verify.pool.worker")
     assert len(workers) == 2 and not processes_of("VerifierActor")
     ray.kill(manager)
     _, alive = psutil.wait_procs(workers, timeout=20)

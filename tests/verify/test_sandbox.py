@@ -137,7 +137,7 @@ def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
 TWO_TOGETHER = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
-from or1_megatron.verify import cgroups
+from or1_megatron.verify.sandbox import cgroups
 from or1_megatron.verify.sandbox.sandbox import Program, Sandbox, SandboxFailure, SandboxLimits
 for base in cgroups._split_bases().values():  # a group of our own, so that no one else's sandboxes share the budget
     group = base / sys.argv[1]

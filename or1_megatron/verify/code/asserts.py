@@ -3,7 +3,7 @@
 They are never run as they stand beside the submission, since what they expect would lie next to it. An assert that
 compares one call of literals with a literal becomes a ``CallTest``: the arguments go in, the result comes out. If one
 statement of a row is anything else, the whole row is a ``ProgramTest``: the program runs in a sandbox of its own
-and its calls travel to the submission's as data (``verify.program_box``).
+and its calls travel to the submission's as data (``verify.code.in_sandbox.program_runner``).
 
 What would let the submission judge itself is refused when the data is loaded: a truth value that a function of the
 submission's gives about another of its results, such as ``assert same(f(1), [2])`` with ``same`` defined nowhere.

@@ -7,7 +7,7 @@ A ground truth's key ``checker`` is one of these names, or an object with ``kind
 - ``unordered_lines``, ``unordered_tokens``: in any order, each as often as expected.
 - ``any_of`` {of}: each expected output is a list of accepted ones, judged by the checker ``of``.
 - ``unordered`` (calls): a list as a multiset. ``nested_unordered``: the lists within as well.
-- ``python`` {source}, ``testlib`` {source or binary, files}: a program, in ``verify.checker_programs``.
+- ``python`` {source}, ``testlib`` {source or binary, files}: a program, in ``verify.code.checker_programs``.
 
 What comes out of a sandbox is bytes or plain data; anything that cannot be read is simply not equal.
 """
@@ -85,7 +85,7 @@ def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
 
 
 def value_matches(found: Any, expected: Any, checker: Checker) -> bool:
-    """Whether a call's result, encoded (``verify.codec``), is what was expected."""
+    """Whether a call's result, encoded (``verify.code.codec``), is what was expected."""
     try:
         if checker.of is not None:
             return any(value_matches(found, one, checker.of) for one in expected)

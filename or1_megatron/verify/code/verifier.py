@@ -2,7 +2,7 @@
 
 What is hostile-proof: expected outputs, test programs and checkers never enter the process that runs the submission,
 so nothing in there (stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward
-except by being right (``verify.code_run``). What is not: a submission may recognise a test's *input* and answer from
+except by being right (``verify.code.run``). What is not: a submission may recognise a test's *input* and answer from
 memory, as any program may.
 """
 

@@ -1,7 +1,7 @@
 r"""Answers that need no computer algebra: plain integers and fractions, compared as exact rationals.
 
 This path exists for speed, so it decides only where it cannot be wrong: ``-12``, ``3/4``, ``\frac{3}{4}`` and
-``-\dfrac{3}{4}`` with ASCII digits. Decimals, separators, units and everything else are left to ``mathematics``.
+``-\dfrac{3}{4}`` with ASCII digits. Decimals, separators, units and everything else are left to ``verify.math.reader``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rational(text: str) -> Fraction | None:
 def decide(golds: Sequence[str], answer: str) -> bool | None:
     """Whether ``answer`` equals one of the golds; None where that takes more than this.
 
-    It never differs from ``mathematics.judge``, which is slower; a test holds the two together.
+    It never differs from ``reader.judge``, which is slower; a test holds the two together.
     """
     if answer in golds:
         return True

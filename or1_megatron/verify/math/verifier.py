@@ -2,10 +2,10 @@ r"""The math verifier: what follows the reasoning, its last box, compared with t
 
 What follows ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
 0. The last box wins. The answer is right when it is one of the golds as a string, or says the same as one by the rules
-of ``verify.mathematics`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
+of ``verify.math.reader`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
 wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
 
-Plain integers and fractions are decided here (``verify.exact``); everything else in a child process that is killed and
+Plain integers and fractions are decided here (``verify.math.exact``); everything else in a child process that is killed and
 replaced at its time limit.
 """
 

@@ -1,6 +1,6 @@
-r"""The child process that judges answers for ``verify.math_process.MathProcess``. Not imported by anything else.
+r"""The child process that judges answers for ``verify.math.process.MathProcess``. Not imported by anything else.
 
-An answer is read and compared by ``verify.mathematics``. Math-Verify is asked where that cannot read one of the two,
+An answer is read and compared by ``verify.math.reader``. Math-Verify is asked where that cannot read one of the two,
 unless the gold is a plain number or words: what cannot be read is neither. It also finds the answer in a text without a
 box.
 

@@ -20,7 +20,7 @@ _PACKAGE_PARENT = Path(or1_megatron.__file__).resolve().parent.parent
 
 
 class LocalWorker:
-    """``pool.Worker`` over a child process, which starts here and dies with the thread that makes it.
+    """``pool.queue.Worker`` over a child process, which starts here and dies with the thread that makes it.
 
     Its pipes are read on a thread of its own, which ends when the child does.
     """

@@ -33,7 +33,7 @@ class VerifierActor:
 
 
 class RayWorker:
-    """``pool.Worker`` over an actor, which starts here."""
+    """``pool.queue.Worker`` over an actor, which starts here."""
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str], options: Mapping[str, Any]) -> None:
         self._actor: Any = VerifierActor.options(**options).remote(config, abilities)  # type: ignore[attr-defined]

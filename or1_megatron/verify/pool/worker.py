@@ -1,6 +1,6 @@
 """What one worker of the pool does: hold a verifier per ability and judge batches. Its process is somebody else's.
 
-``pool_ray`` puts it into an actor; ``pool_local`` starts this file as a program. Then messages go over standard input
+``pool.ray`` puts it into an actor; ``pool.local`` starts this file as a program. Then messages go over standard input
 and output, each a length (8 bytes, little-endian) and a pickle: in (config, abilities, the parent's pid) first,
 answered by None when the verifiers are built; then batches of claims, each answered by what ``verify_batch`` returns.
 An answer that is an exception was raised; the end of the input ends the process. Both ends are ours: no submission

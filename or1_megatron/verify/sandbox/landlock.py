@@ -5,7 +5,7 @@ read, and nothing can be written; no new processes, no sockets, no signals but t
 else has. There is one process, so to kill it is to end all of it, and no scratch space, so nothing is left behind.
 Names and sizes of host files can still be asked for (stat), which Landlock does not cover.
 
-The lock is put on by the runner, from inside, before it comes to the gate (``sandbox_runner.lock``). Source:
+The lock is put on by the runner, from inside, before it comes to the gate (``runner.lock``). Source:
 landlock(7), linux/landlock.h.
 """
 
@@ -119,7 +119,7 @@ class Landlock:
         return box, scratch
 
     def _lock(self, pid: int, box: Path, scratch: Path, tool: bool) -> dict[str, Any]:
-        """What the runner puts on itself; see ``sandbox_runner.lock``."""
+        """What the runner puts on itself; see ``runner.lock``."""
         lock: dict[str, Any] = {"parent": os.getpid(), "filter": namespaced_filter() if tool else lone_filter(pid)}
         if not self._version:
             return lock

@@ -196,7 +196,7 @@ class Launched:
 
 
 def specification(rlimits: Mapping[str, int], command: Sequence[str], lock: Mapping[str, Any] | None) -> bytes:
-    """The runner's instructions, as ``sandbox_runner.main`` reads them, whatever Python runs it."""
+    """The runner's instructions, as ``runner.main`` reads them, whatever Python runs it."""
     return marshal.dumps({"rlimits": dict(rlimits), "command": list(command), "lock": lock}, 2)
 
 

@@ -10,7 +10,7 @@ for then nothing is known of the program. ``run`` may be called from several thr
 files and scratch space, and nothing of it is left when ``run`` returns.
 
 ``with sandbox.open(program) as session: session.ask(b"line", timeout_s=1.0)`` keeps one program running and talks to
-it, line by line; see ``verify.sandbox_session``.
+it, line by line; see ``verify.sandbox.session``.
 
 A compiled program is a file that is ``executable``: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
 executable={"check"})``. A compiler is a program of ours with ``tool=True``, and its product comes back as its output:

@@ -1,6 +1,6 @@
-"""Untrusted programs, each run in a fresh sandbox. How to ask for one: ``verify.program``.
+"""Untrusted programs, each run in a fresh sandbox. How to ask for one: ``verify.sandbox.program``.
 
-Tiers: bubblewrap (``sandbox_bubblewrap``), where namespaces can be had; else Landlock (``sandbox_landlock``), which the
+Tiers: bubblewrap (``bubblewrap``), where namespaces can be had; else Landlock (``landlock``), which the
 same attacks do not get out of; "auto" takes the first that runs a program here. "weak", Landlock's without Landlock, is
 had only by name, and says what it is.
 """
@@ -87,7 +87,7 @@ class Sandbox:
     def _announce(self, failures: Sequence[str]) -> None:
         if self.tier == "weak":
             _log.warning(
-                "verify.sandbox.tier=weak: untrusted programs can read every file that their user can, and write where "
+                "verify.sandbox=weak: untrusted programs can read every file that their user can, and write where "
                 "it can; they have no network and no processes. Use it on machines that hold nothing of value"
             )
         elif any(failure.startswith("bubblewrap") for failure in failures) and self.tier == "landlock":
