@@ -1,4 +1,4 @@
-"""The tables of schemas.py: docs are made from them, files are written by them."""
+"""The tables of ``schemas``: docs are made from them, files are written by them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from or1_megatron import schemas
+from or1_megatron.schemas import fields
+from or1_megatron.schemas.__main__ import markdown
+from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import Verdict
 
 ROOT = Path(__file__).parents[1]
@@ -15,37 +17,37 @@ ROOT = Path(__file__).parents[1]
 
 def test_docs_are_current() -> None:
     text = (ROOT / "docs" / "schemas.md").read_text()
-    assert text == schemas.markdown(), "run: python -m or1_megatron.schemas > docs/schemas.md"
+    assert text == markdown(), "run: python -m or1_megatron.schemas > docs/schemas.md"
 
 
 def test_every_table_row_of_the_docs_has_four_cells() -> None:
     """A | inside a cell would break the table; counted without the escaped ones."""
-    rows = [line for line in schemas.markdown().splitlines() if line.startswith("|")]
+    rows = [line for line in markdown().splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") == 5 for line in rows)
 
 
 def test_names_are_unique_and_meanings_there() -> None:
-    for table in (schemas.ROLLOUT, schemas.VERDICT, schemas.SUMMARY, schemas.PROBLEM, schemas.metrics_table()):
+    for table in (fields.ROLLOUT, fields.VERDICT, fields.SUMMARY, fields.PROBLEM, METRICS):
         names = [row.name for row in table]
         assert len(set(names)) == len(names)
         assert all(row.meaning for row in table)
 
 
 def test_a_rollout_row_holds_the_whole_verdict() -> None:
-    rollout = {field.name: field.type for field in schemas.ROLLOUT}
-    assert all(rollout[field.name] == field.type for field in schemas.VERDICT)
+    rollout = {field.name: field.type for field in fields.ROLLOUT}
+    assert all(rollout[field.name] == field.type for field in fields.VERDICT)
     own = {"verify_wall_s" if name == "wall_s" else name for name in Verdict.__slots__}
-    assert own | {"problem_id", "sample_index"} == {field.name for field in schemas.VERDICT}
+    assert own | {"problem_id", "sample_index"} == {field.name for field in fields.VERDICT}
 
 
 def test_the_schema_says_its_version() -> None:
-    schema = schemas.arrow_schema(schemas.ROLLOUT)
+    schema = fields.arrow_schema(fields.ROLLOUT)
     assert schema.metadata == {b"or1_schema": b"1"}
     assert schema.field("response_token_ids").type == pa.list_(pa.int32())
 
 
 def good_summary() -> dict[str, object]:
-    blank: dict[str, object] = {field.name: None for field in schemas.SUMMARY}
+    blank: dict[str, object] = {field.name: None for field in fields.SUMMARY}
     return blank | {
         "accuracy_before": 0.4,
         "steps": 12,
@@ -59,14 +61,14 @@ def good_summary() -> dict[str, object]:
 
 
 def test_a_good_summary_passes() -> None:
-    schemas.check_summary(good_summary())
+    fields.check_summary(good_summary())
 
 
 def test_every_fault_of_a_summary_is_named() -> None:
     bad = good_summary() | {"steps": "twelve", "wall_s": None, "finished": 1, "acuracy": 0.5, "time_s": {"a": "b"}}
     del bad["seed"]
     with pytest.raises(ValueError) as caught:
-        schemas.check_summary(bad)
+        fields.check_summary(bad)
     message = str(caught.value)
     for fault in (
         "'seed' is missing",

@@ -14,15 +14,7 @@ from statistics import fmean, median
 from typing import Any, Final, Protocol
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig
-
-ALARMS: Final[Mapping[str, str]] = {
-    "grad_norm": "gradient norm far above its running median",
-    "mismatch": "engine's and policy's log-probs differ more than their dtype explains",
-    "entropy": "entropy near zero while there is still something to learn",
-    "non_truncated": "training accuracy rises while that of non-truncated responses falls",
-    "plateau": "training accuracy stands still early in the first stage",
-}
-"""Every alarm and its meaning; a metric ``alarm/<name>`` each."""
+from or1_megatron.schemas.metrics import ALARMS
 
 CALM_STEPS: Final = 5
 MEDIAN_STEPS: Final = 50

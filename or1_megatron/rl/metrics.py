@@ -1,4 +1,4 @@
-"""The pure functions that compute a run's metrics; ``metric_names`` has their units and meanings.
+"""The pure functions that compute a run's metrics; ``schemas.metrics`` has their units and meanings.
 
 A metric that a step cannot give (no truncated-free response, no SGD step, no evaluation due) is left out of its row;
 it is never a NaN.

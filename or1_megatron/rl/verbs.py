@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from or1_megatron.interfaces import EnginesLost, Stopped
-from or1_megatron.rl.metric_names import VERBS
 from or1_megatron.rl.ports import Ports
+from or1_megatron.schemas.metrics import VERBS
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 def verb(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
     """A method that is announced to the observer and timed, under its own name. Verbs do not call verbs."""
     name = method.__name__
-    assert name in VERBS, f"{name} is not in metrics.VERBS"
+    assert name in VERBS, f"{name} is not in schemas.metrics.VERBS"
 
     @wraps(method)
     def timed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:

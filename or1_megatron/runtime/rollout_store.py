@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.runtime.run_folder import step_name, step_of
-from or1_megatron.schemas import ROLLOUT, arrow_schema
+from or1_megatron.schemas.fields import ROLLOUT, arrow_schema
 from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Array, Group, Message, TokenScores
 
 SCHEMA = arrow_schema(ROLLOUT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from or1_megatron.config.schema import Config, StageConfig
-from or1_megatron.rl.metric_names import is_metric
+from or1_megatron.schemas.metrics import is_metric
 
 
 def stage_conflicts(config: Config) -> Iterator[str]:

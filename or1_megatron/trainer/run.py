@@ -51,7 +51,7 @@ from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
-from or1_megatron.schemas import check_summary
+from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places

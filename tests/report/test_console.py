@@ -18,7 +18,7 @@ from rich.console import Console
 from or1_megatron.report.console.format import duration, fraction, number, quantity
 from or1_megatron.report.console.run import RunConsole
 from or1_megatron.report.console.summary import summarise
-from or1_megatron.schemas import check_summary
+from or1_megatron.schemas.fields import check_summary
 from or1_megatron.types import EvaluationResult
 
 BEFORE = EvaluationResult(0.36, 0.5, 0.2, 88.12, 256, 8, 10.0, 12.3)

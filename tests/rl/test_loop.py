@@ -33,12 +33,12 @@ from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
-from or1_megatron.rl.metric_names import ANY_SET, METRICS, VERBS
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
+from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_megatron.types import Verdict, VersionSpan
 
 PROBLEMS = 16

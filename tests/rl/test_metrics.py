@@ -9,7 +9,6 @@ from fakes import completion, group_of, verdict
 from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.batch import BatchLayout, pack
-from or1_megatron.rl.metric_names import METRICS
 from or1_megatron.rl.metrics import (
     Hardware,
     evaluation_metrics,
@@ -21,6 +20,7 @@ from or1_megatron.rl.metrics import (
     time_metrics,
     update_metrics,
 )
+from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport
 
 REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)

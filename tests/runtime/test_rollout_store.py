@@ -19,7 +19,7 @@ import pytest
 from or1_megatron.runtime import rollout_store
 from or1_megatron.runtime.files import DiskFullError
 from or1_megatron.runtime.rollout_store import RolloutStore, delete_oldest, read_rollouts, rollout_files, to_table
-from or1_megatron.schemas import ROLLOUT
+from or1_megatron.schemas.fields import ROLLOUT
 from or1_megatron.types import (
     AdvantagedGroup,
     Completion,

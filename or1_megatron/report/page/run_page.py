@@ -22,7 +22,7 @@ from or1_megatron.report.page.selection import choose, named, thinned
 from or1_megatron.report.page.tokens import TokenTexts, find_token_texts
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.schemas import metrics_table
+from or1_megatron.schemas.metrics import METRICS
 
 TEXTS = 200
 """Responses shown in full when none are named."""
@@ -99,7 +99,7 @@ def write_report(
 
 def _head_packet(recordings: Sequence[Recording], book: Book) -> str:
     """All but the responses: what the first paint needs."""
-    known = {metric.name: metric for metric in metrics_table()}
+    known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
     runs: list[dict[str, Any]] = []

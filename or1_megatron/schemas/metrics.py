@@ -1,4 +1,4 @@
-"""Every metric of a run by name: unit and meaning. ``metrics`` computes them."""
+"""Every metric of a run: name, unit and meaning. ``rl.metrics`` computes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from or1_megatron.rl.alarms import ALARMS
 from or1_megatron.types import VerdictStatus
 
 
@@ -42,6 +41,15 @@ VERBS: Mapping[str, str] = {
     "export": "HF folder",
 }
 """The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
+
+ALARMS: Mapping[str, str] = {
+    "grad_norm": "gradient norm far above its running median",
+    "mismatch": "engine's and policy's log-probs differ more than their dtype explains",
+    "entropy": "entropy near zero while there is still something to learn",
+    "non_truncated": "training accuracy rises while that of non-truncated responses falls",
+    "plateau": "training accuracy stands still early in the first stage",
+}
+"""Every alarm of ``rl.alarms`` and its meaning; a metric ``alarm/<name>`` each."""
 
 ANY_SET = "<set>"
 """Stands for a held-out set's name in the names of metrics."""

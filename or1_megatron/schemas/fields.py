@@ -1,18 +1,10 @@
-"""The fields of everything a run writes to disk and of the problem files it reads: names, types, units.
-
-Other parts and other programs read these files, so a field is named here and nowhere else. docs/schemas.md is made
-from these tables:
-
-    python -m or1_megatron.schemas > docs/schemas.md
-"""
+"""The fields of rollout files, verdicts, ``summary.json`` and problem files: names, types, units."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, get_args
+from typing import Any, Final, get_args
 
 import pyarrow as pa
 
@@ -31,19 +23,6 @@ class Field:
     unit: str
     meaning: str
     nullable: bool = False
-
-
-class Metric(Protocol):
-    """A row of ``rl.metric_names.METRICS``."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def meaning(self) -> str: ...
 
 
 def _one_of(literal: Any) -> str:
@@ -210,87 +189,17 @@ def check_summary(summary: Mapping[str, Any]) -> None:
         except (pa.ArrowInvalid, pa.ArrowTypeError):
             fits = False
         if not fits:
-            faults.append(f"'{name}' is {value!r}, expected {_type_name(field.type)}")
+            faults.append(f"'{name}' is {value!r}, expected {type_name(field.type)}")
     if faults:
         raise ValueError("summary: " + "; ".join(sorted(faults)))
 
 
-def metrics_table() -> Sequence[Metric]:
-    """Names, units and meanings of the metrics, from ``rl.metric_names``; ``rl.metrics`` computes them."""
-    table: Sequence[Metric] = importlib.import_module("or1_megatron.rl.metric_names").METRICS
-    return table
-
-
-def _type_name(kind: pa.DataType) -> str:
-    """In the words of JSON and Python rather than Arrow's C++ names."""
+def type_name(kind: pa.DataType) -> str:
+    """Name an Arrow type in the words of JSON and Python."""
     if pa.types.is_list(kind):
-        return f"list of {_type_name(kind.value_type)}"
+        return f"list of {type_name(kind.value_type)}"
     if pa.types.is_map(kind):
-        return f"object of {_type_name(kind.item_type)}"
+        return f"object of {type_name(kind.item_type)}"
     if pa.types.is_struct(kind):
-        return "{" + ", ".join(f"{part.name}: {_type_name(part.type)}" for part in kind) + "}"
+        return "{" + ", ".join(f"{part.name}: {type_name(part.type)}" for part in kind) + "}"
     return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
-
-
-def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    head = ("field", "type", "unit", "meaning")
-    lines = [head, ("---",) * 4, *((f"`{name}`", *rest) for name, *rest in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _fields_table(fields: Sequence[Field]) -> str:
-    return _table(
-        (field.name, _type_name(field.type) + (" or null" if field.nullable else ""), field.unit, field.meaning)
-        for field in fields
-    )
-
-
-def markdown() -> str:
-    """The text of docs/schemas.md."""
-    metrics = [("step", "int64", "steps", "rollout step; 0 is before training")]
-    metrics += [(metric.name, "float64", metric.unit, metric.meaning) for metric in metrics_table()]
-    return f"""# Schemas
-
-Every field of what a run reads and writes, with type and unit.
-Made by `python -m or1_megatron.schemas > docs/schemas.md`: edit the tables in the code, not this file.
-
-## Metrics: `metrics.jsonl`
-
-One JSON object per line, all fields but `step` floating-point numbers. A line lacks what its step could not measure;
-null: not finite. TensorBoard and W&B get the same names. When a killed run goes on, a torn last line is cut off and
-the steps after the checkpoint are taken out, so that no step is there twice. A run that was stopped before an
-evaluation adds it, when it goes on, as a second line of the same step: merge lines by `step`.
-
-{_table(metrics)}
-
-## Rollouts: `rollouts/step_000012.parquet`
-
-One Parquet file (zstd) per recorded step, one row per response, in the order of the step's groups, rejected ones
-included. The oldest files are deleted beyond `track.rollouts_keep_bytes`. File metadata:
-`or1_schema` = {SCHEMA_VERSION}.
-
-{_fields_table(ROLLOUT)}
-
-## Verdicts
-
-What a verifier says of one response. In a rollout file these are columns of its row.
-
-{_fields_table(VERDICT)}
-
-## Summary: `summary.json`
-
-One JSON object, written when a run ends.
-
-{_fields_table(SUMMARY)}
-
-## Problems
-
-Rows of a problem file, JSON lines or Parquet: the schema of Skywork-OR1-RL-Data. JSON lines of `prompt` (a string) and
-`answer` are taken too.
-
-{_fields_table(PROBLEM)}
-"""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())
