@@ -1,13 +1,14 @@
-"""The ports: what the loop needs of a policy, of the engines and of the verifiers, and what those need of each other.
+"""Protocols between folders that may not import each other, most of them what the training loop calls.
 
-Implementations live in ``parallel`` (Policy, PolicyWeights), ``rollout`` (Engine, EngineControl, Rollouts) and
-``verify`` (Verifier); ``trainer.run`` joins them. Nothing here knows megatron, vllm or ray.
+Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
+EngineControl, Sampler), ``verify`` (Verifier), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
+``runtime`` and ``report`` (Observer, Tracker), ``rl.loss`` (Objective). ``trainer.run`` joins them. Nothing here knows
+megatron, vllm or ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,7 +19,6 @@ from or1_megatron.types import (
     Answer,
     Ask,
     Batch,
-    Completion,
     EvaluationResult,
     Float32Array,
     Group,
@@ -27,7 +27,6 @@ from or1_megatron.types import (
     Problem,
     Prompt,
     RefillRule,
-    Request,
     RolloutReport,
     Sampling,
     TokenScores,
@@ -138,28 +137,6 @@ class Policy(Protocol):
 
     def export_hf(self, folder: Path) -> None:
         """Write the current weights as an HF folder that transformers loads. OSError when it cannot be written."""
-        ...
-
-
-class Engine(Protocol):
-    """One inference engine. Not thread-safe: one owner submits and steps it."""
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests for decoding."""
-        ...
-
-    def step(self) -> list[Completion]:
-        """One decoding iteration; the completions that it finished. Empty queue: returns at once."""
-        ...
-
-    @property
-    def pending(self) -> int:
-        """Requests submitted and not finished."""
-        ...
-
-    @property
-    def idle(self) -> bool:
-        """Nothing to step: no requests, or no weights that have been certified."""
         ...
 
 
@@ -381,30 +358,6 @@ class Observer(Protocol):
 
     def resumed(self, step: int) -> None:
         """A checkpoint of ``step`` has been loaded: what was recorded of later steps is void."""
-        ...
-
-
-class CheckpointKeeper(Protocol):
-    """Where checkpoints lie, and which of them stay."""
-
-    def folder_for(self, step: int) -> Path: ...
-
-    def saved(self, step: int, best: bool) -> None:
-        """The checkpoint of ``step`` is complete; ``best``: it has the best evaluation so far. Drop the dispensable."""
-        ...
-
-    def newest_intact(self) -> Path | None:
-        """The newest whose files are those that were saved; None when nothing was ever saved."""
-        ...
-
-
-class VerbTimer(Protocol):
-    """Splits a step's wall time over its verbs."""
-
-    def __call__(self, verb: str) -> AbstractContextManager[None]: ...
-
-    def lap(self) -> tuple[float, Mapping[str, float]]:
-        """(wall seconds, seconds per verb) since the last lap; the next begins now."""
         ...
 
 

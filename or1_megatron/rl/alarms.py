@@ -49,7 +49,7 @@ class StepSeen:
     metrics: Mapping[str, float]
 
 
-class Rule(Protocol):
+class AlarmRule(Protocol):
     """Looks at every step in turn; what it remembers is JSON-able."""
 
     def look(self, seen: StepSeen) -> str | None:
@@ -241,7 +241,7 @@ class Alarms:
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
         """``dtype``: of the policy's parameters, for what the mismatch may be."""
         mean, largest = _MISMATCH[dtype]
-        self._rules: dict[str, Rule] = {
+        self._rules: dict[str, AlarmRule] = {
             "grad_norm": GradNormRule(config.grad_norm_factor),
             "mismatch": MismatchRule(config.mismatch_mean or mean, config.mismatch_max or largest, dtype),
             "entropy": EntropyRule(config.low_entropy),

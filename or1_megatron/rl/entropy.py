@@ -82,7 +82,7 @@ class EntropyReading:
     """epsilon_high of this step's updates."""
 
 
-class Rule(Protocol):
+class CoefficientRule(Protocol):
     """How alpha_k follows from e_k and a coefficient that the controller remembers."""
 
     def alpha(self, coefficient: float, entropy: float) -> float:
@@ -199,7 +199,7 @@ class EntropyController:
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")
 
 
-def _rule(config: EntropyConfig, highest: float) -> Rule:
+def _rule(config: EntropyConfig, highest: float) -> CoefficientRule:
     if config.mode == "adaptive":
         return Steps(config.target, config.delta)
     if config.mode == "proportional_integral":

@@ -31,7 +31,7 @@ from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.loss import make_objective
 from or1_megatron.rl.metrics import (
     Filtered,
-    Step,
+    StepRecord,
     evaluation_metrics,
     measured_mismatch,
     step_metrics,
@@ -117,7 +117,7 @@ class Loop:
         handoff = self.hand_off()
         evaluation = self.evaluate()
         mismatch = scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates)
-        step = Step(
+        step = StepRecord(
             index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff
         )
         step = replace(step, staleness=self._staleness, scores=first_scores(scored, updates))
@@ -303,7 +303,7 @@ class Loop:
         return result
 
     @verb
-    def measure(self, step: Step, evaluation: EvaluationResult | None) -> dict[str, float]:
+    def measure(self, step: StepRecord, evaluation: EvaluationResult | None) -> dict[str, float]:
         """The step's metrics but its times and its evaluation; all of them are shown to the stage's plateau rule."""
         metrics = step_metrics(step, self.config.hardware) | {
             "sgd/skipped_in_a_row": float(self.guard.in_a_row),
@@ -315,7 +315,7 @@ class Loop:
         return metrics
 
     @verb
-    def report(self, step: Step, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
+    def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
         """Rollouts to the observer, one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
         row = dict(metrics) | self.saving.told_write_s()
@@ -413,7 +413,7 @@ class Loop:
         self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])
 
-    def _look_for_alarms(self, step: Step, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _look_for_alarms(self, step: StepRecord, metrics: Mapping[str, float]) -> dict[str, float]:
         """Tell the alarms that begin with this step; returns ``alarm/...``."""
         stage_step = self.schedule.stage_step(self.steps_done)
         seen = StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
@@ -429,7 +429,7 @@ class Loop:
     def _evaluation_due(self) -> Due:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
 
-    def _sampled(self, step: Step) -> list[RolloutReport]:
+    def _sampled(self, step: StepRecord) -> list[RolloutReport]:
         """The roll-outs of this lap: a step that was sampled ahead had its own in the lap before."""
         own = [] if self._staleness else [step.rollout]
         return own if self._ahead is None else [*own, self._ahead]

@@ -61,7 +61,7 @@ class Filtered:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepRecord:
     """Everything that happened in one rollout step, as its metrics need it."""
 
     stage_index: int
@@ -85,7 +85,7 @@ class Step:
     """Of the kept groups' responses, by the policy when the step first met them."""
 
 
-def step_metrics(step: Step, hardware: Hardware | None = None) -> dict[str, float]:
+def step_metrics(step: StepRecord, hardware: Hardware | None = None) -> dict[str, float]:
     """All metrics of a step but its times and its evaluation."""
     metrics: dict[str, float] = {
         "stage/index": step.stage_index,
@@ -167,7 +167,7 @@ def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[Advant
     }
 
 
-def refill_metrics(step: Step) -> dict[str, float]:
+def refill_metrics(step: StepRecord) -> dict[str, float]:
     """Nothing in a stage without refill."""
     if step.stage.refill_prompts == 0:
         return {}

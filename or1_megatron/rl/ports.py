@@ -7,20 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
-from or1_megatron.interfaces import (
-    CheckpointKeeper,
-    Evaluator,
-    Observer,
-    Policy,
-    ProblemStream,
-    Rollouts,
-    Tracker,
-    VerbTimer,
-)
+from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import Hardware
 from or1_megatron.rl.stages import StageSchedule, check_previous
+from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import EvaluationResult
 
 
@@ -79,7 +72,7 @@ class Ports:
     observer: Observer
     tracker: Tracker
     keeper: CheckpointKeeper
-    timer: VerbTimer
+    timer: StepTimer
     stop: Callable[[], bool]
     """True once the run has been asked to stop."""
     dumps: DumpStore | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from or1_megatron.interfaces import CheckpointKeeper, Policy
+from or1_megatron.interfaces import Policy
+from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
 class Saving:
