@@ -100,8 +100,8 @@ def worker(model: Path, out: Path, rounds: int) -> None:
                 plain = [] if sharded is None else plain_copy(sharded.plan, transport, 2 * tensor, mesh)
                 if mesh.rank == 0:
                     assert pool is not None and control is not None and control.versions() == [HANDOFFS] * 2
-                    tallies = sharded.tallies[TRAINER_RANKS:] if sharded else []
-                    received = [tally.bytes_received for tally in tallies] or [turn["bytes"]] * 2 * tensor
+                    stats = sharded.stats[TRAINER_RANKS:] if sharded else []
+                    received = [each.bytes_received for each in stats] or [turn["bytes"]] * 2 * tensor
                     turns.append({**turn, "tensor": tensor, "way": way, "received": received, "plain": plain})
                     print(f"TP{tensor} {way}: {[round(s, 2) for s in turn['seconds']]} s, plain {plain}", flush=True)
                 sender.close()
@@ -156,7 +156,7 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     import torch.distributed as dist
 
     from or1_megatron.handoff.transport.group import join_store, open_store
-    from or1_megatron.handoff.transport.status_store import Board
+    from or1_megatron.handoff.transport.status_store import StatusStore
 
     parts: list[Any] = [None] * mesh.world
     dist.all_gather_object(parts, plan.shipments, group=mesh.control)
@@ -165,10 +165,10 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     port = [None if store is None else store.port]
     dist.broadcast_object_list(port, src=0, group=mesh.control)
     store = store or join_store("127.0.0.1", port[0], 300.0)
-    board = Board(store, f"rank {mesh.rank}", 300.0)
+    status = StatusStore(store, f"rank {mesh.rank}", 300.0)
     receivers = []
     if mesh.rank == 0:
-        board.publish("plan", (whole, transport, engine_ranks))
+        status.publish("plan", (whole, transport, engine_ranks))
         receivers = [
             subprocess.Popen([sys.executable, __file__, "copier", str(port[0]), str(index)])
             for index in range(engine_ranks)
@@ -178,7 +178,7 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     for _ in range(HANDOFFS):
         dist.barrier(mesh.control)
         started = time.perf_counter()
-        send_bare(whole, mesh.rank, links, board)
+        send_bare(whole, mesh.rank, links, status)
         dist.barrier(mesh.control)
         seconds.append(time.perf_counter() - started)
     for receiver in receivers:
@@ -187,7 +187,7 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     return seconds[1:]
 
 
-def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
+def send_bare(plan: Any, rank: int, links: Any, status: Any) -> None:
     """``carrying.ship`` without its reading, packing and checksums."""
     from or1_megatron.handoff.message.message import message_bytes
 
@@ -197,7 +197,7 @@ def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
         if len(travelling) == 2:
             futures, buffer = travelling.pop(0)
             for future in futures:
-                board.wait(future, "a plain copy")
+                status.wait(future, "a plain copy")
             idle.append(buffer)
         to = shipment.children(rank)
         buffer = idle.pop() if idle else links.over(rank, to[0]).allocate(size)
@@ -205,7 +205,7 @@ def send_bare(plan: Any, rank: int, links: Any, board: Any) -> None:
         travelling.append(([links.over(rank, t).send(message, t, shipment.number) for t in to], buffer))
     for futures, _ in travelling:
         for future in futures:
-            board.wait(future, "a plain copy")
+            status.wait(future, "a plain copy")
     links.rest()
 
 
@@ -224,16 +224,16 @@ def copier(port: int, index: int) -> None:
 
     from or1_megatron.handoff.shard.transfer import incoming
     from or1_megatron.handoff.transport.group import join_store
-    from or1_megatron.handoff.transport.status_store import Board
+    from or1_megatron.handoff.transport.status_store import StatusStore
 
     torch.set_num_threads(1)
     store = join_store("127.0.0.1", port, 300.0)
-    board = Board(store, f"copier {index}", 300.0)
-    plan, transport, engine_ranks = board.read("plan", "rank 0")
+    status = StatusStore(store, f"copier {index}", 300.0)
+    plan, transport, engine_ranks = status.read("plan", "rank 0")
     links = links_of(transport, store, plan.trainers + index, plan.trainers, engine_ranks)
     own = torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8)
     for _ in range(HANDOFFS):
-        for _, message, _ in incoming(plan.of(plan.trainers + index), plan.trainers + index, links, board):
+        for _, message, _ in incoming(plan.of(plan.trainers + index), plan.trainers + index, links, status):
             if transport == "shared_memory":
                 own[: message.numel()].copy_(message)
         links.rest()

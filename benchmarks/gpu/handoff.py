@@ -31,8 +31,8 @@ from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
 from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import incoming, ship
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, Place
-from or1_megatron.handoff.transport.status_store import Board
+from or1_megatron.handoff.transport.links import Links, Location
+from or1_megatron.handoff.transport.status_store import StatusStore
 from or1_megatron.weights.holdings import Holding
 
 HANDOFFS = 4
@@ -57,9 +57,9 @@ def plan_of(transport: str, trainers: int, engines: int, tensors: int, rows: int
     # two hops: engine rank i is beside trainer rank i
     beside = "+" in transport or transport in ("cuda_ipc", "shared_memory")
     devices = [str(rank) for rank in range(trainers + engines)]
-    places = [Place("here", devices[rank]) for rank in range(trainers)]
-    theirs = [Place("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
-    return make_plan(held, wants, trainers, bucket_bytes, routes_for(transport, places, theirs))
+    locations = [Location("here", devices[rank]) for rank in range(trainers)]
+    theirs = [Location("here", devices[index % trainers if beside else trainers + index]) for index in range(engines)]
+    return make_plan(held, wants, trainers, bucket_bytes, routes_for(transport, locations, theirs))
 
 
 def device_of(rank: int, trainers: int, transport: str) -> str:
@@ -79,7 +79,7 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
     store = join_store("127.0.0.1", port, TIMEOUT_S)
     group = open_group(store, "127.0.0.1", rank, world, TIMEOUT_S)
     links = Links.open(transport, group, store, rank, world, trainers, TIMEOUT_S)
-    board = Board(store, f"rank {rank}", TIMEOUT_S)
+    status = StatusStore(store, f"rank {rank}", TIMEOUT_S)
     plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
     start, stop = rows * rank // trainers, rows * (rank + 1) // trainers
     own, found, seconds = {}, {}, []
@@ -92,9 +92,9 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
         group.barrier().wait()
         started = time.perf_counter()
         if rank < trainers:
-            ship(plan, rank, links, board, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
+            ship(plan, rank, links, status, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
-            for shipment, message, _ in incoming(plan, rank, links, board):
+            for shipment, message, _ in incoming(plan, rank, links, status):
                 for each in unpack(shipment, message, handoff):
                     found[each.cut.name][slice(*each.cut.box[0])].copy_(each.values)
             links.rest()

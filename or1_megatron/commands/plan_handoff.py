@@ -20,7 +20,7 @@ from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import Hop
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
 from or1_megatron.handoff.shard.routes import routes_for
-from or1_megatron.handoff.transport.links import Place
+from or1_megatron.handoff.transport.links import Location
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.holdings import Box, RankGrid, holdings, whole
 from or1_megatron.weights.slicing import Cut
@@ -150,7 +150,7 @@ def forecast(
 
     held = holdings(family.rows(hf), hf, shapes, stage_of(parallel, hf), grid, expert_rank=expert_rank)
     wants = [expected_wants(family, hf, getattr(torch, dtype), rank, tensor) for rank in range(tensor)] * engines
-    somewhere = Place("", "")
+    somewhere = Location("", "")
     routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
     plan = make_plan(held, wants, parallel.ranks, bucket_bytes, routes)
     wanted = [sum(want.size_bytes for want in each) for each in wants[:tensor]] * engines

@@ -26,7 +26,7 @@ _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ProbeResult:
     """|engine - policy| log-prob over the probe's tokens, of the engine that differs most: nats."""
 
     largest: float
@@ -58,7 +58,7 @@ class Probe:
         self._growth = config.probe_growth
         self._baseline: float | None = None
 
-    def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> Difference:
+    def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> ProbeResult:
         """Compare one handoff's scores; the first one of a run is the baseline of the others (bfloat16).
 
         Raises:
@@ -66,7 +66,7 @@ class Probe:
         """
         if self._dtype == "float32":
             largest = compare_probe(engines, policy, self._bound)
-            return Difference(largest, max(_mean(scores, policy) for scores in engines))
+            return ProbeResult(largest, max(_mean(scores, policy) for scores in engines))
         largest = compare_probe(engines, policy, math.inf)
         means = [_mean(scores, policy) for scores in engines]
         mean = max(means)
@@ -83,7 +83,7 @@ class Probe:
             )
         if self._baseline is None:
             self._baseline = mean
-        return Difference(largest, mean)
+        return ProbeResult(largest, mean)
 
 
 def _mean(scores: Sequence[Float32Array], policy: Sequence[Float32Array]) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
     from or1_megatron.handoff.gather.trainer import GlooTrainerEngine
-    from or1_megatron.handoff.shard.trainer import ShardSender
+    from or1_megatron.handoff.shard.trainer import ShardTrainer
 
 
 class EngineWeightSender:
@@ -43,11 +43,11 @@ class EngineWeightSender:
         self._transfer: GlooTrainerEngine | None = None
         self._builtin: TrainerWeightTransferEngine[Any] | None = None
         self._rank = rank
-        self._sharded: ShardSender | None = None
+        self._sharded: ShardTrainer | None = None
         if config.backend == "shard":
-            from or1_megatron.handoff.shard.trainer import ShardSender
+            from or1_megatron.handoff.shard.trainer import ShardTrainer
 
-            self._sharded = ShardSender(shards, rank, config, self._engines)
+            self._sharded = ShardTrainer(shards, rank, config, self._engines)
 
     def connect(self) -> None:
         """Meet the engines; ``send`` does it when it has not been done. Collective with ``shard``; else rank 0's.

@@ -20,7 +20,7 @@ class EngineError(EnginesLost):
     """An engine did not start, failed, died or did not answer; the message names it."""
 
 
-class RayEngineControl:
+class EngineGroup:
     """``handoff.sender.EngineControl`` over the engine actors."""
 
     def __init__(self, handles: Sequence[Any], workers_per_engine: int, address: str, timeout_s: float) -> None:

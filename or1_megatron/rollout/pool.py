@@ -16,10 +16,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import namespace
-from or1_megatron.rollout.engine_group import EngineError, RayEngineControl, gather, lost_engines
+from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 
-__all__ = ["EngineActor", "EngineError", "EnginePlace", "EnginePool", "RayEngineControl"]
+__all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePool"]
 
 log = logging.getLogger(__name__)
 
@@ -183,12 +183,12 @@ class EnginePool:
         self._settings[index] = replace(self._settings[index], serves_folder=False)
         self.handles[index] = self._start(self._settings[index])
 
-    def control(self, timeout_s: float) -> RayEngineControl:
+    def control(self, timeout_s: float) -> EngineGroup:
         """The handoff's hold on the engines. ``timeout_s`` bounds each call."""
         here = ray.get_runtime_context().get_node_id()
         alone = all(node_id == here for node_id in self.node_ids)
         address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        return RayEngineControl(self.handles, self._config.tensor_parallel, address, timeout_s)
+        return EngineGroup(self.handles, self._config.tensor_parallel, address, timeout_s)
 
     def close(self) -> None:
         """End the engines."""

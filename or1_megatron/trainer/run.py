@@ -57,7 +57,7 @@ from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, check_resumable, checkpoint_keeper
 from or1_megatron.trainer.prompts import load_prompts
-from or1_megatron.trainer.synced_policy import RanksSender, ServedPolicy, Turns
+from or1_megatron.trainer.synced_policy import RanksSender, SyncedPolicy, Turns
 from or1_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def serve_policy(
     rollouts: RolloutsClient,
     record: RunRecord,
     stack: ExitStack,
-) -> ServedPolicy:
+) -> SyncedPolicy:
     """All ranks' policy behind the loop's verbs, and its way to the engines; returns when the engines are ready."""
     reference = frozen_reference(config, mesh)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
@@ -253,7 +253,7 @@ def serve_policy(
     stack.callback(sender.close)
     together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
     turns = Turns(takes_turns(config), offloads(config))
-    served = ServedPolicy(
+    served = SyncedPolicy(
         lockstep,
         policy,
         saver,

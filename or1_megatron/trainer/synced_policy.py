@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.errors import UserError
-from or1_megatron.handoff.probe import Difference, Probe
+from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.interfaces import EnginesLost, Objective
 from or1_megatron.parallel.collective_errors import AgreedError, raise_together
@@ -25,7 +25,7 @@ from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import BatchLayout, pack
-from or1_megatron.rollout.engine_group import EngineError, RayEngineControl
+from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.types import Batch, Float32Array, HandoffReport, Sample, TokenScores, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class RanksSender:
         return sent
 
 
-class ServedPolicy:
+class SyncedPolicy:
     """``interfaces.Policy``: the driver's verbs, the handoff with its probe, and turns on shared GPUs.
 
     A colocated turn (GPU): engines sleep; the trainer takes its state back from the host and updates; optimizer state
@@ -100,7 +100,7 @@ class ServedPolicy:
         policy: MegatronPolicy,
         saver: CheckpointSaver,
         sender: EngineWeightSender,
-        engines: RayEngineControl,
+        engines: EngineGroup,
         config: HandoffConfig,
         layout: BatchLayout,
         dtype: Literal["float32", "bfloat16"],
@@ -198,7 +198,7 @@ class ServedPolicy:
         self.hand_off(self._version)
         self._rejoin()
 
-    def _deliver(self, version: int, expected: Sequence[Float32Array] | None) -> tuple[int, float, Difference | None]:
+    def _deliver(self, version: int, expected: Sequence[Float32Array] | None) -> tuple[int, float, ProbeResult | None]:
         """(bytes sent, when they had been, what the probe says if it is due)."""
         if self._asleep:
             self._engines.wake_up(["weights"])

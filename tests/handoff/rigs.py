@@ -20,7 +20,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.gather import trainer as gloo_trainer
 from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.handoff.transport.base import GlooTransport
-from or1_megatron.handoff.transport.shared_memory import MappedTransport
+from or1_megatron.handoff.transport.shared_memory import SharedMemoryTransport
 from or1_megatron.types import Float32Array, Int32Array
 
 Tamper = Callable[[torch.Tensor], None]
@@ -91,7 +91,7 @@ class Slices:
 
     @contextmanager
     def tampering(self, tamper: Tamper) -> Iterator[None]:
-        true = {kind: kind.send for kind in (GlooTransport, MappedTransport)}
+        true = {kind: kind.send for kind in (GlooTransport, SharedMemoryTransport)}
 
         def send(transport: Any, buffer: torch.Tensor, destination: int, number: int) -> Any:
             tamper(buffer)
@@ -151,23 +151,23 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
 
         from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-        from or1_megatron.handoff.shard.direct_copy import Placer
+        from or1_megatron.handoff.shard.direct_copy import DirectCopy
 
-        load, put = Qwen2ForCausalLM.load_weights, Placer.put
+        load, put = Qwen2ForCausalLM.load_weights, DirectCopy.put
         names = {one: other, other: one}
 
         def load_weights(model: Any, weights: Any) -> Any:
             return load(model, ((names.get(name, name), tensor) for name, tensor in weights))
 
-        def put_elsewhere(placer: Any, received: Any) -> None:
+        def put_elsewhere(direct_copy: Any, received: Any) -> None:
             received.verify()
             elsewhere = replace(received.cut, name=names.get(received.cut.name, received.cut.name))
-            put(placer, replace(received, slot=replace(received.slot, spec=elsewhere)))
+            put(direct_copy, replace(received, slot=replace(received.slot, spec=elsewhere)))
 
         def undo() -> None:
-            Qwen2ForCausalLM.load_weights, Placer.put = load, put  # type: ignore[method-assign]
+            Qwen2ForCausalLM.load_weights, DirectCopy.put = load, put  # type: ignore[method-assign]
 
-        Qwen2ForCausalLM.load_weights, Placer.put = load_weights, put_elsewhere  # type: ignore[method-assign]
+        Qwen2ForCausalLM.load_weights, DirectCopy.put = load_weights, put_elsewhere  # type: ignore[method-assign]
         engine.undo = undo
 
     in_engine(handle, swap)

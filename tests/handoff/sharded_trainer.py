@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.shard.trainer import ShardSender
+from or1_megatron.handoff.shard.trainer import ShardTrainer
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut
@@ -120,7 +120,7 @@ class Trainer:
         self.grid = grid
         self.weights = [RankWeights(grid, rank) for rank in range(grid.world)]
         self.senders = [
-            ShardSender(weights, rank, config, control if rank == 0 else None)
+            ShardTrainer(weights, rank, config, control if rank == 0 else None)
             for rank, weights in enumerate(self.weights)
         ]
 

@@ -24,7 +24,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.handoff.transport.base import GlooTransport
-from or1_megatron.handoff.transport.shared_memory import MappedTransport
+from or1_megatron.handoff.transport.shared_memory import SharedMemoryTransport
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.weights.holdings import Box, box_size
 from or1_megatron.weights.qwen2 import QWEN2
@@ -133,17 +133,17 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
         trainer.send()
         assert control.versions() == [version] * control.engines
         assert difference(control, trainer.grid.model) < 1e-4
-        tallies = trainer.senders[0].tallies
-        assert all(tally.bytes_sent for tally in tallies[: trainer.grid.world])
-        received = sum(tally.bytes_received for tally in tallies[trainer.grid.world :])
+        stats = trainer.senders[0].stats
+        assert all(each.bytes_sent for each in stats[: trainer.grid.world])
+        received = sum(each.bytes_received for each in stats[trainer.grid.world :])
         # What tensor parallelism does not cut (norms and the row-parallel layers' none) every rank receives whole.
         norms = sum(4 * p.numel() for name, p in model.named_parameters() if "norm" in name)
         shards = control.engines * (model_bytes(model) + (control.workers_per_engine - 1) * norms)
         assert shards <= received <= 1.02 * shards
         if layout == (1, 1, 1):  # one trainer rank, two engines: it sends to the first, which passes on
-            assert [tally.bytes_sent for tally in tallies] == [received // 2, received // 2, 0]
+            assert [each.bytes_sent for each in stats] == [received // 2, received // 2, 0]
         elif "+" not in transport:
-            assert max(tally.bytes_sent for tally in tallies) <= 0.6 * received
+            assert max(each.bytes_sent for each in stats) <= 0.6 * received
     assert_loaders_asked_as_forecast(trainer, control.workers_per_engine)
     trainer.close()
 
@@ -173,9 +173,9 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
     def placed(engine: Any) -> set[str]:
         import gc
 
-        from or1_megatron.handoff.shard.direct_copy import Placer
+        from or1_megatron.handoff.shard.direct_copy import DirectCopy
 
-        return set[str]().union(*(found.names for found in gc.get_objects() if isinstance(found, Placer)))
+        return set[str]().union(*(found.names for found in gc.get_objects() if isinstance(found, DirectCopy)))
 
     names = {name for name, _ in model.named_parameters()}
     assert names - in_engine(pool.handles[0], placed) == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -205,7 +205,7 @@ def test_what_the_transport_spoils_stops_the_run_by_name(
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, 2, 1, 1), over(transport), control)
     trainer.send()
-    sends = {kind: kind.send for kind in (GlooTransport, MappedTransport)}
+    sends = {kind: kind.send for kind in (GlooTransport, SharedMemoryTransport)}
     sent = trainer.senders[0].plan.sent_by(0)
     chosen = next(s for s in sent if s.round >= 1 and 3 in s.destinations and same_shaped(s))
     first, last = trainer.senders[0]._links.over(0, chosen.children(0)[0]), dict[str, torch.Tensor]()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.shared_memory import SharedMemory
+from or1_megatron.handoff.transport.shared_memory import HostSharedMemory
 
 HOLDER = """
 import sys, pickle, base64, torch
@@ -51,7 +51,7 @@ def test_killed_sender_leaves_nothing_behind(handoff_memory: Callable[[], int]) 
     assert holder.stdout is not None
     description = pickle.loads(base64.b64decode(holder.stdout.readline()))
     assert description[0] == holder.pid
-    memory = SharedMemory()
+    memory = HostSharedMemory()
     mapped = memory.map(description)
     assert memory.map(description) is mapped  # once for all messages
     holder.kill()
@@ -68,7 +68,7 @@ def test_killed_sender_leaves_nothing_behind(handoff_memory: Callable[[], int]) 
 
 def test_memory_of_somebody_else_is_not_taken_for_it(handoff_memory: Callable[[], int]) -> None:
     """A process number that means another process here (another PID namespace), with a file under that number."""
-    memory, other = SharedMemory(), SharedMemory()
+    memory, other = HostSharedMemory(), HostSharedMemory()
     pid, descriptor, token = memory.describe(memory.allocate(4096))
     with pytest.raises(HandoffError, match="another process has this number here"):
         other.map((pid, descriptor, bytes(reversed(token))))
@@ -78,7 +78,7 @@ def test_memory_of_somebody_else_is_not_taken_for_it(handoff_memory: Callable[[]
 
 
 def test_rest_gives_the_memory_back(handoff_memory: Callable[[], int]) -> None:
-    memory = SharedMemory()
+    memory = HostSharedMemory()
     before = len(os.listdir("/proc/self/fd"))
     buffers = [memory.allocate(1 << 16) for _ in range(3)]
     assert handoff_memory() == 3

@@ -45,11 +45,11 @@ def main() -> None:
         import ray
 
         from or1_megatron.rollout import cluster
-        from or1_megatron.rollout.pool import RayEngineControl
+        from or1_megatron.rollout.pool import EngineGroup
 
         cluster.start_ray(ray_address, "trainer-of-tests")
         handles = [ray.get_actor(f"engine-{index}", namespace=engines_namespace) for index in range(2)]
-        control = RayEngineControl(handles, workers_per_engine=1, address="127.0.0.1", timeout_s=60.0)
+        control = EngineGroup(handles, workers_per_engine=1, address="127.0.0.1", timeout_s=60.0)
     shards = HalvedShards(torch.load(weights), rank)
     sender = EngineWeightSender(shards, rank, HandoffConfig(bucket_bytes=int(bucket_bytes), timeout_s=60.0), control)
     for version in versions:

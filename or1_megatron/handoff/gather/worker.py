@@ -29,8 +29,8 @@ from or1_megatron.handoff.transport.group import (
     open_group,
     whole_tensors,
 )
-from or1_megatron.handoff.vllm.loader_trace import record_wants
-from or1_megatron.handoff.vllm.parameter_check import Inspector
+from or1_megatron.handoff.vllm.loader_trace import trace_loaders
+from or1_megatron.handoff.vllm.parameter_check import ParameterCheck
 from or1_megatron.handoff.vllm.reload import finish_reload, put_back
 
 _POLL_S = 0.0005
@@ -75,7 +75,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._store: TCPStore | None = None
         self._init_info: GlooInitInfo | None = None
         self._specs: list[TensorSpec] = []
-        self._inspector: Inspector | None = None
+        self._parameter_check: ParameterCheck | None = None
         self._handoff = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -87,7 +87,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             )
         self.shutdown()  # of an earlier connection
         self._specs = [WireSpec(*fields).spec() for fields in init_info.tensors]
-        self._inspector = Inspector(self.model, record_wants(self.model, self.model_config, self._specs))
+        self._parameter_check = ParameterCheck(self.model, trace_loaders(self.model, self.model_config, self._specs))
         rank = 1 + init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
         self._store = store
@@ -110,7 +110,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             SliceMismatch: a tensor is not what was sent.
             HandoffError: the trainer is gone, has broken off or did not keep up. In either case the model is a mixture.
         """
-        if self._group is None or self._init_info is None or self._inspector is None:
+        if self._group is None or self._init_info is None or self._parameter_check is None:
             raise RuntimeError("gloo weight transfer: update_weights came before init_weight_transfer_engine")
         self._handoff = update_info.handoff
         try:
@@ -121,7 +121,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 self._wait(broadcast(self._group, message), shipment.bucket.slots[0].spec)
                 slices = unpack(shipment, message, self._handoff)
                 for each in slices:
-                    self._inspector.expect(each)
+                    self._parameter_check.expect(each)
                 self.model.load_weights((each.cut.name, each.values) for each in slices)
         except BaseException:
             abandon(self._group)
@@ -152,9 +152,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         """Complete the model, and read what it holds. Raises HandoffMismatch, naming the tensor."""
-        assert self._inspector is not None
+        assert self._parameter_check is not None
         finish_reload(self.model, self.model_config)
-        self._inspector.check(self._handoff)
+        self._parameter_check.check(self._handoff)
 
     def shutdown(self) -> None:
         self._group, self._store = None, None

@@ -41,7 +41,7 @@ class Shipment:
 
 
 @dataclass(slots=True)
-class Received:
+class ReceivedSlice:
     """A slice that has arrived, as long as its message's memory is not used again."""
 
     slot: Slot[Slice]
@@ -111,7 +111,7 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
     return sum(values)
 
 
-def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
+def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSlice]:
     """The slices of a message [bytes] uint8, in its order, each compared with its checksum.
 
     Raises:
@@ -123,13 +123,13 @@ def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
     return found
 
 
-def unverified(shipment: Shipment, message: Tensor, handoff: int) -> list[Received]:
+def unverified(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSlice]:
     """As ``unpack``, for who calls ``verify`` on each; on a GPU they are compared here, with one wait for all."""
     slots = shipment.bucket.slots
     came = [signed % (1 << 64) for signed in message[payload_bytes(shipment) :].view(torch.int64).tolist()]
     content = message.numpy() if message.device.type == "cpu" else None
     arrived = [
-        Received(slot, message, content, expected, shipment.source, handoff)
+        ReceivedSlice(slot, message, content, expected, shipment.source, handoff)
         for slot, expected in zip(slots, came, strict=True)
     ]
     if content is None:

@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import Received
-from or1_megatron.handoff.vllm.loader_trace import Place, Recorded, View, landing_of, place_in
+from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, View, offset_in, source_box_of
 from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Of layers with a method, those whose loading is copying. Quantised ones may keep count of what was loaded, or compute.
@@ -29,7 +29,7 @@ _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedF
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CopyTarget:
     """A part of a parameter that takes up a slice."""
 
     module: str
@@ -37,26 +37,26 @@ class Target:
     view: View
 
 
-def placeable(model: torch.nn.Module, recorded: Recorded) -> frozenset[str]:
+def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
     """Names of the tensors that need no loader. All that a layer takes up is among them, or nothing of it."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
-    filled: dict[tuple[str, str], list[Place]] = defaultdict(list)
-    for (name, _), places in recorded.places.items():
-        for place in places:
+    filled: dict[tuple[str, str], list[ParameterView]] = defaultdict(list)
+    for (name, _), destinations in trace.destinations.items():
+        for place in destinations:
             inside[place.module].add(name)
             around[name].add(place.module)
             filled[place.module, place.parameter].append(place)
     names = {
         name
-        for name, views in recorded.landings.items()
-        if name not in recorded.whole
-        and name not in recorded.strays
-        and all((name, view) in recorded.places for view in views)
-        and _disjoint([landing.box for landing in views.values()])
+        for name, views in trace.sources.items()
+        if name not in trace.whole
+        and name not in trace.copied_elsewhere
+        and all((name, view) in trace.destinations for view in views)
+        and _disjoint([source_box.box for source_box in views.values()])
     }
     modules = dict(model.named_modules())
-    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, recorded, filled)}
+    layers = {path for path in inside if _plain(modules[path]) and _is_filled(path, trace, filled)}
     while True:
         kept = {path for path in layers if inside[path] <= names}
         left = {name for name in names if around[name] <= kept}
@@ -71,40 +71,40 @@ def _plain(layer: Any) -> bool:
     return not is_deferred_attention_layer(layer) and (method is None or type(method).__name__ in _PLAIN)
 
 
-def _is_filled(path: str, recorded: Recorded, filled: dict[tuple[str, str], list[Place]]) -> bool:
+def _is_filled(path: str, trace: LoaderTrace, filled: dict[tuple[str, str], list[ParameterView]]) -> bool:
     """Whether the recorded copies alone write each element of all that vLLM waits for in this layer, once."""
     total = 0
-    for (module, parameter), places in filled.items():
+    for (module, parameter), destinations in filled.items():
         if module != path:
             continue
         boxes: list[Box] = []
-        for place in places:
-            landing = landing_of(place.shape, place.view)
-            if landing is None:
+        for place in destinations:
+            source_box = source_box_of(place.shape, place.view)
+            if source_box is None:
                 return False
-            boxes.append(landing.box)
-        if (path, parameter) in recorded.touched or not _disjoint(boxes):
+            boxes.append(source_box.box)
+        if (path, parameter) in trace.written_otherwise or not _disjoint(boxes):
             return False
         total += sum(map(box_size, boxes))
-    return total == recorded.elements[path]
+    return total == trace.elements[path]
 
 
 def _disjoint(boxes: Iterable[Box]) -> bool:
     return all(intersection(one, other) is None for one, other in combinations(boxes, 2))
 
 
-class Placer:
+class DirectCopy:
     """Of one engine rank, for one handoff after another. Between them vLLM's layerwise reload begins and ends."""
 
-    def __init__(self, model: torch.nn.Module, recorded: Recorded, cuts: Iterable[Slice]) -> None:
+    def __init__(self, model: torch.nn.Module, trace: LoaderTrace, cuts: Iterable[Slice]) -> None:
         """``cuts``: all slices that this rank receives in a handoff."""
         self._modules = dict(model.named_modules())
-        self.names = placeable(model, recorded)
-        self.targets: dict[Slice, list[Target]] = {}
+        self.names = copied_directly(model, trace)
+        self.targets: dict[Slice, list[CopyTarget]] = {}
         self._expected: dict[str, int] = defaultdict(int)  # slices by layer
         for cut in cuts:
             if cut.name in self.names:
-                self.targets[cut] = [*_targets(cut, recorded)]
+                self.targets[cut] = [*_targets(cut, trace)]
                 for target in self.targets[cut]:
                     self._expected[target.module] += 1
         self._missing: dict[str, int] = {}
@@ -113,7 +113,7 @@ class Placer:
         """Of a handoff, after vLLM's ``initialize_layerwise_reload``."""
         self._missing = dict(self._expected)
 
-    def put(self, received: Received) -> None:
+    def put(self, received: ReceivedSlice) -> None:
         """Copy a slice to its place, once it has been found to be what was sent."""
         received.verify()
         values = received.flat
@@ -139,10 +139,10 @@ class Placer:
                 raise RuntimeError(f"'{path}' of the engine's model lacks {missing} of {self._expected[path]} slices")
 
 
-def _targets(cut: Slice, recorded: Recorded) -> Iterable[Target]:
-    for view, landing in recorded.landings[cut.name].items():
-        where = place_in(cut.box, landing)
+def _targets(cut: Slice, trace: LoaderTrace) -> Iterable[CopyTarget]:
+    for view, source_box in trace.sources[cut.name].items():
+        where = offset_in(cut.box, source_box)
         if where is None:
             continue
-        for place in recorded.places[cut.name, view]:
-            yield Target(place.module, place.parameter, place.part(where))
+        for place in trace.destinations[cut.name, view]:
+            yield CopyTarget(place.module, place.parameter, place.part(where))

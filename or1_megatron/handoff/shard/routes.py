@@ -9,7 +9,7 @@ from typing import Protocol
 
 from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.message.message import Hop
-from or1_megatron.handoff.transport.links import Place
+from or1_megatron.handoff.transport.links import Location
 
 _ON_ONE_NODE = ("shared_memory", "cuda_ipc")
 _WORTH_IT = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
@@ -105,7 +105,7 @@ class TwoHops:
         return share, share
 
 
-def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> Routes:
+def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> Routes:
     """The routes that a transport's links call for.
 
     Raises:
@@ -115,15 +115,15 @@ def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Plac
         return TwoHops(_neighbours(transport, trainers, engines), len(trainers))
     if transport in _ON_ONE_NODE:
         here = trainers[0].node
-        for who, places in (("trainer", trainers), ("engine", engines)):
-            for rank, place in enumerate(places):
-                if place.node != here:
+        for who, locations in (("trainer", trainers), ("engine", engines)):
+            for rank, location in enumerate(locations):
+                if location.node != here:
                     raise HandoffError(
                         f"handoff.transport = {transport} needs all ranks on one node and in one PID namespace; {who} "
                         f"rank {rank} is not where trainer rank 0 is"
                     )
         return Direct()
-    shared = {place for place in trainers if place.device} & set(engines)
+    shared = {location for location in trainers if location.device} & set(engines)
     if transport == "nccl" and shared:
         raise HandoffError(
             "handoff.transport = nccl: engines share the trainer's GPUs, and NCCL refuses two ranks on one; "
@@ -132,19 +132,19 @@ def routes_for(transport: str, trainers: Sequence[Place], engines: Sequence[Plac
     return Relayed()
 
 
-def _neighbours(transport: str, trainers: Sequence[Place], engines: Sequence[Place]) -> list[int]:
+def _neighbours(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> list[int]:
     """For each engine rank the trainer rank on its device; without devices those of its node in turn."""
-    ranks: dict[Place, list[int]] = defaultdict(list)
-    for rank, place in enumerate(trainers):
-        ranks[place].append(rank)
-    turns = defaultdict[Place, int](int)
+    ranks: dict[Location, list[int]] = defaultdict(list)
+    for rank, location in enumerate(trainers):
+        ranks[location].append(rank)
+    turns = defaultdict[Location, int](int)
     found = []
-    for index, place in enumerate(engines):
-        if place not in ranks:
+    for index, location in enumerate(engines):
+        if location not in ranks:
             raise HandoffError(
                 f"handoff.transport = {transport} needs a trainer rank on each engine rank's device; engine rank "
                 f"{index} has none beside it"
             )
-        found.append(ranks[place][turns[place] % len(ranks[place])])
-        turns[place] += 1
+        found.append(ranks[location][turns[location] % len(ranks[location])])
+        turns[location] += 1
     return found

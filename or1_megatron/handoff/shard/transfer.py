@@ -12,9 +12,9 @@ from torch import Tensor
 
 from or1_megatron.handoff.message.message import message_bytes, pack
 from or1_megatron.handoff.shard.plan import HandoffPlan, Shipment
-from or1_megatron.handoff.transport.base import Arrival, Buffers
+from or1_megatron.handoff.transport.base import Arrival, BufferPool
 from or1_megatron.handoff.transport.links import Links
-from or1_megatron.handoff.transport.status_store import Board, in_background
+from or1_megatron.handoff.transport.status_store import StatusStore, in_background
 from or1_megatron.weights.holdings import Box
 
 _BUFFERS = 2  # one is packed while the other travels or is read
@@ -22,7 +22,7 @@ _ROUNDS_AHEAD = 1  # receives of the next round are under way while this one is 
 
 
 @dataclass
-class Tally:
+class TransferStats:
     """What a rank counted in one handoff."""
 
     bytes_sent: int = 0
@@ -36,11 +36,11 @@ def ship(
     plan: HandoffPlan,
     rank: int,
     links: Links,
-    board: Board,
+    status: StatusStore,
     read: Callable[[str, Box], Tensor],
     handoff: int,
     watched: Future[Any] | None = None,
-) -> Tally:
+) -> TransferStats:
     """Pack and send what trainer rank ``rank`` has to, and pass on what goes through it.
 
     Args:
@@ -52,18 +52,18 @@ def ship(
     """
     before = links.counts()
     links.begin(plan.shipments, rank)  # two threads start messages
-    passing = in_background(lambda: _pass_on(plan, rank, links, board)) if plan.through(rank) else None
-    pools: dict[int, Buffers] = {id(link): Buffers(link.allocate) for link in links.all}
+    passing = in_background(lambda: _pass_on(plan, rank, links, status)) if plan.through(rank) else None
+    pools: dict[int, BufferPool] = {id(link): BufferPool(link.allocate) for link in links.all}
     travelling: deque[tuple[Shipment, Tensor, list[Future[None]]]] = deque()
     sums: dict[int, int] = {}
 
-    def pool(shipment: Shipment) -> Buffers:
+    def pool(shipment: Shipment) -> BufferPool:
         return pools[id(links.over(rank, shipment.children(rank)[0]))]
 
     def land() -> None:
         shipment, buffer, futures = travelling.popleft()
         for future, child in zip(futures, shipment.children(rank), strict=True):
-            board.wait(future, f"{plan.who(child)} to take {shipment.bucket.slots[-1].spec}", watched)
+            status.wait(future, f"{plan.who(child)} to take {shipment.bucket.slots[-1].spec}", watched)
         pool(shipment).give(buffer)
 
     mine = plan.sent_by(rank)
@@ -81,19 +81,19 @@ def ship(
     while travelling:
         land()
     if passing is not None:
-        board.wait(passing, "what it passes on to be taken", watched)
+        status.wait(passing, "what it passes on to be taken", watched)
     links.rest()
     sent, received = (now - then for now, then in zip(links.counts(), before, strict=True))
-    return Tally(sent, received, sums)
+    return TransferStats(sent, received, sums)
 
 
-def _pass_on(plan: HandoffPlan, rank: int, links: Links, board: Board) -> None:
+def _pass_on(plan: HandoffPlan, rank: int, links: Links, status: StatusStore) -> None:
     """A trainer rank's part of the others' messages; a failure is everybody's to know."""
     try:
-        for _ in incoming(plan, rank, links, board):
+        for _ in incoming(plan, rank, links, status):
             pass
     except BaseException as error:
-        board.fail(error)
+        status.fail(error)
         raise
 
 
@@ -106,11 +106,13 @@ class _Expected:
     arrival: Future[Arrival]
     into: Tensor | None
     """Memory from which it can be passed on; None where it ends here."""
-    pool: Buffers
+    pool: BufferPool
     """Where ``into`` is from."""
 
 
-def incoming(plan: HandoffPlan, rank: int, links: Links, board: Board) -> Iterator[tuple[Shipment, Tensor, bool]]:
+def incoming(
+    plan: HandoffPlan, rank: int, links: Links, status: StatusStore
+) -> Iterator[tuple[Shipment, Tensor, bool]]:
     """What ``rank`` receives, in the order of the plan; each message is passed on, where it goes on, as it comes.
 
     Yields (shipment, message, whether it is its round's last). Messages stay as they are until the one after their
@@ -118,7 +120,7 @@ def incoming(plan: HandoffPlan, rank: int, links: Links, board: Board) -> Iterat
     """
     through = deque(plan.through(rank))
     capacity = max(map(message_bytes, through), default=0)
-    pools: Mapping[int, Buffers] = {id(link): Buffers(link.allocate) for link in links.all}
+    pools: Mapping[int, BufferPool] = {id(link): BufferPool(link.allocate) for link in links.all}
     under_way: deque[_Expected] = deque()
     held: list[tuple[_Expected, Arrival]] = []
     passing: list[tuple[Future[None], str]] = []
@@ -128,7 +130,7 @@ def incoming(plan: HandoffPlan, rank: int, links: Links, board: Board) -> Iterat
             under_way.append(_expect(through.popleft(), rank, links, pools, capacity))
         expected = under_way.popleft()
         shipment = expected.shipment
-        arrival = board.wait(expected.arrival, f"{shipment.bucket.slots[0].spec} from {plan.who(expected.parent)}")
+        arrival = status.wait(expected.arrival, f"{shipment.bucket.slots[0].spec} from {plan.who(expected.parent)}")
         held.append((expected, arrival))
         for child in shipment.children(rank):
             sent = links.over(rank, child).send(arrival.message, child, shipment.number)
@@ -137,7 +139,7 @@ def incoming(plan: HandoffPlan, rank: int, links: Links, board: Board) -> Iterat
         yield shipment, arrival.message, last
         if last:
             for sent, what in passing:
-                board.wait(sent, what)
+                status.wait(sent, what)
             for expected, arrival in held:
                 arrival.release()
                 if expected.into is not None:
@@ -146,7 +148,7 @@ def incoming(plan: HandoffPlan, rank: int, links: Links, board: Board) -> Iterat
             held.clear()
 
 
-def _expect(shipment: Shipment, rank: int, links: Links, pools: Mapping[int, Buffers], capacity: int) -> _Expected:
+def _expect(shipment: Shipment, rank: int, links: Links, pools: Mapping[int, BufferPool], capacity: int) -> _Expected:
     size, parent, children = message_bytes(shipment), shipment.parent(rank), shipment.children(rank)
     assert parent is not None
     pool = pools[id(links.over(rank, children[0]) if children else links.all[0])]

@@ -18,15 +18,15 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from or1_megatron.handoff.message.buckets import TensorSpec
 from or1_megatron.handoff.message.message import unverified
-from or1_megatron.handoff.shard.direct_copy import Placer
+from or1_megatron.handoff.shard.direct_copy import DirectCopy
 from or1_megatron.handoff.shard.plan import HandoffPlan
 from or1_megatron.handoff.shard.trainer import BACKEND
-from or1_megatron.handoff.shard.transfer import Tally, incoming
+from or1_megatron.handoff.shard.transfer import TransferStats, incoming
 from or1_megatron.handoff.transport.group import WireSpec, join_store, open_group
-from or1_megatron.handoff.transport.links import Links, this_place
-from or1_megatron.handoff.transport.status_store import Board, in_background
-from or1_megatron.handoff.vllm.loader_trace import Part, Recorded, SliceLoader, record_wants
-from or1_megatron.handoff.vllm.parameter_check import Inspector
+from or1_megatron.handoff.transport.links import Links, this_location
+from or1_megatron.handoff.transport.status_store import StatusStore, in_background
+from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, Part, SliceLoader, trace_loaders
+from or1_megatron.handoff.vllm.parameter_check import ParameterCheck
 from or1_megatron.handoff.vllm.reload import finish_reload, put_back
 
 log = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._board: Board | None = None
+        self._status: StatusStore | None = None
         self._links: Links | None = None
         self._plan: HandoffPlan | None = None
-        self._recorded = Recorded()
+        self._trace = LoaderTrace()
         self._specs: dict[str, TensorSpec] = {}
-        self._placer: Placer | None = None
+        self._direct_copy: DirectCopy | None = None
         self._loader: SliceLoader | None = None
-        self._inspector: Inspector | None = None
+        self._parameter_check: ParameterCheck | None = None
         self._handoff = 0
         self._rank = 0
 
@@ -86,24 +86,24 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         index = init_info.engine_index * init_info.workers_per_engine + self.parallel_config.rank
         self._rank = init_info.trainers + index
         store = join_store(init_info.address, init_info.port, init_info.timeout_s)
-        board = Board(store, f"engine rank {index}", init_info.timeout_s)
+        status = StatusStore(store, f"engine rank {index}", init_info.timeout_s)
         try:
             specs = [WireSpec(*fields).spec() for fields in init_info.tensors]
             self._specs = {spec.name: spec for spec in specs}
-            self._recorded = record_wants(self.model, self.model_config, specs)
-            self._inspector = Inspector(self.model, self._recorded)
-            if whole := self._recorded.whole:
+            self._trace = trace_loaders(self.model, self.model_config, specs)
+            self._parameter_check = ParameterCheck(self.model, self._trace)
+            if whole := self._trace.whole:
                 reasons = "; ".join(f"'{name}': {reason}" for name, reason in sorted(whole.items())[:_NAMED])
                 log.warning("engine rank %d: %d tensors come whole, not as slices: %s", index, len(whole), reasons)
-            board.publish(f"wants/{index}", (self._recorded.wants(specs), this_place()))
-            self._plan = board.read(f"plan/{self._rank}", "trainer rank 0")
+            status.publish(f"wants/{index}", (self._trace.wants(specs), this_location()))
+            self._plan = status.read(f"plan/{self._rank}", "trainer rank 0")
             cuts = (slot.spec for shipment in self._plan.shipments for slot in shipment.bucket.slots)
-            self._placer = Placer(self.model, self._recorded, cuts)
-            log.info("engine rank %d: %d tensors are loaded without their loaders", index, len(self._placer.names))
+            self._direct_copy = DirectCopy(self.model, self._trace, cuts)
+            log.info("engine rank %d: %d tensors are loaded without their loaders", index, len(self._direct_copy.names))
             opened = in_background(
                 lambda: open_group(store, init_info.address, self._rank, init_info.world_size, init_info.timeout_s)
             )
-            group = board.wait(opened, f"{init_info.world_size} ranks to form a group")
+            group = status.wait(opened, f"{init_info.world_size} ranks to form a group")
             self._links = Links.open(
                 init_info.transport,
                 group,
@@ -114,15 +114,15 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 init_info.timeout_s,
             )
         except BaseException as error:
-            board.fail(error)
+            status.fail(error)
             raise
-        self._board = board
+        self._status = status
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
-        if self._placer is not None:
-            self._placer.begin()
-            self._loader = SliceLoader(self._recorded, self._placer.names)
+        if self._direct_copy is not None:
+            self._direct_copy.begin()
+            self._loader = SliceLoader(self._trace, self._direct_copy.names)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base, which ends by synchronising an accelerator: transports do that with every message."""
@@ -135,19 +135,21 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             HandoffError: somebody failed or did not keep up.
             SliceMismatch: a slice is not what was sent. In either case the model is a mixture.
         """
-        if self._board is None or self._plan is None or self._links is None or self._loader is None:
+        if self._status is None or self._plan is None or self._links is None or self._loader is None:
             raise RuntimeError("shard weight transfer: update_weights came before init_weight_transfer_engine")
         try:
-            tally = self._receive(self._board, self._plan, self._links, self._loader, update_info.handoff)
+            stats = self._receive(self._status, self._plan, self._links, self._loader, update_info.handoff)
         except BaseException as error:
-            self._board.fail(error)
+            self._status.fail(error)
             put_back(self.model, self.model_config)
             raise
-        self._board.publish(f"received/{update_info.handoff}/{self._rank}", tally)
+        self._status.publish(f"received/{update_info.handoff}/{self._rank}", stats)
 
     @torch.no_grad()
-    def _receive(self, board: Board, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int) -> Tally:
-        assert self._inspector is not None and self._placer is not None
+    def _receive(
+        self, status: StatusStore, plan: HandoffPlan, links: Links, loader: SliceLoader, handoff: int
+    ) -> TransferStats:
+        assert self._parameter_check is not None and self._direct_copy is not None
         self._handoff = handoff
         missing = defaultdict[str, int](int)
         for shipment in plan.shipments:
@@ -156,13 +158,13 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         parts: dict[str, list[Part]] = defaultdict(list)
         complete: list[tuple[TensorSpec, list[Part]]] = []
         before, total = links.counts(), 0
-        for shipment, message, last_of_round in incoming(plan, self._rank, links, board):
+        for shipment, message, last_of_round in incoming(plan, self._rank, links, status):
             for each in unverified(shipment, message, handoff):
                 cut = each.cut
                 total += each.checksum
-                self._inspector.expect(each)
-                if cut.name in self._placer.names:
-                    self._placer.put(each)
+                self._parameter_check.expect(each)
+                if cut.name in self._direct_copy.names:
+                    self._direct_copy.put(each)
                     continue
                 parts[cut.name].append(Part(cut.box, each.values, each.verify))
                 missing[cut.name] -= 1
@@ -177,21 +179,21 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
                 loader.keep_copies(parts)  # the messages' memory is about to be used again
         links.rest()
         sent, received = (now - then for now, then in zip(links.counts(), before, strict=True))
-        return Tally(sent, received, {self._rank: total})
+        return TransferStats(sent, received, {self._rank: total})
 
     def finish_weight_update(self) -> None:
-        assert self._loader is not None and self._inspector is not None and self._placer is not None
-        self._placer.check_complete()
+        assert self._loader is not None and self._parameter_check is not None and self._direct_copy is not None
+        self._direct_copy.check_complete()
         with self._loader:
             finish_reload(self.model, self.model_config)
         self._loader.check_complete()
         self._loader = None
-        self._inspector.check(self._handoff)
+        self._parameter_check.check(self._handoff)
 
     def shutdown(self) -> None:
         if self._links is not None:
             self._links.close()
-        self._board, self._links, self._plan = None, None, None
+        self._status, self._links, self._plan = None, None, None
 
 
 def register() -> None:

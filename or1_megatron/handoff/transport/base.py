@@ -73,7 +73,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Counted:
+class ByteCounter:
     """The bytes of a transport; its waiting threads count together."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Counted:
             self.bytes_received += received
 
 
-class Buffers:
+class BufferPool:
     """Memory that is used again and again within a handoff."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
@@ -109,11 +109,11 @@ class Buffers:
         self._idle.clear()
 
 
-def on_host(size_bytes: int) -> Tensor:
+def host_buffer(size_bytes: int) -> Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
-class InOrder:
+class OrderedStarts:
     """Starts what several threads hand in: on a thread of its own, which alone may have to wait, and in one order."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Work(Protocol):
     def wait(self, timeout: timedelta) -> Any: ...
 
 
-class Waiters:
+class WaitingThreads:
     """Threads that wait for works, one for each that is under way.
 
     gloo's point-to-point works complete only inside wait(), which blocks; and they complete in another order than they
@@ -269,20 +269,20 @@ def abort(group: ProcessGroupGloo) -> None:
         group.recv([nothing], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]  # no stub
 
 
-class GlooTransport(Counted):
+class GlooTransport(ByteCounter):
     """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
         super().__init__()
         self._group = group
-        self._waiters = Waiters(timeout_s, lambda: abort(group))
-        self._buffers = Buffers(on_host)
+        self._waiters = WaitingThreads(timeout_s, lambda: abort(group))
+        self._buffers = BufferPool(host_buffer)
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Messages have tags, and nothing of one waits for another."""
 
     def allocate(self, size_bytes: int) -> Tensor:
-        return on_host(size_bytes)
+        return host_buffer(size_bytes)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         def sent() -> None:

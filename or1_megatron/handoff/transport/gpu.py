@@ -6,7 +6,7 @@ What to look at first when they are (``benchmarks/gpu/handoff.py``, ``tests/gpu/
   directions share its stream. To set it up blocks until the other rank does, too.
 - So, and because NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), a trainer
   rank, which sends on one thread and passes on with another, starts all its messages in the plan's order
-  (``wire.InOrder``): none waits for one behind it.
+  (``wire.OrderedStarts``): none waits for one behind it.
 - A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
 - CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that is
   shown but some of the GPUs numbers them otherwise than the trainer.
@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, Buffers, Counted, InOrder, Waiters, Work
+from or1_megatron.handoff.transport.base import Arrival, BufferPool, ByteCounter, OrderedStarts, WaitingThreads, Work
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _DEVICE_ARGUMENT = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
 
-def on_device(size_bytes: int, device: int) -> Tensor:
+def device_buffer(size_bytes: int, device: int) -> Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
@@ -54,7 +54,7 @@ class _Finished:
         stream.synchronize()
 
 
-class NcclTransport(Counted):
+class NcclTransport(ByteCounter):
     """``Transport`` between GPUs, each of another rank. Memory is the device's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
@@ -66,15 +66,15 @@ class NcclTransport(Counted):
         with _errors_left_to_us():
             self._group: Any = ProcessGroupNCCL(PrefixStore("or1-handoff-nccl", store), rank, world, options)
         self._device = torch.cuda.current_device()
-        self._starts = InOrder()
-        self._waiters = Waiters(timeout_s, self._group.abort)
-        self._buffers = Buffers(self.allocate)
+        self._starts = OrderedStarts()
+        self._waiters = WaitingThreads(timeout_s, self._group.abort)
+        self._buffers = BufferPool(self.allocate)
 
     def begin(self, numbers: Sequence[int]) -> None:
         self._starts.begin(numbers)
 
     def allocate(self, size_bytes: int) -> Tensor:
-        return on_device(size_bytes, self._device)
+        return device_buffer(size_bytes, self._device)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         def sent() -> None:
@@ -133,14 +133,14 @@ def _errors_left_to_us() -> Iterator[None]:
             os.environ[name] = before
 
 
-class CudaIpc:
-    """``mapped.Sharing`` of device memory."""
+class CudaSharedMemory:
+    """``mapped.SharedMemory`` of device memory."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
 
     def allocate(self, size_bytes: int) -> Tensor:
-        return on_device(size_bytes, self._device)
+        return device_buffer(size_bytes, self._device)
 
     def describe(self, buffer: Tensor) -> Any:
         torch.cuda.current_stream(self._device).synchronize()  # what was packed is there for other processes to see

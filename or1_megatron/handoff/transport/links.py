@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from or1_megatron.handoff.message.message import Shipment
 from or1_megatron.handoff.transport.base import GlooTransport, Transport
-from or1_megatron.handoff.transport.shared_memory import MappedTransport, SharedMemory
+from or1_megatron.handoff.transport.shared_memory import HostSharedMemory, SharedMemoryTransport
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a rank runs."""
 
     node: str
@@ -31,7 +31,7 @@ class Place:
     """A GPU's UUID; empty on CPU."""
 
 
-def this_place() -> Place:
+def this_location() -> Location:
     """Of the calling process; its GPU is the current one."""
     import torch
 
@@ -40,7 +40,7 @@ def this_place() -> Place:
     device = ""
     if torch.cuda.is_available():
         device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return Place(node, device)
+    return Location(node, device)
 
 
 class Links:
@@ -60,11 +60,11 @@ class Links:
             if kind == "gloo":
                 return GlooTransport(group, timeout_s)
             if kind == "shared_memory":
-                return MappedTransport(group, SharedMemory(), timeout_s)
-            from or1_megatron.handoff.transport.gpu import CudaIpc, NcclTransport
+                return SharedMemoryTransport(group, HostSharedMemory(), timeout_s)
+            from or1_megatron.handoff.transport.gpu import CudaSharedMemory, NcclTransport
 
             if kind == "cuda_ipc":
-                return MappedTransport(group, CudaIpc(), timeout_s)
+                return SharedMemoryTransport(group, CudaSharedMemory(), timeout_s)
             return NcclTransport(store, rank, world, timeout_s)
 
         kinds = name.split("+")

@@ -1,7 +1,7 @@
 """Messages that stay where the sender has packed them: the receiver maps the memory, reads it there, and says so.
 
 A notice (which memory, how much) goes one way and an acknowledgement the other, both over gloo; the weights do not
-travel. Memory is shared through ``Sharing``: pages of the host here, CUDA IPC in ``gpu``.
+travel. Memory is shared through ``SharedMemory``: pages of the host here, CUDA IPC in ``gpu``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, Counted, Waiters, Work, abort
+from or1_megatron.handoff.transport.base import Arrival, ByteCounter, WaitingThreads, Work, abort
 
 _NOTICE_BYTES = 2048
 _HEADER_BYTES = mmap.PAGESIZE
 _TOKEN_BYTES = 16
 
 
-class Sharing(Protocol):
+class SharedMemory(Protocol):
     """Memory that other processes of this node can map."""
 
     def allocate(self, size_bytes: int) -> Tensor: ...
@@ -58,8 +58,8 @@ class Segment:
     token: bytes
 
 
-class SharedMemory:
-    """``Sharing`` of host memory without names (memfd): it is gone when the last process that maps it is."""
+class HostSharedMemory:
+    """``SharedMemory`` of host memory without names (memfd): it is gone when the last process that maps it is."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
@@ -127,15 +127,15 @@ class _Answered:
         self._answer.wait(timeout)
 
 
-class MappedTransport(Counted):
+class SharedMemoryTransport(ByteCounter):
     """``Transport`` on one node: any number of receivers read the very bytes that the sender has packed."""
 
-    def __init__(self, group: ProcessGroupGloo, sharing: Sharing, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroupGloo, sharing: SharedMemory, timeout_s: float) -> None:
         """``group``: of all ranks; it carries notices and acknowledgements."""
         super().__init__()
         self._group: Any = group  # send and recv are absent from torch's stub
         self._sharing = sharing
-        self._waiters = Waiters(timeout_s, lambda: abort(group))
+        self._waiters = WaitingThreads(timeout_s, lambda: abort(group))
 
     def begin(self, numbers: Sequence[int]) -> None:
         """As with gloo, which carries the notices."""

@@ -21,7 +21,7 @@ _LOOK_S = 0.2  # how often a wait looks at the board
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
 
 
-class Board:
+class StatusStore:
     """What the ranks of a handoff tell each other besides weights, over a store that trainer rank 0 hosts.
 
     The first failure is written here and ends every other rank's wait.

@@ -2,7 +2,7 @@
 
 Loaders are run on placeholders: tensors of the full HF shape on the meta device, which have no storage. Whatever views
 a loader takes of one (narrow, chunk, index), torch itself keeps their geometry; when the loader copies a view into its
-parameter, a dispatch mode sees it. That is written down once (``record_wants``). So fused projections, tensor
+parameter, a dispatch mode sees it. That is written down once (``trace_loaders``). So fused projections, tensor
 parallelism, tied embeddings and experts need no table here.
 
 At an update most layers need no loader (``placing``). The others' run again on placeholders, through vLLM's layerwise
@@ -44,7 +44,7 @@ class Part:
     values: Tensor
     verify: Callable[[], None] = _as_it_is
     """Raises when ``values`` are not what was sent."""
-    copied: bool = False
+    owned: bool = False
     """False: ``values`` may be a view into a message."""
 
     def verified(self) -> Tensor:
@@ -55,12 +55,12 @@ class Part:
 
     def keep(self) -> None:
         """The message's memory is about to be used again."""
-        if not self.copied:
-            self.values, self.copied = self.verified().clone(), True
+        if not self.owned:
+            self.values, self.owned = self.verified().clone(), True
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class SourceBox:
     """A rectangle that a loader copies."""
 
     box: Box
@@ -69,7 +69,7 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterView:
     """A part of a model's parameter."""
 
     module: str
@@ -85,18 +85,18 @@ class Place:
 
 
 @dataclass
-class Recorded:
+class LoaderTrace:
     """What the loaders of one engine rank ask for."""
 
-    landings: dict[str, dict[View, Landing]] = field(default_factory=dict)
+    sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
     """By tensor. Tensors that no loader touches (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
     """Tensors that have to come whole, with the reason."""
-    places: dict[tuple[str, View], list[Place]] = field(default_factory=dict)
+    destinations: dict[tuple[str, View], list[ParameterView]] = field(default_factory=dict)
     """By tensor and view of it: where the copies end up."""
-    strays: set[str] = field(default_factory=set)
+    copied_elsewhere: set[str] = field(default_factory=set)
     """Tensors that are copied to anything else than a parameter as well."""
-    touched: set[tuple[str, str]] = field(default_factory=set)
+    written_otherwise: set[tuple[str, str]] = field(default_factory=set)
     """(module, parameter) that is written to by anything else than copies of tensors: padding, for instance."""
     elements: dict[str, int] = field(default_factory=dict)
     """By module: how many vLLM's layerwise reload waits for."""
@@ -108,12 +108,13 @@ class Recorded:
                 found.append(Slice(spec.name, whole(spec.shape), spec.dtype))
             else:
                 found += [
-                    Slice(spec.name, landing.box, spec.dtype) for landing in self.landings.get(spec.name, {}).values()
+                    Slice(spec.name, source_box.box, spec.dtype)
+                    for source_box in self.sources.get(spec.name, {}).values()
                 ]
         return found
 
 
-def landing_of(shape: tuple[int, ...], view: View) -> Landing | None:
+def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
     """The rectangle of a contiguous tensor that a view of it shows, or None when it shows something else."""
     offset, size, stride = view
     full = torch.empty(shape, device="meta").stride()
@@ -135,7 +136,7 @@ def landing_of(shape: tuple[int, ...], view: View) -> Landing | None:
         box[axis] = (start[axis], start[axis] + extent)
         axes.append(axis)
         axis += 1
-    return Landing(tuple(box), tuple(axes))
+    return SourceBox(tuple(box), tuple(axes))
 
 
 def view_of(tensor: Tensor) -> View:
@@ -189,11 +190,11 @@ class _Placeholders(TorchDispatchMode):
         return result
 
 
-class _Recorder(_Placeholders):
+class _TracingMode(_Placeholders):
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         super().__init__()
         self.shapes = {spec.name: spec.shape for spec in specs}
-        self.recorded = Recorded()
+        self.trace = LoaderTrace()
         self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
 
     def know_parameters(self, model: torch.nn.Module) -> None:
@@ -202,31 +203,31 @@ class _Recorder(_Placeholders):
             for name, parameter in module.named_parameters(recurse=False):
                 storage = parameter.untyped_storage()._cdata
                 self._parameters.setdefault(storage, (path, name, tuple(parameter.shape)))
-            self.recorded.elements[path] = get_layer_size(module)
+            self.trace.elements[path] = get_layer_size(module)
 
-    def _note_place(self, name: str, view: View, destination: Tensor) -> None:
+    def _note_destination(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
         if known is None:
-            self.recorded.strays.add(name)
+            self.trace.copied_elsewhere.add(name)
         else:
-            place = Place(known[0], known[1], view_of(destination), known[2])
-            places = self.recorded.places.setdefault((name, view), [])
-            if place not in places:
-                places.append(place)
+            place = ParameterView(known[0], known[1], view_of(destination), known[2])
+            destinations = self.trace.destinations.setdefault((name, view), [])
+            if place not in destinations:
+                destinations.append(place)
 
     def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
         view = view_of(source)
-        landing = landing_of(self.shapes[name], view)
-        if landing is None:
-            self.recorded.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
+        source_box = source_box_of(self.shapes[name], view)
+        if source_box is None:
+            self.trace.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
         elif destination.shape != source.shape:
-            self.recorded.whole.setdefault(name, "its loader broadcasts it")
+            self.trace.whole.setdefault(name, "its loader broadcasts it")
         else:
-            self.recorded.landings.setdefault(name, {})[view] = landing
-            self._note_place(name, view, destination)
+            self.trace.sources.setdefault(name, {})[view] = source_box
+            self._note_destination(name, view, destination)
 
     def transformed(self, name: str, operation: str) -> None:
-        self.recorded.whole.setdefault(name, f"its loader computes {operation} of it")
+        self.trace.whole.setdefault(name, f"its loader computes {operation} of it")
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
         if func._schema.is_mutable:
@@ -234,16 +235,16 @@ class _Recorder(_Placeholders):
                 if not isinstance(value, Tensor) or not value.numel():
                     continue
                 if (known := self._parameters.get(value.untyped_storage()._cdata)) is not None:
-                    self.recorded.touched.add(known[:2])
+                    self.trace.written_otherwise.add(known[:2])
 
 
-def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[TensorSpec]) -> Recorded:
+def trace_loaders(model: torch.nn.Module, model_config: Any, specs: Sequence[TensorSpec]) -> LoaderTrace:
     """Run the model's loaders once on placeholders; the model's weights stay what they are."""
-    recorder = _Recorder(specs)
+    tracing = _TracingMode(specs)
     initialize_layerwise_reload(model)
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
-    recorder.know_parameters(model)
+    tracing.know_parameters(model)
     left = list(specs)
     try:
         while left:
@@ -254,19 +255,19 @@ def record_wants(model: torch.nn.Module, model_config: Any, specs: Sequence[Tens
             ) -> Iterator[tuple[str, Tensor]]:
                 for spec in queue:
                     taken.append(spec)
-                    yield spec.name, recorder.placeholder(spec)
+                    yield spec.name, tracing.placeholder(spec)
 
             try:
-                with recorder:
+                with tracing:
                     model.load_weights(offered())  # type: ignore[operator]  # every vLLM model has it
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 if not taken:
                     raise
-                recorder.recorded.whole[taken[-1].name] = f"its loader fails on a placeholder: {error}"
+                tracing.trace.whole[taken[-1].name] = f"its loader fails on a placeholder: {error}"
             left = left[max(1, len(taken)) :]
     finally:
         put_back(model, model_config)
-    return recorder.recorded
+    return tracing.trace
 
 
 class SliceLoader(_Placeholders):
@@ -276,17 +277,17 @@ class SliceLoader(_Placeholders):
     they may be views into a message, which ``keep_copies`` turns into copies.
     """
 
-    def __init__(self, recorded: Recorded, placed: Set[str] = frozenset()) -> None:
+    def __init__(self, trace: LoaderTrace, placed: Set[str] = frozenset()) -> None:
         """``placed``: tensors that come without it."""
         super().__init__()
-        self._recorded = recorded
+        self._trace = trace
         self._parts: dict[str, list[Part]] = {}
-        others = recorded.landings.keys() - recorded.whole.keys() - placed
-        self._due = {(name, view) for name in others for view in recorded.landings[name]}
+        others = trace.sources.keys() - trace.whole.keys() - placed
+        self._due = {(name, view) for name in others for view in trace.sources[name]}
 
     def offer(self, spec: TensorSpec, parts: list[Part]) -> Tensor:
         """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
-        if spec.name in self._recorded.whole:
+        if spec.name in self._trace.whole:
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=parts[0].values.device)
             for part in parts:
                 tensor[tuple(slice(*bounds) for bounds in part.box)] = part.verified()
@@ -317,11 +318,11 @@ class SliceLoader(_Placeholders):
             torch.ops.aten.copy_.default(destination, source)  # vLLM counts what is copied
             return
         view = view_of(source)
-        landing = self._recorded.landings[name].get(view)
-        if landing is None:
+        source_box = self._trace.sources[name].get(view)
+        if source_box is None:
             raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")
         for part in self._parts[name]:
-            where = place_in(part.box, landing)
+            where = offset_in(part.box, source_box)
             if where is not None:
                 destination[where].copy_(part.verified().reshape(destination[where].shape))
         self._due.discard((name, view))
@@ -330,11 +331,13 @@ class SliceLoader(_Placeholders):
         raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was recorded")
 
 
-def place_in(box: Box, landing: Landing) -> tuple[slice, ...] | None:
+def offset_in(box: Box, source_box: SourceBox) -> tuple[slice, ...] | None:
     """Where in the destination a received rectangle goes; None when the landing does not contain it."""
-    if any(low < a or high > b for (low, high), (a, b) in zip(box, landing.box, strict=True)):
+    if any(low < a or high > b for (low, high), (a, b) in zip(box, source_box.box, strict=True)):
         return None
     return tuple(
-        slice(None) if axis < 0 else slice(box[axis][0] - landing.box[axis][0], box[axis][1] - landing.box[axis][0])
-        for axis in landing.axes
+        slice(None)
+        if axis < 0
+        else slice(box[axis][0] - source_box.box[axis][0], box[axis][1] - source_box.box[axis][0])
+        for axis in source_box.axes
     )

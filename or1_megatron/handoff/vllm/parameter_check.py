@@ -2,7 +2,7 @@
 
 Read in place after loading, so that a loader that puts a tensor where another belongs, or leaves the old one there, is
 found out and the tensor named. Where each part belongs is known from a recording made before the first handoff
-(``recording.record_wants``); a loader that has been wrong since then is for the log-prob probe to find.
+(``recording.trace_loaders``); a loader that has been wrong since then is for the log-prob probe to find.
 
 Not all can be read so: vLLM may have changed what was loaded into another form (oneDNN's prepacked linears on CPU,
 fused experts, quantisation). Of these, only what was received is compared with what was sent, and the probe has to show
@@ -22,8 +22,8 @@ from torch import Tensor
 from or1_megatron.handoff.errors import HandoffMismatch
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.checksum import checksum
-from or1_megatron.handoff.message.message import Received
-from or1_megatron.handoff.vllm.loader_trace import Place, Recorded, View, place_in
+from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, View, offset_in
 from or1_megatron.weights.holdings import intersection
 
 log = logging.getLogger(__name__)
@@ -39,21 +39,21 @@ class _Spot:
     part: Slice
     inner: tuple[slice, ...] | None
     """Of the slice; None: all of it."""
-    place: Place
+    place: ParameterView
     view: View
     """Of the parameter."""
 
 
-class Inspector:
+class ParameterCheck:
     """Of one engine rank, for one handoff after another."""
 
-    def __init__(self, model: torch.nn.Module, recorded: Recorded) -> None:
+    def __init__(self, model: torch.nn.Module, trace: LoaderTrace) -> None:
         self._modules = dict(model.named_modules())
-        self._recorded = recorded
+        self._trace = trace
         self._spots: dict[Slice, list[_Spot]] = {}  # those that cannot be read are taken out by the first check
         self._expected: list[tuple[Slice, _Spot, int]] = []
 
-    def expect(self, received: Received) -> None:
+    def expect(self, received: ReceivedSlice) -> None:
         """It has arrived, and is on its way into the model."""
         cut = received.cut
         if cut not in self._spots:
@@ -92,19 +92,19 @@ class Inspector:
 
     def _spots_of(self, cut: Slice) -> Iterator[_Spot]:
         """Where it should be, save where it can be foretold that it cannot be read there."""
-        for view, landing in self._recorded.landings.get(cut.name, {}).items():
-            shared = intersection(cut.box, landing.box)
-            where = None if shared is None else place_in(shared, landing)
+        for view, source_box in self._trace.sources.get(cut.name, {}).items():
+            shared = intersection(cut.box, source_box.box)
+            where = None if shared is None else offset_in(shared, source_box)
             if shared is None or where is None:
                 continue
             inner = None
             if shared != cut.box:
                 inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(shared, cut.box, strict=True))
-            for place in self._recorded.places.get((cut.name, view), []):
+            for place in self._trace.destinations.get((cut.name, view), []):
                 if self._in_place(place, cut.dtype, loaded=False) is not None:
                     yield _Spot(Slice(cut.name, shared, cut.dtype), inner, place, place.part(where))
 
-    def _in_place(self, place: Place, dtype: torch.dtype, loaded: bool = True) -> Tensor | None:
+    def _in_place(self, place: ParameterView, dtype: torch.dtype, loaded: bool = True) -> Tensor | None:
         """The parameter, if it is what was loaded; before it is ``loaded``, if it may come to be that."""
         module: Any = self._modules[place.module]
         method = getattr(module, "quant_method", None)

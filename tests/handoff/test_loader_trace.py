@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from or1_megatron.handoff.message.buckets import Slice, Slot, TensorSpec
 from or1_megatron.handoff.message.checksum import checksum
-from or1_megatron.handoff.message.message import Received
+from or1_megatron.handoff.message.message import ReceivedSlice
 
 
 def put(loader: Callable[[Tensor, Tensor], None], parameter: Tensor) -> nn.Parameter:
@@ -84,21 +84,21 @@ class Toy(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def recorded() -> tuple[Toy, Any, list[TensorSpec]]:
+def trace() -> tuple[Toy, Any, list[TensorSpec]]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from or1_megatron.handoff.vllm.loader_trace import record_wants
+    from or1_megatron.handoff.vllm.loader_trace import trace_loaders
 
     toy = Toy()
     record_metadata_for_reloading(toy)
     specs = [TensorSpec(name, torch.float32, shape) for name, (_, shape, _) in CASES.items()]
     specs.append(TensorSpec("another rank's", torch.float32, (7,)))
-    return toy, record_wants(toy, None, specs), specs
+    return toy, trace_loaders(toy, None, specs), specs
 
 
-def test_what_loaders_ask_for(recorded: Any) -> None:
+def test_what_loaders_ask_for(trace: Any) -> None:
     """The rest of a tensor is not asked for; what is computed with comes whole, and its name is known."""
-    toy, record, specs = recorded
+    toy, record, specs = trace
     assert record.wants(specs) == [
         Slice("lower_half", ((4, 8), (0, 3)), torch.float32),
         Slice("one_expert", ((1, 2), (0, 2), (3, 6)), torch.float32),
@@ -125,9 +125,9 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
     return tensor[tuple(slice(*bounds) for bounds in box)].clone()
 
 
-def arrived(cut: Slice, values: Tensor) -> Received:
+def arrived(cut: Slice, values: Tensor) -> ReceivedSlice:
     flat = values.view(torch.uint8).flatten()
-    return Received(Slot(cut, 0, cut.size_bytes, cut.shape), flat, flat.numpy(), checksum(cut, flat, 1), 0, 1)
+    return ReceivedSlice(Slot(cut, 0, cut.size_bytes, cut.shape), flat, flat.numpy(), checksum(cut, flat, 1), 0, 1)
 
 
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
@@ -137,14 +137,14 @@ def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
         assert torch.equal(toy.get_submodule(name).weight, expected), name
 
 
-def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: Any) -> None:
+def test_loaders_put_received_slices_where_they_would_have_put_them(trace: Any) -> None:
     """All of them through the loaders."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
     from or1_megatron.handoff.vllm.reload import finish_reload
 
-    toy, record, specs = recorded
+    toy, record, specs = trace
     wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
     loader = SliceLoader(record)
     initialize_layerwise_reload(toy)
@@ -159,72 +159,72 @@ def test_loaders_put_received_slices_where_they_would_have_put_them(recorded: An
     assert_loaded(toy, wholes)
 
 
-def test_slices_are_placed_where_loaders_only_copy(recorded: Any) -> None:
+def test_slices_are_placed_where_loaders_only_copy(trace: Any) -> None:
     """And the rest through its loaders, in the same handoff; twice."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.shard.direct_copy import Placer
+    from or1_megatron.handoff.shard.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
     from or1_megatron.handoff.vllm.reload import finish_reload
 
-    toy, record, specs = recorded
+    toy, record, specs = trace
     wants = record.wants(specs)
     cuts = [Slice(want.name, box, torch.float32) for want in wants for box in in_pieces(want.box)]
-    placer = Placer(toy, record, cuts)
-    assert placer.names == PLACED
+    direct_copy = DirectCopy(toy, record, cuts)
+    assert direct_copy.names == PLACED
     for _ in range(2):
         wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
-        loader = SliceLoader(record, placer.names)
+        loader = SliceLoader(record, direct_copy.names)
         initialize_layerwise_reload(toy)
-        placer.begin()
+        direct_copy.begin()
         for cut in cuts:
-            if cut.name in placer.names:
+            if cut.name in direct_copy.names:
                 received = arrived(cut, cut_out(wholes[cut.name], cut.box))
-                placer.put(received)
+                direct_copy.put(received)
                 received.message.zero_()  # as a message's memory is used again
         rest = {want.name: Part(want.box, cut_out(wholes[want.name], want.box)) for want in wants}
         with loader:
             toy.load_weights(
                 (spec.name, loader.offer(spec, [rest[spec.name]]))
                 for spec in specs
-                if spec.name in rest.keys() - placer.names
+                if spec.name in rest.keys() - direct_copy.names
             )
             finish_reload(toy, None)
-        placer.check_complete()
+        direct_copy.check_complete()
         loader.check_complete()
         assert_loaded(toy, wholes)
 
 
-def test_a_slice_that_is_not_what_was_sent_is_not_placed(recorded: Any) -> None:
+def test_a_slice_that_is_not_what_was_sent_is_not_placed(trace: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     from or1_megatron.handoff.errors import SliceMismatch
-    from or1_megatron.handoff.shard.direct_copy import Placer
+    from or1_megatron.handoff.shard.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.reload import put_back
 
-    toy, record, specs = recorded
+    toy, record, specs = trace
     cut = next(Slice(want.name, want.box, torch.float32) for want in record.wants(specs) if want.name == "lower_half")
     before = toy.get_submodule("lower_half").weight.clone()
-    placer = Placer(toy, record, [cut])
+    direct_copy = DirectCopy(toy, record, [cut])
     initialize_layerwise_reload(toy)
-    placer.begin()
+    direct_copy.begin()
     received = arrived(cut, torch.ones(4, 3))
     received.message[17] ^= 1
     with pytest.raises(SliceMismatch, match=r"'lower_half'.* did not arrive as it was sent"):
-        placer.put(received)
+        direct_copy.put(received)
     put_back(toy, None)
     assert torch.equal(toy.get_submodule("lower_half").weight, before)
 
 
-def test_layer_that_lacks_a_slice_is_named(recorded: Any) -> None:
-    from or1_megatron.handoff.shard.direct_copy import Placer
+def test_layer_that_lacks_a_slice_is_named(trace: Any) -> None:
+    from or1_megatron.handoff.shard.direct_copy import DirectCopy
 
-    toy, record, specs = recorded
+    toy, record, specs = trace
     cuts = [Slice(want.name, want.box, torch.float32) for want in record.wants(specs)]
-    placer = Placer(toy, record, cuts)
-    placer.begin()
+    direct_copy = DirectCopy(toy, record, cuts)
+    direct_copy.begin()
     with pytest.raises(RuntimeError, match="'lower_half' of the engine's model lacks 1 of 1 slices"):
-        placer.check_complete()
+        direct_copy.check_complete()
 
 
 class Pair(nn.Module):
@@ -261,21 +261,21 @@ def added(param: Tensor, loaded_weight: Tensor) -> None:
 def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from or1_megatron.handoff.shard.direct_copy import placeable
-    from or1_megatron.handoff.vllm.loader_trace import record_wants
+    from or1_megatron.handoff.shard.direct_copy import copied_directly
+    from or1_megatron.handoff.vllm.loader_trace import trace_loaders
 
     pair = Pair(copied, other)
     record_metadata_for_reloading(pair)
     shapes = {"one": (3,), "other": (2,) if other is padded else (3,)}
     specs = [TensorSpec(name, torch.float32, shape) for name, shape in shapes.items()]
-    record = record_wants(pair, None, specs)
-    assert placeable(pair, record) == placed
+    record = trace_loaders(pair, None, specs)
+    assert copied_directly(pair, record) == placed
     pair.layer.quant_method = object()  # of a kind that is not known to load by copying
-    assert placeable(pair, record) == set()
+    assert copied_directly(pair, record) == set()
 
 
-def test_what_was_never_loaded_is_named(recorded: Any) -> None:
+def test_what_was_never_loaded_is_named(trace: Any) -> None:
     from or1_megatron.handoff.vllm.loader_trace import SliceLoader
 
     with pytest.raises(RuntimeError, match="'doubled_in_place' was received, but its loader never put it"):
-        SliceLoader(recorded[1]).check_complete()
+        SliceLoader(trace[1]).check_complete()

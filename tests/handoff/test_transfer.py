@@ -24,10 +24,10 @@ from or1_megatron.handoff.message.message import message_bytes, unpack
 from or1_megatron.handoff.shard.plan import make_plan
 from or1_megatron.handoff.shard.routes import routes_for
 from or1_megatron.handoff.shard.transfer import incoming, ship
-from or1_megatron.handoff.transport.base import Arrival, Counted, GlooTransport, InOrder
+from or1_megatron.handoff.transport.base import Arrival, ByteCounter, GlooTransport, OrderedStarts
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, Place
-from or1_megatron.handoff.transport.status_store import Board, in_background
+from or1_megatron.handoff.transport.links import Links, Location
+from or1_megatron.handoff.transport.status_store import StatusStore, in_background
 from or1_megatron.weights.holdings import Box, Holding, whole
 
 DEADLINE_S = 30.0
@@ -48,32 +48,32 @@ class Ranks:
         for name, (rows, *rest) in SHAPES.items():
             cuts = [rows * rank // trainers for rank in range(trainers + 1)]
             held += [Holding(name, ((cuts[r], cuts[r + 1]), *whole(rest)), (r,)) for r in range(trainers)]
-        here = Place("here", "")
+        here = Location("here", "")
         routes = routes_for(transport, [here] * trainers, [here] * len(wants))
         self.plan = make_plan(held, wants, trainers, bucket_bytes, routes)
         server = open_store("127.0.0.1", DEADLINE_S)
 
-        def meet(rank: int) -> tuple[Any, Links, Board]:
+        def meet(rank: int) -> tuple[Any, Links, StatusStore]:
             store = join_store("127.0.0.1", server.port, DEADLINE_S)  # of its own: who waits blocks a shared one
             group = open_group(store, "127.0.0.1", rank, self.world, DEADLINE_S)
             links = Links.open(transport, group, store, rank, self.world, trainers, DEADLINE_S)
-            return server, links, Board(store, self.plan.who(rank), DEADLINE_S)
+            return server, links, StatusStore(store, self.plan.who(rank), DEADLINE_S)
 
         with ThreadPoolExecutor(self.world) as pool:
-            self._stores, self.links, self.boards = zip(*pool.map(meet, range(self.world)), strict=True)
+            self._stores, self.links, self.statuses = zip(*pool.map(meet, range(self.world)), strict=True)
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][tuple(slice(*bounds) for bounds in box)]
 
     def ship(self, rank: int, handoff: int, read: Callable[[str, Box], Tensor] | None = None) -> Any:
         plan = self.plan.of(rank)
-        return ship(plan, rank, self.links[rank], self.boards[rank], read or self.read, handoff)
+        return ship(plan, rank, self.links[rank], self.statuses[rank], read or self.read, handoff)
 
     def load(self, rank: int, handoff: int) -> dict[str, Tensor]:
         """What an engine rank has received, with NaN where nothing came."""
         found = {name: torch.full(shape, torch.nan, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
         links = self.links[rank]
-        for shipment, message, _ in incoming(self.plan.of(rank), rank, links, self.boards[rank]):
+        for shipment, message, _ in incoming(self.plan.of(rank), rank, links, self.statuses[rank]):
             for each in unpack(shipment, message, handoff):
                 part = found[each.cut.name][tuple(slice(*bounds) for bounds in each.cut.box)]
                 assert part.isnan().all(), f"{each.cut} came twice"
@@ -140,7 +140,7 @@ def test_every_engine_rank_gets_what_it_wants_once(
         for tensor in made.tensors.values():
             tensor.mul_(1.25)
         before = [links.counts() for links in made.links]
-        tallies, loaded = made.hand_off(handoff)
+        stats, loaded = made.hand_off(handoff)
         check(made, loaded)
         sent, received = Counter[int](), Counter[int]()
         for shipment in made.plan.shipments:
@@ -149,7 +149,7 @@ def test_every_engine_rank_gets_what_it_wants_once(
                 received[stop] += message_bytes(shipment)
         for rank, ((s0, r0), links) in enumerate(zip(before, made.links, strict=True)):
             assert links.counts() == (s0 + sent[rank], r0 + received[rank]), rank
-        assert [tally.bytes_sent for tally in tallies] == [sent[rank] for rank in range(trainers)]
+        assert [each.bytes_sent for each in stats] == [sent[rank] for rank in range(trainers)]
 
 
 def test_engines_pass_on_where_one_trainer_feeds_four(ranks: Any) -> None:
@@ -167,7 +167,7 @@ class OneAtATime(GlooTransport):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group, DEADLINE_S)
-        self._starts = InOrder()
+        self._starts = OrderedStarts()
 
     def begin(self, numbers: Sequence[int]) -> None:
         self._starts.begin(numbers)
@@ -212,7 +212,7 @@ class Slowly(int):
 
 
 def test_waiting_threads_count_every_byte() -> None:
-    counted = Counted()
+    counted = ByteCounter()
     with ThreadPoolExecutor(8) as threads:
         for _ in range(200):
             threads.submit(counted.count, sent=Slowly(3), received=Slowly(5))
@@ -220,7 +220,7 @@ def test_waiting_threads_count_every_byte() -> None:
 
 
 def test_what_is_handed_in_is_started_in_order() -> None:
-    starts, started = InOrder(), list[int]()
+    starts, started = OrderedStarts(), list[int]()
     starts.begin([3, 5, 5, 9])
 
     def hand_in(number: int) -> Future[int]:
@@ -278,7 +278,7 @@ def test_the_next_round_arrives_while_one_is_loaded(ranks: Any, transport: str) 
     made = ranks(transport, 1, [WHOLE], 2048)
     with ThreadPoolExecutor(1) as pool:
         shipping = pool.submit(made.ship, 0, 1)
-        messages = incoming(made.plan.of(1), 1, made.links[1], made.boards[1])
+        messages = incoming(made.plan.of(1), 1, made.links[1], made.statuses[1])
         first, _, last = next(messages)
         assert last and first.round == 0
         pause = threading.Event()
@@ -313,7 +313,7 @@ def test_rank_that_cannot_read_ends_everybodys_wait(ranks: Any, transport: str) 
 
     def broken(name: str, box: Box) -> Tensor:
         error = RuntimeError("out of memory")
-        made.boards[1].fail(error)
+        made.statuses[1].fail(error)
         raise error
 
     with pytest.raises((HandoffError, RuntimeError), match="out of memory"):
@@ -357,7 +357,7 @@ def test_bytes_changed_after_packing_are_noticed(ranks: Any, transport: str, mon
         try:
             return made.load(rank, 1)
         except BaseException as error:
-            made.boards[rank].fail(error)
+            made.statuses[rank].fail(error)
             raise
 
     with ThreadPoolExecutor(4) as pool:
@@ -368,10 +368,10 @@ def test_bytes_changed_after_packing_are_noticed(ranks: Any, transport: str, mon
 
 
 def test_plans_for_two_hops_name_what_stands_wrong() -> None:
-    here, gpu = Place("n0", ""), Place("n0", "GPU-1")
+    here, gpu = Location("n0", ""), Location("n0", "GPU-1")
     with pytest.raises(HandoffError, match="engine rank 1 has none beside it"):
-        routes_for("gloo+shared_memory", [here], [here, Place("n1", "")])
+        routes_for("gloo+shared_memory", [here], [here, Location("n1", "")])
     with pytest.raises(HandoffError, match=r"one node.*engine rank 0 is not where"):
-        routes_for("shared_memory", [here], [Place("n1", "")])
+        routes_for("shared_memory", [here], [Location("n1", "")])
     with pytest.raises(HandoffError, match="NCCL refuses two ranks on one"):
         routes_for("nccl", [gpu], [gpu])
