@@ -9,6 +9,7 @@ import base64
 import gzip
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.report.page.aggregates import truncation_histogram
 from or1_megatron.report.page.embedding import rounded
+from or1_megatron.report.page.frame import asset
 from or1_megatron.report.page.recordings import labels
 from or1_megatron.report.page.run_page import Written, write_report
 from or1_megatron.report.page.selection import UnknownRollout, choose, named, thinned
@@ -57,6 +59,37 @@ def report(runs: list[Path], out: Path, **options: Any) -> tuple[str, Written]:
     page = out.read_text()
     assert len(page.encode()) == written.size_bytes
     return page, written
+
+
+class Elements(HTMLParser):
+    """Attributes and contents of a page's scripts and styles, as the standard library's parser finds them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "style"):
+            self.found.append((tag, dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag in ("script", "style") and self.found[-1][0] == self.lasttag:
+            tag, attributes, text = self.found[-1]
+            self.found[-1] = (tag, attributes, text + data)
+
+
+def test_the_page_is_whole_and_names_the_license_of_what_it_carries(run: Path, tmp_path: Path) -> None:
+    """One style, one script, and data: no content ends its element early. Nothing has an address to be loaded from."""
+    page, written = report([run], tmp_path / "r.html")
+    found = Elements(page).found
+    assert len(found) == 2 + 2 + written.texts  # style and script, head and rows
+    code = [(tag, text) for tag, attributes, text in found if attributes.get("type") != "text/plain"]
+    assert [tag for tag, _ in code] == ["style", "script"]
+    for (_, text), last in zip(code, ("report.css", "main.js"), strict=True):
+        assert text.rstrip().removesuffix("})();").rstrip().endswith(asset(last).rstrip())
+        assert "The MIT License (MIT)\n\nCopyright (c) 2022 Leon Sorokin" in text
+    assert not any("src" in attributes or "href" in attributes for _, attributes, _ in found)
 
 
 def test_curves_histograms_and_rows(run: Path, tmp_path: Path) -> None:

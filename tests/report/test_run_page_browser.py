@@ -39,6 +39,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_run(folder / "one"), write_run(folder / "two", steps=6, stage_steps=4)
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A run to spoil."""
+    return write_run(tmp_path / "own")
+
+
 @pytest.fixture(scope="module")
 def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the first run."""
@@ -95,17 +101,99 @@ def test_every_part_draws_itself_and_asks_for_nothing(
         show(browser, path)
         for tab in TABS:
             go(browser, tab)
-            browser.wait_for(f"document.querySelector('[data-tab={tab}] :is(svg, table, .row)')")
+            browser.wait_for(f"document.querySelector('[data-tab={tab}] :is(canvas, table, .row)')")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (width, tab)
         assert_quiet(browser, path)
     browser.resize(1400, 900)
-    go(browser, "overview")
+    show(browser, path)
     plot = '[data-tab=overview] [data-metric="accuracy/all"]'
-    browser.wait_for(f"document.querySelectorAll('{plot} polyline').length >= 2")
-    named = f"[...document.querySelectorAll('{plot} text')].filter(t => t.textContent === 'long').length"
-    assert browser.evaluate(named) == 2  # behind step 2 of the one and behind step 4 of the other
-    browser.evaluate("document.querySelector('#runs button').click()")
+    named = f"[...document.querySelectorAll('{plot} .stage')].filter(mark => mark.textContent === 'long').length"
+    browser.wait_for(f"{named} === 2")  # after step 2 of one run and after step 4 of the other
+    assert painted(browser, plot, SECOND_RUN) > 100  # over the first run, whose values are the same
+    browser.evaluate("document.querySelectorAll('#runs button')[1].click()")
     browser.wait_for(f"{named} === 1")
+    assert painted(browser, plot, FIRST_RUN) > 100 and painted(browser, plot, SECOND_RUN) == 0
+
+
+FIRST_RUN, SECOND_RUN = (47, 111, 222), (217, 72, 15)
+"""--c0 and --c1 of look.css, by day."""
+
+
+def painted(browser: Chromium, chart: str, colour: tuple[int, int, int]) -> int:
+    """Return how many pixels of the chart's canvas have the colour."""
+    found: int = browser.evaluate(
+        f"(() => {{ const canvas = document.querySelector('{chart} canvas'); "
+        "const pen = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d'); pen.drawImage(canvas, 0, 0); "
+        "const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data; let found = 0; "
+        f"for (let i = 0; i < pixels.length; i += 4) found += {list(colour)}.every((c, k) => pixels[i + k] === c); "
+        "return found; })()"
+    )
+    return found
+
+
+def point(browser: Chromium, chart: str, across: float, kind: str = "mouseMoved", **more: Any) -> None:
+    """Move the pointer to a share of the plot's width, or press or release its button there."""
+    browser.wait_for(f"document.querySelector('{chart} .u-over')")
+    left, top = browser.evaluate(
+        f"(() => {{ const plot = document.querySelector('{chart} .u-over'); plot.scrollIntoView({{block: 'center'}}); "
+        f"const box = plot.getBoundingClientRect(); return [box.x + {across} * box.width, box.y + box.height / 2] }})()"
+    )
+    browser.call("Input.dispatchMouseEvent", type=kind, x=left, y=top, **more)
+
+
+def test_charts_tell_their_values_and_zoom(browser: Chromium, own: Path, tmp_path: Path) -> None:
+    """Numbers from ``report_runs.write_run``. Steps 0 to 4 are on the axis, so step 2 is in its middle."""
+    with (own / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "accuracy/all": NaN}\n')
+    path = tmp_path / "own.html"
+    write_report([own], path)
+    show(browser, path)
+    accuracy = '[data-metric="accuracy/all"]'
+    browser.wait_for(f"document.querySelector('{accuracy} .cross')")
+    point(browser, accuracy, 0.52)
+    browser.wait_for("!document.getElementById('tip').hidden")
+    assert text(browser, "#tip") == "step 2 (short)\nown, accuracy/all: 0.2"
+    point(browser, accuracy, 0.99)
+    browser.wait_for("document.getElementById('tip').textContent === 'step 4 (long)\\nown, accuracy/all: not finite'")
+
+    for kind, across in (("mousePressed", 0.4), ("mouseMoved", 0.5), ("mouseMoved", 0.9), ("mouseReleased", 0.9)):
+        point(browser, accuracy, across, kind, button="left", clickCount=1)
+    point(browser, accuracy, 0.0)
+    browser.wait_for("document.getElementById('tip').textContent.startsWith('step 2 ')")
+    for kind in ("mousePressed", "mouseReleased"):
+        point(browser, accuracy, 0.5, kind, button="left", clickCount=2)
+    point(browser, accuracy, 0.0)
+    browser.wait_for("document.getElementById('tip').textContent === 'step 0\\nown, evaluation/accuracy: 0.25'")
+
+    go(browser, "time")
+    point(browser, "[data-tab=time]", 0.5)
+    browser.wait_for("document.getElementById('tip').textContent.startsWith('step 2: 4 s')")
+    assert text(browser, "#tip").splitlines()[1:] == ["roll out: 3 s (75.0%)", "update: 1 s (25.0%)"]
+    rolled_out, updated = (painted(browser, "[data-tab=time]", colour) for colour in (FIRST_RUN, SECOND_RUN))
+    assert rolled_out == pytest.approx(3 * updated, rel=0.05)  # 3 s and 1 s in every step but the first
+
+    go(browser, "lengths")
+    counts = "[...document.querySelectorAll('[data-tab=lengths] .count')].map(mark => mark.textContent)"
+    browser.wait_for(f"{counts}.length === 4")
+    assert browser.evaluate(counts) == ["2", "4", "2", "4"]  # groups with 4 and with 0 truncated, in two stages
+    point(browser, "[data-tab=lengths]", 0.01)
+    browser.wait_for("document.getElementById('tip').textContent.startsWith('0 to 2 tokens: 8 responses')")
+    assert text(browser, "#tip").splitlines()[1:] == ["right: 0", "not right: 0", "truncated: 8"]
+    assert_quiet(browser, path)
+
+
+def test_a_run_of_one_step_has_charts(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(rows[1] + "\n")
+    path = tmp_path / "one.html"
+    write_report([run], path)
+    show(browser, path)
+    for tab, chart in (("overview", '[data-metric="reward/mean"]'), ("time", "[data-tab=time]")):
+        go(browser, tab)
+        browser.wait_for(f"document.querySelector('{chart} canvas')")
+        assert painted(browser, chart, FIRST_RUN) > 0
+    assert_quiet(browser, path)
 
 
 def test_filters(opened: Chromium, page: Path) -> None:

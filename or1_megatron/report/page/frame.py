@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import PurePosixPath
 
 _WEB = files("or1_megatron.report.page") / "web"
 
 
 def asset(name: str) -> str:
-    """A file of ``report/web``."""
-    return (_WEB / name).read_text(encoding="utf-8")
+    """Return the text of a file of ``web/``; one of ``vendor/`` begins with its license, as a comment."""
+    text = (_WEB / name).read_text(encoding="utf-8")
+    if not name.startswith("vendor/"):
+        return text
+    license_text = (_WEB / str(PurePosixPath(name).with_name("LICENSE"))).read_text(encoding="utf-8")
+    return f"/*!\n{license_text}\n*/\n{text}"
 
 
 def html_page(title: str, body: str, *, styles: Sequence[str] = (), scripts: Sequence[str] = (), late: str = "") -> str:

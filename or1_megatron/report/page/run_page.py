@@ -30,9 +30,10 @@ LIMIT_BYTES = 50_000_000
 ROWS = 250_000
 """A table of more is thinned."""
 
+_STYLES = ("vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
-    *("format.js", "data.js", "draw.js", "curves.js", "times.js", "lengths.js", "problems.js"),
-    *("table.js", "response.js", "rollouts.js", "main.js"),
+    *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
+    *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "main.js"),
 )
 _NAMED_RUNS = 3  # in the title
 
@@ -216,9 +217,7 @@ def _page(recordings: Sequence[Recording], head: str, rows: str, texts: Mapping[
     body = asset("report.html").replace("{{title}}", escape(title))
     data = [_held("head", head), _held("rows", rows)]
     late = [_held(f"text-{place}", text) for place, text in enumerate(texts.values())]
-    return html_page(
-        f"or1 report: {title}", body + "".join(data), styles=("report.css",), scripts=_SCRIPTS, late="".join(late)
-    )
+    return html_page(f"or1 report: {title}", body + "".join(data), styles=_STYLES, scripts=_SCRIPTS, late="".join(late))
 
 
 def _held(name: str, content: str) -> str:

@@ -1,7 +1,6 @@
 // Every metric over the steps, runs over another, stages marked.
 
 const STAGES_PX = 20; // above a plot, for the stages' names
-
 const MARKED_SHARE = 0.5; // measured at fewer of the steps than this: points, and no smoothing
 
 /** The overview's charts: metrics that share an axis. */
@@ -44,104 +43,58 @@ function smoothed(curve, window) {
   });
 }
 
-function extent(curves, level) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const curve of curves) for (const value of curve.values) {
-    if (value === null) continue;
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  if (level !== null && Number.isFinite(low)) [low, high] = [Math.min(low, level), Math.max(high, level)];
-  return [low, high];
+/** [low, high] of an axis on which the values go from `least` to `most`. */
+function around(least, most, log) {
+  if (least === null) return [0, 1]; // nothing is in view
+  if (log) return [least * 0.9, most * 1.1];
+  const low = least > 0 && least < 0.4 * most ? 0 : least;
+  const pad = most > low ? 0.04 * (most - low) : Math.abs(most) * 0.1 || 0.5;
+  return [low === 0 ? 0 : low - pad, most + pad];
 }
 
-function drawCurves(page, names, width, height, level = null) {
+function drawCurves(page, names, host, width, height, level) {
   const curves = curvesOf(page, names);
-  const [least, most] = extent(curves, level);
-  if (!curves.length || !Number.isFinite(least)) return el("p", { class: "note" }, curves.length ? "never finite" : "not measured by the runs shown");
+  const finite = curves.flatMap((curve) => curve.values).filter((value) => value !== null);
+  if (!finite.length) return host.append(el("p", { class: "note" }, curves.length ? "never finite" : "not measured by the runs shown"));
+  if (level !== null) finite.push(level);
+  const [least, most] = [Math.min, Math.max].map((either) => finite.reduce((a, b) => either(a, b)));
   const log = page.log && least > 0 && most / least >= 10;
-  let [low, high] = [least, most];
-  if (log) [low, high] = [low * 0.9, high * 1.1];
-  else {
-    if (low > 0 && low < 0.4 * high) low = 0;
-    const pad = high > low ? 0.04 * (high - low) : Math.abs(high) * 0.1 || 0.5;
-    high += pad;
-    if (low !== 0) low -= pad;
-  }
-  const steps = curves.flatMap((curve) => [curve.steps[0], curve.steps[curve.steps.length - 1]]);
-  let x = [Math.min(...steps), Math.max(...steps)];
-  if (x[0] === x[1]) x = [x[0] - 1, x[1] + 1];
-  const plot = frame({ width, height, x, y: [low, high], log, whole: true, top: STAGES_PX });
-  drawStages(page, plot, x);
+  const lines = curves.flatMap((curve) => linesOf(curve, page.window));
   if (level !== null) {
-    const at = plot.up(level);
-    plot.layer.append(svg("line", { x1: plot.inner.left, x2: plot.inner.right, y1: at, y2: at, stroke: "var(--soft)", "stroke-dasharray": "6 4" }));
+    const ends = [Math.min, Math.max].map((either) => curves.flatMap((curve) => [curve.steps[0], curve.steps.at(-1)]).reduce((a, b) => either(a, b)));
+    lines.push({ steps: ends, values: [level, level], stroke: "var(--soft)", width: 1, dash: [6, 4] });
   }
-  for (const curve of curves) drawCurve(page, plot, curve);
-  follow(plot, curves);
-  return plot.root;
-}
-
-function drawCurve(page, plot, curve) {
-  const colour = colourOf(curve.index);
-  const dashes = curve.secondary && !curve.marked ? "5 3" : curve.index >= 8 ? "8 3" : "none";
-  const line = (values, extra) => {
-    const pieces = thin(curve.steps, values, plot).map((piece) => piece.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`));
-    for (const piece of pieces) {
-      if (piece.length > 1) plot.layer.append(svg("polyline", { points: piece.join(" "), fill: "none", stroke: colour, "stroke-linejoin": "round", "stroke-dasharray": dashes, ...extra }));
-      else if (!curve.marked) plot.layer.append(svg("circle", { cx: piece[0].split(",")[0], cy: piece[0].split(",")[1], r: 2.2, fill: colour }));
-    }
-  };
-  const smooth = page.window > 1 && !curve.marked && curve.values.length > 4;
-  line(curve.values, { "stroke-width": smooth ? 1 : 1.6, "stroke-opacity": smooth ? 0.35 : 1 });
-  if (smooth) line(smoothed(curve, page.window), { "stroke-width": 2 });
-  curve.values.forEach((value, i) => {
-    const at = plot.across(curve.steps[i]);
-    if (value === null) plot.layer.append(cross(at, plot.inner.top + 4, colour));
-    else if (curve.marked) plot.layer.append(svg("circle", { cx: at, cy: plot.up(value), r: 3, fill: curve.secondary ? "var(--ground)" : colour, stroke: colour, "stroke-width": 1.6 }));
+  const crosses = curves.flatMap((curve) => curve.steps.filter((_, i) => curve.values[i] === null).map((x) => ({ kind: "cross", text: "✕", x, colour: colourOf(curve.index) })));
+  const data = uPlot.join(lines.map(({ steps, values }) => [steps, values]));
+  chart(host, {
+    width, height, data, series: lines.map(({ steps, values, ...line }) => line), room: STAGES_PX, zoom: true,
+    y: { distr: log ? 3 : 1, range: (_, low, high) => around(low, high, log) },
+    yText: (value, step) => tickText(value, log ? value : step),
+    marks: [...stageMarks(page.runs, page.shown), ...crosses],
+    tell: (i) => valuesAt(curves, data[0][i]),
   });
 }
 
-/** Where a value was not finite. */
-function cross(x, y, colour) {
-  return svg("path", { d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`, stroke: colour, "stroke-width": 1.6 });
+/** The lines that a curve is drawn as, [{steps, values} and what uPlot takes]: itself, and its smoothed values. */
+function linesOf(curve, window) {
+  const { steps, values, marked } = curve;
+  const stroke = colourOf(curve.index);
+  const dash = curve.secondary && !marked ? [5, 3] : curve.index >= 8 ? [8, 3] : [];
+  const lacks = (i) => (values[i] ?? null) === null;
+  const lone = steps.filter((_, i) => !lacks(i) && lacks(i - 1) && lacks(i + 1)); // no line leads to them
+  const points = marked
+    ? { show: true, size: 7.5, width: 1.6, fill: curve.secondary ? "var(--ground)" : stroke }
+    : { show: true, size: 4.5, fill: stroke, filter: (plot) => lone.map((step) => plot.data[0].indexOf(step)) };
+  const smooth = window > 1 && !marked && values.length > 4;
+  const line = { steps, values, stroke, dash, points, width: smooth ? 1 : 1.6, alpha: smooth ? 0.35 : 1 };
+  return smooth ? [line, { steps, values: smoothed(curve, window), stroke, dash, width: 2, auto: false }] : [line];
 }
 
-/** Runs of neighbouring finite points on the screen; of many points per pixel the lowest and the highest. */
-function thin(steps, values, plot) {
-  const pieces = [];
-  let piece = [];
-  const perPixel = values.length > 2 * (plot.inner.right - plot.inner.left);
-  let pixel = null;
-  let [least, most] = [null, null];
-  const flush = () => {
-    if (least) piece.push(...(least === most ? [least] : least[0] <= most[0] ? [least, most] : [most, least]));
-    [least, most] = [null, null];
-  };
-  const end = () => {
-    flush();
-    if (piece.length) pieces.push(piece);
-    piece = [];
-    pixel = null;
-  };
-  values.forEach((value, i) => {
-    if (value === null) return end();
-    const point = [plot.across(steps[i]), plot.up(value)];
-    if (!perPixel) return piece.push(point);
-    if (Math.floor(point[0]) !== pixel) flush();
-    pixel = Math.floor(point[0]);
-    if (!least || point[1] > least[1]) least = point;
-    if (!most || point[1] < most[1]) most = point;
-  });
-  end();
-  return pieces;
-}
-
-/** A dashed line where a stage begins; its name where there is room and runs agree on it. */
-function drawStages(page, plot, x) {
+/** A mark where a stage begins, in the colour of its run unless all runs shown agree. */
+function stageMarks(runs, shown) {
   const at = new Map();
-  page.runs.forEach((run, index) => {
-    if (!page.shown.has(index)) return;
+  runs.forEach((run, index) => {
+    if (!shown.has(index)) return;
     run.stages.slice(1).forEach(([name, first]) => {
       const known = at.get(first) ?? { names: new Set(), runs: [] };
       known.names.add(name);
@@ -149,52 +102,27 @@ function drawStages(page, plot, x) {
       at.set(first, known);
     });
   });
-  let free = plot.inner.left;
-  for (const [first, { names, runs }] of [...at].sort((a, b) => a[0] - b[0])) {
-    if (first - 0.5 <= x[0] || first - 0.5 > x[1]) continue;
-    const place = plot.across(first - 0.5);
-    const common = runs.length === page.shown.size;
-    plot.layer.append(svg("line", { x1: place, x2: place, y1: plot.inner.top - 17, y2: plot.inner.bottom, stroke: common ? "var(--soft)" : colourOf(runs[0]), "stroke-dasharray": "2 3" }));
-    const name = [...names].join(", ");
-    if (place < free || place + 4 + 6.5 * name.length > plot.inner.right) continue;
-    const label = svg("text", { x: place + 4, y: plot.inner.top - 6, class: "soft" });
-    label.textContent = name;
-    plot.layer.append(label);
-    free = place + 6.5 * name.length + 10;
-  }
+  return [...at].map(([first, found]) => ({
+    kind: "stage", x: first - 0.5, text: [...found.names].join(", "),
+    colour: found.runs.length === shown.size ? "var(--soft)" : colourOf(found.runs[0]),
+  }));
 }
 
-/** The values at the step under the pointer. */
-function follow(plot, curves) {
-  const all = [...new Set(curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
-  const rule = svg("line", { y1: plot.inner.top, y2: plot.inner.bottom, stroke: "var(--soft)", visibility: "hidden" });
-  plot.layer.append(rule);
-  plot.root.addEventListener("pointermove", (event) => {
-    const box = plot.root.getBoundingClientRect();
-    const wanted = event.clientX - box.left;
-    const step = all.reduce((best, each) => (Math.abs(plot.across(each) - wanted) < Math.abs(plot.across(best) - wanted) ? each : best));
-    const lines = curves.flatMap((curve) => {
-      const at = curve.steps.indexOf(step);
-      if (at < 0) return [];
-      const value = curve.values[at];
-      return [`${curve.run.label}${curves.some((other) => other.name !== curve.name) ? `, ${curve.name}` : ""}: ${value === null ? "not finite" : number(value)}`];
-    });
-    rule.setAttribute("x1", plot.across(step));
-    rule.setAttribute("x2", plot.across(step));
-    rule.setAttribute("visibility", "visible");
-    const stage = curves[0].run.stages.filter((each) => each[1] <= step).pop();
-    tip.show(event, `step ${step}${stage ? ` (${stage[0]})` : ""}\n${lines.join("\n")}`);
+/** What the curves are at a step, as text. */
+function valuesAt(curves, step) {
+  const several = curves.some((curve) => curve.name !== curves[0].name);
+  const lines = curves.flatMap((curve) => {
+    const value = curve.values[curve.steps.indexOf(step)];
+    return value === undefined ? [] : [`${curve.run.label}${several ? `, ${curve.name}` : ""}: ${value === null ? "not finite" : number(value)}`];
   });
-  plot.root.addEventListener("pointerleave", () => {
-    rule.setAttribute("visibility", "hidden");
-    tip.hide();
-  });
+  const stage = curves[0].run.stages.findLast((each) => each[1] <= step);
+  return [`step ${step}${stage ? ` (${stage[0]})` : ""}`, ...lines].join("\n");
 }
 
-function chart(page, title, unit, meaning, names, height, level = null) {
+function curveChart(page, title, unit, meaning, names, height, level = null) {
   const heading = el("header", {}, title, el("span", {}, unit));
   if (meaning) hint(heading, meaning);
-  const plot = lazily(el("div", { class: "plot" }), (width) => drawCurves(page, names, width, height, level));
+  const plot = lazily(el("div", { class: "plot" }), (host, width) => drawCurves(page, names, host, width, height, level));
   page.redraws.push(plot);
   return el("div", { class: "chart", "data-metric": names[0] }, heading, plot);
 }
@@ -216,7 +144,7 @@ function overviewTab(page) {
     const targets = [...new Set(page.runs.map((run) => run.entropy_target))];
     const level = title.startsWith("entropy") && targets.length === 1 ? targets[0] : null;
     const keys = level === null ? there.length > 1 ? captions : "" : `dashed: target ${number(level)}`;
-    grid.append(chart(page, title, keys, there.join(", "), there, 240, level));
+    grid.append(curveChart(page, title, keys, there.join(", "), there, 240, level));
   }
   if (!grid.children.length) return [el("p", { class: "note" }, "No metrics are recorded: there is nothing to draw.")];
   return [curveControls(page), summaryTable(page), grid];
@@ -253,7 +181,7 @@ function metricsTab(page) {
   }
   const find = el("input", { type: "text", placeholder: "part of a name", "aria-label": "metrics whose name holds" });
   const sections = gathered(groups).map(([group, metrics]) => {
-    const grid = el("div", { class: "grid" }, ...metrics.map(([name, unit, meaning]) => chart(page, name, unit, meaning, [name], 168)));
+    const grid = el("div", { class: "grid" }, ...metrics.map(([name, unit, meaning]) => curveChart(page, name, unit, meaning, [name], 168)));
     return el("section", {}, el("h2", {}, group), grid);
   });
   find.addEventListener("input", () => {

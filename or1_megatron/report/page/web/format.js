@@ -1,5 +1,8 @@
 // Numbers for people.
 
+/** What uPlot formats numbers for when it loads. The browser's own may be one that Intl refuses (en-US@posix). */
+const navigator = { language: "en" };
+
 /** Three significant digits; no exponent between 0.0001 and a million. */
 function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

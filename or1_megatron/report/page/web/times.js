@@ -19,7 +19,7 @@ function verbsApart(page) {
   return Object.entries(totals).sort((a, b) => b[1] - a[1]).slice(0, VERBS_APART).map(([verb]) => verb);
 }
 
-/** [{first, last, parts: [seconds per step of each verb apart, of the rest]}], at most `most` of them. */
+/** [{first, last, parts: [seconds per step of each verb apart, of the rest]}]: steps by equal numbers, at most `most` bars. */
 function timeBars(run, apart, most) {
   const per = Math.max(1, Math.ceil(run.steps.length / most));
   const bars = [];
@@ -38,42 +38,37 @@ function timeBars(run, apart, most) {
   return bars;
 }
 
-function drawTimes(page, run, apart, width) {
+function drawTimes(page, run, apart, host, width) {
   const names = [...apart.map((verb) => verb.replaceAll("_", " ")), "the rest"];
   const bars = timeBars(run, apart, Math.max(10, Math.floor(width / 6)));
-  const whole = (bar) => bar.parts.reduce((sum, part) => sum + part, 0);
-  const top = page.shares ? 1 : Math.max(...bars.map(whole)) * 1.03 || 1;
-  const x = [run.steps[0] - 0.5, run.steps[run.steps.length - 1] + 0.5];
-  const plot = frame({ width, height: 230, x, y: [0, top], top: STAGES_PX, whole: true, yText: page.shares ? (value) => `${Math.round(100 * value)}%` : null });
-  for (const bar of bars) {
-    const [left, right] = [plot.across(bar.first - 0.5), plot.across(bar.last + 0.5)];
-    const all = whole(bar);
-    let below = 0;
-    const stack = svg("g");
-    bar.parts.forEach((part, i) => {
-      const size = page.shares ? part / (all || 1) : part;
-      if (size <= 0) return;
-      const [high, low] = [plot.up(below + size), plot.up(below)];
-      stack.append(svg("rect", { x: left, y: high, width: Math.max(0.6, right - left - (right - left > 4 ? 1 : 0)), height: Math.max(0, low - high), fill: i < apart.length ? colourOf(i) : "var(--line)" }));
-      below += size;
-    });
-    const title = bar.first === bar.last ? `step ${bar.first}` : `steps ${bar.first} to ${bar.last}, mean`;
-    hint(stack, () => `${title}: ${duration(all)}\n` + bar.parts.map((part, i) => [part, names[i]]).filter(([part]) => part > 0).sort((a, b) => b[0] - a[0]).map(([part, name]) => `${name}: ${duration(part)} (${percent(part / all)})`).join("\n"));
-    plot.layer.append(stack);
-  }
-  drawStages({ runs: [run], shown: new Set([0]) }, plot, x);
-  return plot.root;
+  const whole = bars.map((bar) => bar.parts.reduce((sum, part) => sum + part, 0));
+  const layers = names.map((_, layer) => ({ colour: partColour(apart, layer), values: bars.map((bar, i) => bar.parts[layer] / (page.shares ? whole[i] || 1 : 1)) }));
+  const middle = (bars[0].last - bars[0].first) / 2;
+  stackedBars(host, bars.map((bar) => bar.first + middle), layers, {
+    width, height: 230, room: STAGES_PX, marks: stageMarks([run], new Set([0])),
+    x: { range: [run.steps[0] - 0.5, run.steps.at(-1) + 0.5] },
+    y: { range: [0, page.shares ? 1 : Math.max(...whole) * 1.03 || 1] },
+    yText: page.shares ? (value) => `${Math.round(100 * value)}%` : tickText,
+    tell: (i) => {
+      const { first, last, parts } = bars[i];
+      const told = parts.map((part, place) => [part, names[place]]).filter(([part]) => part > 0).sort((a, b) => b[0] - a[0]);
+      const lines = told.map(([part, name]) => `${name}: ${duration(part)} (${percent(part / whole[i])})`);
+      return [`${first === last ? `step ${first}` : `steps ${first} to ${last}, mean`}: ${duration(whole[i])}`, ...lines].join("\n");
+    },
+  });
 }
+
+const partColour = (apart, part) => (part < apart.length ? colourOf(part) : "var(--line)");
 
 function timesTab(page) {
   const timed = page.runs.map((run, index) => ({ run, index })).filter(({ run }) => Object.keys(verbTotals(run)).length);
   if (!timed.length) return [el("p", { class: "note" }, "No times are recorded.")];
   const apart = verbsApart(page);
-  const legend = el("div", { class: "legend" }, ...[...apart, "the rest"].map((verb, i) => el("span", {}, el("i", { style: `background:${i < apart.length ? colourOf(i) : "var(--line)"}` }), verb.replaceAll("_", " "))));
+  const legend = el("div", { class: "legend" }, ...[...apart, "the rest"].map((verb, i) => el("span", {}, el("i", { style: `background:${partColour(apart, i)}` }), verb.replaceAll("_", " "))));
   const shares = el("input", { type: "checkbox", onchange: (event) => { page.shares = event.target.checked; plots.forEach((plot) => plot.redraw()); } });
   const plots = [];
   const charts = timed.map(({ run, index }) => {
-    const plot = lazily(el("div", { class: "plot" }), (width) => drawTimes(page, run, apart, width));
+    const plot = lazily(el("div", { class: "plot" }), (host, width) => drawTimes(page, run, apart, host, width));
     plots.push(plot);
     return el("section", { "data-run": index }, el("h3", {}, run.label, el("span", { class: "note" }, "  seconds per step")), plot);
   });
