@@ -60,7 +60,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.parallel.saver import CheckpointSaver
-    from or1_megatron.parallel.sharded_state import holdings
+    from or1_megatron.parallel.sharded_state import local_shards
     from or1_megatron.rl.batch import BatchLayout, pack
     from or1_megatron.rl.loss import ClippedPolicyLoss
     from or1_megatron.types import Sample
@@ -95,7 +95,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
         policy.update(batch.ranks[mesh.data_rank], objective, batch.token_count)
 
     update()
-    written = [holding.tensor() for holding in holdings(policy) if holding.is_written_here]
+    written = [shard.tensor() for shard in local_shards(policy) if shard.is_written_here]
     warm = [tensor.clone() for tensor in written]
     for number in range(rounds + 1):
         timed("clone", lambda: [tensor.clone() for tensor in written])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from result import ROOT, figure, write_result
 
-from or1_megatron.convert.hf_folder import Entry, WeightFile, index_json, packed
+from or1_megatron.convert.hf_folder import TensorInfo, WeightFile, index_json, packed
 from or1_megatron.weights.families import family_of
 
 SHAPES = {  # of the DeepSeek-R1-Distill-Qwen models
@@ -51,7 +51,7 @@ def make_model(folder: Path, shape: str) -> int:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shapes = family_of(config).shapes(config)
-    files = packed([Entry(name, "BF16", size) for name, size in shapes.items()], 4 * GIB)
+    files = packed([TensorInfo(name, "BF16", size) for name, size in shapes.items()], 4 * GIB)
     noise = os.urandom((64 << 20) + 1)  # an odd length: its repetitions do not align with rows
     for file in files:
         _fill(folder / file.name, file, noise)

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Difference, Numbers, compare, measure, reference
+from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.runtime.launch import run_ranks
@@ -61,7 +61,7 @@ TOLERANCE: Final = {
         "gradient": 0.15,
     },
 }
-"""Largest tolerated difference of each kind (``parallel.parity.Difference``). bfloat16: of its own rounding, against
+"""Largest tolerated difference of each kind (``parallel.parity.Deviation``). bfloat16: of its own rounding, against
 the fp32 reference on the rounded weights; what three steps move is less than bf16 shows and is left out."""
 
 _TEMPERATURE: Final = 0.8
@@ -70,12 +70,12 @@ _RANK_WAIT_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutResult:
     """One line of the table."""
 
     name: str
     micro_batches: int
-    difference: Difference
+    difference: Deviation
     beyond: tuple[str, ...]
     """What differs by more than it may, in words."""
 
@@ -217,14 +217,14 @@ def check_parity(
     return status or int(bool(missing) or any(row.beyond for row in rows))
 
 
-def _read(found: Path) -> list[Row]:
+def _read(found: Path) -> list[LayoutResult]:
     return [
-        Row(line["name"], line["micro_batches"], Difference(**line["difference"]), tuple(line["beyond"]))
+        LayoutResult(line["name"], line["micro_batches"], Deviation(**line["difference"]), tuple(line["beyond"]))
         for line in json.loads(found.read_text())
     ]
 
 
-def show(rows: Sequence[Row], dtype: str, tolerance: float, console: Console) -> None:
+def show(rows: Sequence[LayoutResult], dtype: str, tolerance: float, console: Console) -> None:
     """The table: largest difference of each kind from transformers + torch."""
     kinds = TOLERANCE[dtype]
     title = f"Largest difference from transformers + torch ({dtype})"
@@ -245,7 +245,7 @@ def _shown(kind: str) -> str:
     return {"log_prob": "log-prob", "parameters": "3 steps"}.get(kind, kind.replace("_", " "))
 
 
-def beyond(difference: Difference, dtype: str, tolerance: float) -> Iterator[str]:
+def beyond(difference: Deviation, dtype: str, tolerance: float) -> Iterator[str]:
     """What exceeds its bound, with where it is worst."""
     for kind, bound in TOLERANCE[dtype].items():
         value = getattr(difference, kind)
@@ -302,7 +302,7 @@ def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Ag
     return {name: transformers_numbers(network, samples, model.dtype, name == "response_mean") for name in asked}
 
 
-def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Row]:
+def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[LayoutResult]:
     """One rank's part in the measurement of a task's layouts; rank 0 yields a row for each.
 
     Args:
@@ -325,7 +325,7 @@ def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, r
             continue
         difference = compare(found, expected[case.aggregation])
         words = tuple(beyond(difference, model.dtype, task["tolerance"]))
-        yield Row(name, found.micro_batches, difference, words)
+        yield LayoutResult(name, found.micro_batches, difference, words)
 
 
 def main() -> int:
@@ -337,7 +337,7 @@ def main() -> int:
     task = json.loads(arguments.task.read_text())
     torch.set_num_threads(1)
     store, rank, _ = next(dist.rendezvous("env://"))
-    rows: list[Row] = []
+    rows: list[LayoutResult] = []
     try:
         for row in measure_on_ranks(task, arguments.task.parent, store, rank):
             rows.append(row)

@@ -34,7 +34,7 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorInfo:
     """A tensor of a safetensors file; ``dtype`` as the format spells it."""
 
     name: str
@@ -52,7 +52,7 @@ class WeightFile:
 
     name: str
     metadata: Mapping[str, str] | None
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorInfo, ...]
 
     def header(self) -> bytes:
         """What the file begins with, as the safetensors library writes it."""
@@ -110,7 +110,7 @@ class HFWeights:
 
     def __init__(self, folder: Path) -> None:
         self.files: list[WeightFile] = []
-        self._where: dict[str, tuple[MappedFile, int, Entry]] = {}
+        self._where: dict[str, tuple[MappedFile, int, TensorInfo]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -119,7 +119,7 @@ class HFWeights:
             mapped = MappedFile(path)
             entries = []
             for name, said in sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0])):
-                entry = Entry(name, said["dtype"], tuple(said["shape"]))
+                entry = TensorInfo(name, said["dtype"], tuple(said["shape"]))
                 begin, end = said["data_offsets"]
                 if entry.dtype not in DTYPES:
                     raise ModelError(
@@ -138,7 +138,7 @@ class HFWeights:
     def names(self) -> set[str]:
         return set(self._where)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorInfo:
         return self._where[name][2]
 
     def file_of(self, name: str) -> Path:
@@ -186,9 +186,9 @@ def index_json(files: Sequence[WeightFile]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
 
 
-def packed(entries: Sequence[Entry], max_bytes: int) -> list[WeightFile]:
+def packed(entries: Sequence[TensorInfo], max_bytes: int) -> list[WeightFile]:
     """Tensors, in order, into files of at most ``max_bytes`` (a larger tensor has one to itself), named as HF does."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[TensorInfo]] = [[]]
     held = 0
     for entry in entries:
         if groups[-1] and held + entry.size_bytes > max_bytes:

@@ -35,7 +35,7 @@ class ConvertError(UserError, RuntimeError):
     """A conversion that cannot be made: says which file or tensor, what was found and what was expected."""
 
 
-class Stopped(UserError):
+class OtherThreadFailed(UserError):
     """Another thread of this conversion has failed."""
 
 
@@ -140,7 +140,7 @@ class Job:
                     for future in futures:
                         future.cancel()
         for error in (f.exception() for f in failed):
-            if not isinstance(error, Stopped):
+            if not isinstance(error, OtherThreadFailed):
                 raise error  # type: ignore[misc]
 
     def progress(self, what: str, total_bytes: int) -> _Bar:
@@ -169,7 +169,7 @@ class _Bar:
 
     def _advance(self, count: int) -> None:
         if self._stopped.is_set():
-            raise Stopped
+            raise OtherThreadFailed
         self._bar.advance(self._task, count)
 
     def __exit__(self, *args: object) -> None:

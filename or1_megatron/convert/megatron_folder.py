@@ -1,6 +1,6 @@
 """Megatron's side: a ``torch_dist`` checkpoint, whoever wrote it, as maps of memory.
 
-Each box of a tensor is what torch.save makes of it. Loaded without its bytes, it says where in the file they lie.
+Each chunk of a tensor is what torch.save makes of it. Loaded without its bytes, it says where in the file they lie.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from or1_megatron.convert.hf_folder import MappedFile
 from or1_megatron.convert.job import ConvertError
-from or1_megatron.convert.rows import Target
+from or1_megatron.convert.rows import MegatronTensor
 from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
@@ -109,7 +109,7 @@ class MegatronCheckpoint:
         self._lock = threading.Lock()
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def key_of(self, target: Target) -> tuple[str, tuple[int, ...]]:
+    def key_of(self, target: MegatronTensor) -> tuple[str, tuple[int, ...]]:
         """(what the tensor is called here, its entry of the stack).
 
         Raises:
@@ -138,7 +138,7 @@ class MegatronCheckpoint:
         return found
 
     def rows(self, key: str, index: tuple[int, ...], first: int, count: int) -> Tensor:
-        """[count, ...] rows of an entry: the pages of the file where they lie in one box, else put together."""
+        """[count, ...] rows of an entry: the pages of the file where they lie in one chunk, else put together."""
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
         found = None
         covered = 0
@@ -165,7 +165,7 @@ class MegatronCheckpoint:
         return found
 
     def _of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
-        """The boxes that hold part of an entry."""
+        """The chunks that hold part of an entry."""
         with self._lock:
             if (key, index) not in self._lying:
                 depth = len(index)
@@ -181,7 +181,7 @@ class MegatronCheckpoint:
     def _overlap(
         chunk: _Chunk, depth: int, first: int, count: int
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What of a box is wanted, within the box and within what is wanted."""
+        """The part of a chunk that is wanted, as slices of the chunk and of the result."""
         row, rows = chunk.offset[depth], chunk.sizes[depth]
         low, high = max(first, row), min(first + count, row + rows)
         if low >= high:
@@ -194,7 +194,7 @@ class MegatronCheckpoint:
         return (slice(low - row, high - row), *everything), (slice(low - first, high - first), *rest)
 
     def _tensor(self, key: str, chunk: _Chunk) -> Tensor:
-        """A box: pages of its file."""
+        """A chunk, as pages of its file."""
         file = self._file(chunk.file)
         with self._lock:
             known = self._tensors.get((chunk.file, chunk.begin))
@@ -236,7 +236,7 @@ class MegatronCheckpoint:
                 raise
             raise ConvertError(f"{path} is damaged or missing: {key} cannot be read ({error})") from error
         if tuple(said.shape) != chunk.sizes:
-            raise ConvertError(f"{path}: {key} has a box of shape {tuple(said.shape)}; .metadata says {chunk.sizes}")
+            raise ConvertError(f"{path}: {key} has a chunk of shape {tuple(said.shape)}; .metadata says {chunk.sizes}")
         return flat.as_strided(chunk.sizes, said.stride(), said.storage_offset())
 
 

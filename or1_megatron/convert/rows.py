@@ -36,7 +36,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HFSource:
     """One HF tensor as rows of one entry of a stacked Megatron tensor."""
 
     name: str
@@ -45,7 +45,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MegatronTensor:
     """A Megatron tensor of a checkpoint: entry ``index`` of the ``stack`` of those that share a key."""
 
     keys: tuple[str, ...]
@@ -54,7 +54,7 @@ class Target:
     index: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the entry, rows first."""
-    sources: tuple[Source, ...]
+    sources: tuple[HFSource, ...]
     layer: int | None
 
     @property
@@ -66,7 +66,7 @@ class Target:
         return key.replace("decoder.layers.", f"decoder.layers.{self.layer}.") if self.layer is not None else key
 
 
-def targets(family: ModelFamily, hf: HFConfig) -> list[Target]:
+def targets(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
     """Every Megatron tensor of a model, in the table's order."""
     shapes = family.shapes(hf)
     rows = list(family.rows(hf))
@@ -77,7 +77,7 @@ def targets(family: ModelFamily, hf: HFConfig) -> list[Target]:
         parts = [shapes[name] for name in row.hf]
         assert len({shape[1:] for shape in parts}) == 1, f"{row.megatron}: its HF tensors differ in more than rows"
         runs = runs_of(row, [shape[0] for shape in parts], hf)
-        sources = tuple(Source(*each) for each in zip(row.hf, parts, runs, strict=True))
+        sources = tuple(HFSource(*each) for each in zip(row.hf, parts, runs, strict=True))
         shape = (sum(shape[0] for shape in parts), *parts[0][1:])
         made.append(_target(row.megatron, hf["num_hidden_layers"] if stacked else 0, experts, shape, sources))
     return made
@@ -118,7 +118,9 @@ def _alike(names: Sequence[str]) -> bool:
     return len({frozenset(tails) for tails in of_layer.values()}) <= 1
 
 
-def _target(name: str, layers: int, experts: int, shape: tuple[int, ...], sources: tuple[Source, ...]) -> Target:
+def _target(
+    name: str, layers: int, experts: int, shape: tuple[int, ...], sources: tuple[HFSource, ...]
+) -> MegatronTensor:
     stack: list[int] = []
     index: list[int] = []
     key = name
@@ -130,7 +132,7 @@ def _target(name: str, layers: int, experts: int, shape: tuple[int, ...], source
         key = key[: found.start()] + "experts.experts." + key[found.end() :]
         stack, index = [*stack, experts], [*index, int(found[1])]
     assert math.prod(stack) > math.prod(index) or not stack
-    return Target((key, *_other_names(key)), tuple(stack), tuple(index), shape, sources, layer)
+    return MegatronTensor((key, *_other_names(key)), tuple(stack), tuple(index), shape, sources, layer)
 
 
 def _other_names(key: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from or1_megatron.convert.hf_folder import (
     DTYPES,
     INDEX,
     NAMES,
-    Entry,
+    TensorInfo,
     WeightFile,
     carried,
     carry,
@@ -33,7 +33,7 @@ from or1_megatron.convert.hf_folder import (
 )
 from or1_megatron.convert.job import ConvertError, Job
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import Source, Target, targets
+from or1_megatron.convert.rows import HFSource, MegatronTensor, targets
 from or1_megatron.convert.run_source import RunOf, run_of
 from or1_megatron.convert.to_megatron import HF, PIECE_BYTES, RECORD, forget, identical
 from or1_megatron.parallel.export import CARRIED
@@ -68,7 +68,7 @@ class _Plan:
     ) -> None:
         self.checkpoint, self.hf_folder = checkpoint, hf_folder
         self.hf = read_hf_config(hf_folder)
-        self._places: dict[str, tuple[Target, Source]] = {}
+        self._places: dict[str, tuple[MegatronTensor, HFSource]] = {}
         for target in targets(family_of(self.hf), self.hf):
             checkpoint.key_of(target)  # all there, before anything is written
             self._places.update({source.name: (target, source) for source in target.sources})
@@ -108,9 +108,9 @@ class _Plan:
             )
         return dtype
 
-    def _entry(self, name: str, dtype: torch.dtype) -> Entry:
+    def _entry(self, name: str, dtype: torch.dtype) -> TensorInfo:
         _, source = self._places[self.copies.get(name, name)]
-        return Entry(name, NAMES[dtype], source.shape)
+        return TensorInfo(name, NAMES[dtype], source.shape)
 
     def pieces(self, name: str) -> list[_Piece]:
         """A tensor's rows, in order."""

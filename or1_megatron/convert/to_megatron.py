@@ -22,9 +22,8 @@ from torch import Tensor
 from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
 from or1_megatron.convert.job import ConvertError, Job
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import Run, Source, Target, targets
-from or1_megatron.parallel.box_files import WrittenBox, write_boxes, write_metadata
-from or1_megatron.parallel.boxes import Box
+from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, targets
+from or1_megatron.parallel.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
@@ -46,18 +45,18 @@ _MEGATRON_FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box to write and where it comes from."""
+    """A part to write and where it comes from."""
 
-    target: Target
-    source: Source
+    target: MegatronTensor
+    source: HFSource
     run: Run
 
     @property
-    def box(self) -> Box:
+    def part(self) -> TensorSlice:
         target = self.target
         offset = (*target.index, self.run.row, *(0,) * (len(target.shape) - 1))
         sizes = (*(1,) * len(target.index), self.run.rows, *target.shape[1:])
-        return Box(target.keys[0], target.whole, offset, sizes, 0)
+        return TensorSlice(target.keys[0], target.whole, offset, sizes, 0)
 
     @property
     def count(self) -> int:
@@ -120,10 +119,10 @@ class _Plan:
         rows = self.weights.rows(piece.source.name, piece.run.hf_row, piece.run.rows)
         return rows.to(self.dtype(piece.source.name))
 
-    def boxes(self, name: str) -> Iterator[tuple[Box, Tensor]]:
+    def slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
         """What a file is made of; each tensor is good until the next is asked for."""
         for piece in self.files[name]:
-            yield piece.box, self.tensor(piece)
+            yield piece.part, self.tensor(piece)
             self.weights.release(piece.source.name, piece.run.hf_row, piece.run.rows)
 
     def identity(self) -> dict[str, Any]:
@@ -196,8 +195,8 @@ def hf_to_megatron(
 
         def write(name: str, advance: Any) -> None:
             torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests say more
-            written, entry = write_boxes(job.aside / name, plan.boxes(name), advance)
-            job.finished(name, [asdict(entry), [[box.offset, box.length] for box in written]])
+            written, entry = write_slices(job.aside / name, plan.slices(name), advance)
+            job.finished(name, [asdict(entry), [[part.offset, part.length] for part in written]])
 
         job.write(list(plan.files), plan.sizes, write)
         _complete(job, plan)
@@ -209,15 +208,15 @@ def hf_to_megatron(
 
 def _complete(job: Job, plan: _Plan) -> None:
     """All that makes a checkpoint of the files."""
-    written: list[WrittenBox] = []
+    written: list[WrittenSlice] = []
     entries: dict[str, FileEntry] = {}
     for name, pieces in plan.files.items():
         entry, places = job.done[name]
         entries[name] = FileEntry(**entry)
         for piece, (offset, length) in zip(pieces, places, strict=True):
-            box = WrittenBox(piece.box, plan.dtype(piece.source.name), name, offset, length)
+            part = WrittenSlice(piece.part, plan.dtype(piece.source.name), name, offset, length)
             # Under each name that a reader may know it by: the same bytes.
-            written += [replace(box, box=replace(box.box, key=key)) for key in piece.target.keys]
+            written += [replace(part, part=replace(part.part, key=key)) for key in piece.target.keys]
     write_metadata(job.aside, written)
     (job.aside / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, job.aside / "common.pt")

@@ -1,6 +1,6 @@
 """Loading a checkpoint: Megatron's sharded format, read at any layout, checked against its manifest first.
 
-A folder holds ``*.distcp`` and ``.metadata`` (parameters, masters, moments; ``box_files``), ``common.pt`` (step
+A folder holds ``*.distcp`` and ``.metadata`` (parameters, masters, moments; ``shard_files``), ``common.pt`` (step
 counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's generators) and ``manifest.json``
 (``runtime.manifest``). ``saver`` writes it.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from or1_megatron.parallel.box_files import read_holdings
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import COMMON, LOOP, RANDOM, CheckpointError, restore_random_state
-from or1_megatron.parallel.sharded_state import holdings, set_optimizer_step
+from or1_megatron.parallel.shard_files import read_shards
+from or1_megatron.parallel.sharded_state import local_shards, set_optimizer_step
 from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest
 
 
@@ -43,7 +43,7 @@ def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[
     raise_together(policy.mesh, problem)
     policy.sync_parameters()  # or a gather still under way would undo what is loaded
     common = torch.load(folder / COMMON)
-    read_holdings(folder, holdings(policy))
+    read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])
     set_optimizer_step(policy, int(common["optimizer_step"]))
     states = torch.load(folder / RANDOM, weights_only=False)

@@ -22,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True)
-class Span:
+class QueryChunk:
     """One chunk of queries and the keys that it sees: causal, both ending at the same token."""
 
     query: slice  # of this rank's t tokens
@@ -35,7 +35,7 @@ class ContextShard:
 
     held: Tensor  # [t] int64: the row positions that this rank holds, in its order
     to_row_order: Tensor  # [T] int64: where each row position stands among all ranks' tokens laid end to end
-    spans: tuple[Span, ...]
+    spans: tuple[QueryChunk, ...]
 
 
 def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
@@ -68,7 +68,7 @@ def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.de
     for start, end in itertools.pairwise(bounds):
         chunk = (end - start) // (2 * ranks)
         for index in (rank, 2 * ranks - 1 - rank):
-            spans.append(Span(slice(place, place + chunk), slice(start, start + (index + 1) * chunk)))
+            spans.append(QueryChunk(slice(place, place + chunk), slice(start, start + (index + 1) * chunk)))
             place += chunk
     held = everyone[rank * (len(everyone) // ranks) :][: len(everyone) // ranks]
     return ContextShard(held.to(device), to_row_order.to(device), tuple(spans))

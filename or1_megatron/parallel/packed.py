@@ -23,7 +23,7 @@ from or1_megatron.parallel.context import ContextShard, attend, context_shard
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Sequences of like length, addressed as a padded [B, L] block of row positions."""
 
     gather: Tensor  # [B, L] int64; padding points at the sequence's last token
@@ -40,7 +40,7 @@ class PackedRow(PackedSeqParams):
     """[T / CP]: of the tokens that this rank holds."""
     shard: ContextShard | None = None
     """This rank's part of the row; None when it holds all of it. The buckets are then unused."""
-    buckets: tuple[Bucket, ...] = ()
+    buckets: tuple[LengthBucket, ...] = ()
     unsort: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T]: where each row position stands in the buckets' outputs laid end to end."""
 
@@ -89,7 +89,7 @@ def pack_row(
     return row
 
 
-def _buckets(bounds: list[int], slack: float, where: torch.device) -> tuple[Bucket, ...]:
+def _buckets(bounds: list[int], slack: float, where: torch.device) -> tuple[LengthBucket, ...]:
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     buckets = []
     for members in _bucket_sequences(lengths, slack):
@@ -101,7 +101,7 @@ def _buckets(bounds: list[int], slack: float, where: torch.device) -> tuple[Buck
         real = (columns < sizes).flatten()
         cells = real.nonzero(as_tuple=True)[0]
         rows = gather.flatten()[cells]
-        buckets.append(Bucket(gather.to(where), rows.to(where), cells.to(where)))
+        buckets.append(LengthBucket(gather.to(where), rows.to(where), cells.to(where)))
     return tuple(buckets)
 
 

@@ -193,7 +193,7 @@ def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """How far one layout's numbers are from the reference's, worst of each kind, and where that is."""
 
     log_prob: float
@@ -209,10 +209,10 @@ class Difference:
     parameters_at: str
 
 
-def compare(found: Numbers, expected: Numbers) -> Difference:
+def compare(found: Numbers, expected: Numbers) -> Deviation:
     gradient, gradient_at = _worst(found.gradient, expected.gradient)
     parameters, parameters_at = _worst(found.moved, expected.moved)
-    return Difference(
+    return Deviation(
         log_prob=_largest(found.log_probs, expected.log_probs),
         entropy=_largest(found.entropies, expected.entropies),
         loss=_maximum(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),

@@ -35,12 +35,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch import Tensor
 
 from or1_megatron.errors import Or1Error
-from or1_megatron.parallel.box_files import WrittenBox, write_boxes, write_metadata
-from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.parallel.collective_errors import AgreedError, raise_together
 from or1_megatron.parallel.lockstep import LockstepError
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.sharded_state import holdings, optimizer_step
+from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices
+from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.runtime.run_folder import LOOP_STATE, put_in_place
@@ -60,21 +59,21 @@ class CheckpointError(AgreedError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankFile:
     """What one rank has written."""
 
-    boxes: list[WrittenBox]
+    slices: list[WrittenSlice]
     file: str
     entry: FileEntry
     random: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _PendingSave:
     """One save: everything in it is a copy that training does not touch."""
 
     folder: Path
-    boxes: Sequence[tuple[Box, Tensor]]
+    slices: Sequence[tuple[TensorSlice, Tensor]]
     random: Mapping[str, Any]
     common: Mapping[str, Any]
     loop_json: str
@@ -105,8 +104,8 @@ class CheckpointSaver:
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._mesh.world > 1 else None
-        self._written_here: list[Holding] | None = None
-        self._buffers: list[tuple[Box, Tensor]] = []
+        self._written_here: list[LocalShard] | None = None
+        self._buffers: list[tuple[TensorSlice, Tensor]] = []
         self._thread: threading.Thread | None = None
         self._overdue = False
         self._outcome: float | CheckpointError | None = None  # seconds; None: told, or nothing to tell
@@ -132,7 +131,7 @@ class CheckpointSaver:
         self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        job = _Job(folder, self._copied(), random_state(), common, loop_json)
+        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json)
         self._outcome = None
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -184,21 +183,23 @@ class CheckpointSaver:
         problem, self._outcome = self._outcome, None
         return problem
 
-    def _copied(self) -> Sequence[tuple[Box, Tensor]]:
-        """The boxes that this rank writes, copied into the buffers; without asynchrony the live tensors themselves."""
+    def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
+        """The slices that this rank writes, copied into the buffers; without asynchrony the live tensors themselves."""
         if self._written_here is None:
-            self._written_here = [holding for holding in holdings(self._policy) if holding.is_written_here]
+            self._written_here = [shard for shard in local_shards(self._policy) if shard.is_written_here]
         live = [
-            (box, tensor[box.start : box.start + box.count])
-            for holding in self._written_here
-            for tensor in (holding.tensor(),)
-            for box in holding.boxes
+            (part, tensor[part.start : part.start + part.count])
+            for shard in self._written_here
+            for tensor in (shard.tensor(),)
+            for part in shard.slices
         ]
         if not self._asynchronous:
             return live
         if not self._buffers:
             pinned = torch.cuda.is_available()
-            self._buffers = [(box, torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)) for box, part in live]
+            self._buffers = [
+                (part, torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)) for part, data in live
+            ]
         for (_, buffer), (_, part) in zip(self._buffers, live, strict=True):
             buffer.copy_(part, non_blocking=True)
         if torch.cuda.is_available():
@@ -207,13 +208,13 @@ class CheckpointSaver:
 
     # -- the background's side -----------------------------------------------------------------------------------
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _PendingSave) -> None:
         started_s = time.perf_counter()
-        part: _Part | str
+        part: _RankFile | str
         try:
             path = job.aside / f"__{self._mesh.rank}_0.distcp"
-            boxes, entry = write_boxes(path, job.boxes)
-            part = _Part(boxes, path.name, entry, job.random)
+            slices, entry = write_slices(path, job.slices)
+            part = _RankFile(slices, path.name, entry, job.random)
         except Exception as error:  # rank 0 tells it, whatever it is
             log.info("rank %d could not write its part of %s", self._mesh.rank, job.folder, exc_info=True)
             part = _reason(error)
@@ -229,7 +230,7 @@ class CheckpointSaver:
         else:
             self._outcome = time.perf_counter() - started_s
 
-    def _gathered(self, part: _Part | str) -> list[_Part | str]:
+    def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
         """Every rank's part, on rank 0."""
         if self._group is None:
             return [part]
@@ -242,13 +243,13 @@ class _Failed(Or1Error):
     """Why a rank could not write."""
 
 
-def _complete(job: _Job, parts: Sequence[_Part | str]) -> None:
+def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
     """Rank 0: make one checkpoint of the ranks' files, manifest last, and rename it into place."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
             raise _Failed(part if rank == 0 else f"rank {rank}: {part}")
-    done = [part for part in parts if isinstance(part, _Part)]
-    write_metadata(job.aside, [box for part in done for box in part.boxes])
+    done = [part for part in parts if isinstance(part, _RankFile)]
+    write_metadata(job.aside, [written for part in done for written in part.slices])
     save_config(CheckpointingConfig("torch_dist"), str(job.aside))
     for name, content in ((COMMON, dict(job.common)), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so

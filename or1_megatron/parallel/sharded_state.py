@@ -2,8 +2,8 @@
 
 Names and places are Megatron's: its ``sharded_state_dict`` says which part of which whole tensor a parameter is, in
 any layout. Masters and moments lie where their parameter lies. Megatron's distributed optimizer cuts them by flat
-ranges over data-parallel ranks, which are not boxes of the whole; its own reshardable format therefore gathers all of
-them at every save, in the foreground. Here a flat range becomes the few boxes that it is made of (part of a row, whole
+ranges over data-parallel ranks, which are not slices of the whole; its own reshardable format therefore gathers all of
+them at every save, in the foreground. Here a flat range becomes the few slices that it is made of (part of a row, whole
 rows, part of a row), so that every rank writes what it holds, nobody exchanges anything, and any layout reads it.
 """
 
@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.shard_files import LocalShard, TensorSlice
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def holdings(policy: MegatronPolicy) -> list[Holding]:
+def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
     """All that this rank holds: parameters, and of each its master weights (where they are others) and moments.
 
     Adam's moments come into being with the first update; for a save or load before it they are made here.
@@ -38,7 +38,7 @@ def holdings(policy: MegatronPolicy) -> list[Holding]:
     places = _places(policy)
     replicated = _Shared()
     found = [
-        replicated.holding(lambda p=parameter: readable(p.detach()).view(-1), place.boxes(0, place.count), place)  # type: ignore[misc]
+        replicated.shard(lambda p=parameter: readable(p.detach()).view(-1), place.slices(0, place.count), place)  # type: ignore[misc]
         for parameter, place in places.items()
     ]
     for optimizer in policy.optimizer.chained_optimizers:
@@ -64,9 +64,9 @@ def set_optimizer_step(policy: MegatronPolicy, step: int) -> None:
 def restart_optimizer(policy: MegatronPolicy) -> None:
     """Moments and step counts as before the first step; masters stay. Every rank does it to its own part."""
     policy.host.require("restart_optimizer", "optimizer")
-    for holding in holdings(policy):
-        if any(box.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for box in holding.boxes):
-            holding.tensor().zero_()
+    for shard in local_shards(policy):
+        if any(part.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for part in shard.slices):
+            shard.tensor().zero_()
     set_optimizer_step(policy, 0)
     policy.sgd_steps = 0
 
@@ -87,7 +87,7 @@ class _Place:
     of_expert: bool
     """Its DP replicas are then fewer than the dense parameters': those of its own experts."""
 
-    def boxes(self, first: int, last: int, prefix: str = "") -> tuple[Box, ...]:
+    def slices(self, first: int, last: int, prefix: str = "") -> tuple[TensorSlice, ...]:
         """The elements [first, last) of the parameter, flattened; ``start`` counts from ``first``."""
         made = []
         for shard in self.shards:
@@ -97,9 +97,9 @@ class _Place:
             sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
             low, high = max(first, begin), min(last, begin + math.prod(sizes))
             start = low - first
-            for inner, lengths in boxes_of(sizes, low - begin, high - begin):
+            for inner, lengths in slices_of(sizes, low - begin, high - begin):
                 offset = tuple(a + b for a, b in zip(shard.global_offset, inner, strict=True))
-                made.append(Box(prefix + shard.key, tuple(shard.global_shape), offset, lengths, start))
+                made.append(TensorSlice(prefix + shard.key, tuple(shard.global_shape), offset, lengths, start))
                 start += math.prod(lengths)
         return tuple(made)
 
@@ -108,10 +108,10 @@ class _Place:
         return any(shard.allow_shape_mismatch for shard in self.shards)
 
 
-def boxes_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [first, last) of a row-major array as (offset, sizes) of boxes, in order.
+def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements [first, last) of a row-major array as (offset, sizes) of slices, in order.
 
-    >>> list(boxes_of((4, 5), 3, 16))
+    >>> list(slices_of((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     """
     if first >= last:
@@ -125,12 +125,12 @@ def boxes_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tupl
     if top > bottom:  # within one row
         parts = [(bottom, first - bottom * row, last - bottom * row)]
     for index, begin, end in parts:
-        for offset, lengths in boxes_of(sizes[1:], begin, end):
+        for offset, lengths in slices_of(sizes[1:], begin, end):
             yield (index, *offset), (1, *lengths)
     if top < bottom:
         yield (top, *(0,) * (len(sizes) - 1)), (bottom - top, *sizes[1:])
     if top <= bottom and last > bottom * row:
-        for offset, lengths in boxes_of(sizes[1:], 0, last - bottom * row):
+        for offset, lengths in slices_of(sizes[1:], 0, last - bottom * row):
             yield (bottom, *offset), (1, *lengths)
 
 
@@ -162,18 +162,18 @@ class _Shared:
         self._rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._load = [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
-    def holding(self, tensor: Callable[[], Tensor], boxes: tuple[Box, ...], place: _Place) -> Holding:
+    def shard(self, tensor: Callable[[], Tensor], slices: tuple[TensorSlice, ...], place: _Place) -> LocalShard:
         if place.of_expert:
-            return Holding(tensor, boxes, not any(place.replica), place.may_differ)
+            return LocalShard(tensor, slices, not any(place.replica), place.may_differ)
         writer = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[writer] += place.count
         mine = not any(place.replica[:2]) and writer == self._rank
-        return Holding(tensor, boxes, mine, place.may_differ)
+        return LocalShard(tensor, slices, mine, place.may_differ)
 
 
 def _cut_states(
     optimizer: DistributedOptimizer, places: dict[torch.nn.Parameter, _Place], readable: Callable[[Tensor], Tensor]
-) -> Iterator[Holding]:
+) -> Iterator[LocalShard]:
     """Masters and moments of the flat ranges that this data-parallel rank updates."""
     for parameter, place in places.items():
         if parameter not in optimizer.model_param_group_index_map:
@@ -186,8 +186,8 @@ def _cut_states(
                 state: Tensor = optimizer._get_main_param_and_optimizer_states(parameter)[name]
                 return readable(state.detach()).view(-1)
 
-            boxes = place.boxes(part.start, part.end, f"optimizer.state.{name}.")
-            yield Holding(tensor, boxes, is_first, place.may_differ)
+            slices = place.slices(part.start, part.end, f"optimizer.state.{name}.")
+            yield LocalShard(tensor, slices, is_first, place.may_differ)
 
 
 def _whole_states(
@@ -195,7 +195,7 @@ def _whole_states(
     places: dict[torch.nn.Parameter, _Place],
     replicated: _Shared,
     readable: Callable[[Tensor], Tensor],
-) -> Iterator[Holding]:
+) -> Iterator[LocalShard]:
     """Masters and moments where every data-parallel rank has them all."""
     inner = optimizer.optimizer
     for parameter, place in places.items():
@@ -210,7 +210,7 @@ def _whole_states(
                 state: Tensor = main if name == "param" else inner.state[main][name]
                 return readable(state.detach()).view(-1)
 
-            yield replicated.holding(tensor, place.boxes(0, place.count, f"optimizer.state.{name}."), place)
+            yield replicated.shard(tensor, place.slices(0, place.count, f"optimizer.state.{name}."), place)
 
 
 def _names(parameter: torch.nn.Parameter) -> tuple[str, ...]:

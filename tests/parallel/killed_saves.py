@@ -24,11 +24,11 @@ import problem
 import torch
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel import box_files, checkpoint
+from or1_megatron.parallel import checkpoint, shard_files
 from or1_megatron.parallel.mesh import build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import holdings
+from or1_megatron.parallel.sharded_state import local_shards
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 STEPS = 60
@@ -64,7 +64,7 @@ class Life:
 
     def digest(self) -> str:
         """Of parameters, moments and generators."""
-        state = [holding.tensor() for holding in holdings(self.policy)] + [torch.get_rng_state()]
+        state = [shard.tensor() for shard in local_shards(self.policy)] + [torch.get_rng_state()]
         found = hashlib.sha256(repr(random.getstate()).encode())
         for tensor in state:
             found.update(tensor.numpy().tobytes())
@@ -117,7 +117,7 @@ def die_at(phase: str, operation: int, folder: Path) -> None:
                 named or ("delete" if deleting else {"os.rename": "rename", "os.mkdir": "prepare"}.get(event, "write"))
             )
 
-    write, copied = box_files._DigestedFile.write, CheckpointSaver._copied
+    write, copied = shard_files._DigestedFile.write, CheckpointSaver._copied
 
     def noted_write(self: Any, data: Any) -> int:
         note("write")
@@ -127,7 +127,7 @@ def die_at(phase: str, operation: int, folder: Path) -> None:
         note("snapshot")
         return copied(self)
 
-    box_files._DigestedFile.write = noted_write  # type: ignore[method-assign]
+    shard_files._DigestedFile.write = noted_write  # type: ignore[method-assign]
     CheckpointSaver._copied = noted_copy  # type: ignore[method-assign]
     sys.addaudithook(audit)
 

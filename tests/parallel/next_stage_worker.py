@@ -19,7 +19,7 @@ from resume_worker import STAGES, Run
 
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.sharded_state import holdings, optimizer_step
+from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.rl.ports import Begin
 
 
@@ -29,11 +29,11 @@ def parts(policy: MegatronPolicy) -> dict[str, Any]:
     At layouts without data or tensor parallelism each lies whole on one rank, so that they can be compared.
     """
     mine = {
-        f"{box.key} {box.offset}": hashlib.sha256(
-            holding.tensor()[box.start : box.start + box.count].numpy().tobytes()
+        f"{part.key} {part.offset}": hashlib.sha256(
+            shard.tensor()[part.start : part.start + part.count].numpy().tobytes()
         ).hexdigest()
-        for holding in holdings(policy)
-        for box in holding.boxes
+        for shard in local_shards(policy)
+        for part in shard.slices
     }
     everyone: list[dict[str, str]] = [{} for _ in range(policy.mesh.world)]
     dist.all_gather_object(everyone, mine)

@@ -36,7 +36,7 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.parallel.sharded_state import holdings
+from or1_megatron.parallel.sharded_state import local_shards
 from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.ports import LoopConfig, Ports
@@ -154,8 +154,8 @@ class Run:
             self._lockstep.serve()
         self.saver.close()
         digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-        for holding in holdings(self.policy):
-            digest.update(holding.tensor().numpy().tobytes())
+        for shard in local_shards(self.policy):
+            digest.update(shard.tensor().numpy().tobytes())
         digests: list[str] = [""] * self.mesh.world
         dist.all_gather_object(digests, digest.hexdigest())
         timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/tokens_per_s")

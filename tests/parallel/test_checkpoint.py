@@ -19,7 +19,7 @@ import pytest
 import ranks
 from checkpoint_worker import STATE
 
-from or1_megatron.parallel.sharded_state import boxes_of
+from or1_megatron.parallel.sharded_state import slices_of
 from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest
 
 FLOAT32 = [
@@ -116,17 +116,17 @@ def test_what_is_saved_of_a_parameter(told: Any) -> None:
     )
 
 
-def test_a_flat_range_as_boxes() -> None:
-    """Every range of small arrays: the boxes, filled in order with what numpy's flat range has, give it back; there are
-    at most 2 n - 1 of them in n dimensions."""
-    assert list(boxes_of((4, 5), 3, 16)) == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
+def test_a_flat_range_as_slices() -> None:
+    """Every range of small arrays: the slices, read in order, give numpy's flat range. There are at most 2 n - 1 of them
+    in n dimensions."""
+    assert list(slices_of((4, 5), 3, 16)) == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     for sizes in [(7,), (3, 4), (1, 3, 4), (2, 3, 2)]:
         whole = np.arange(np.prod(sizes)).reshape(sizes)
         for first, last in itertools.combinations_with_replacement(range(whole.size + 1), 2):
-            boxes = list(boxes_of(sizes, first, last))
-            parts = [whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].ravel() for box in boxes]
+            slices = list(slices_of(sizes, first, last))
+            parts = [whole[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].ravel() for part in slices]
             assert np.concatenate([np.empty(0), *parts]).tolist() == list(range(first, last))
-            assert len(boxes) <= 2 * len(sizes) - 1
+            assert len(slices) <= 2 * len(sizes) - 1
 
 
 def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:

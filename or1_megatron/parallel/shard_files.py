@@ -1,7 +1,7 @@
-"""Boxes of tensors on disk, in the format of torch's distributed checkpoints, which Megatron's loader reads too.
+"""Slices of tensors on disk, in the format of torch's distributed checkpoints, which Megatron's loader reads too.
 
-Each rank writes one file of its boxes, one behind the other. ``.metadata``, written when all have, says of every whole
-tensor of which boxes it is made, and where they lie. A reader asks for any boxes: those on disk that overlap are read.
+Each rank writes its slices to one file. ``.metadata``, written when all ranks are done, lists the slices of every whole
+tensor and where they lie. A reader may ask for any slices; it reads those on disk that overlap with them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,39 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from or1_megatron.errors import UserError
-from or1_megatron.parallel.boxes import Box, Holding
 from or1_megatron.runtime.manifest import FileEntry
 
 _PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A contiguous part of a local shard, and the slice of a whole tensor that it is.
+
+    ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` counts elements of the shard's tensor.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """One flat tensor of this rank's state. ``tensor()`` is looked up anew at each use: it may have moved."""
+
+    tensor: Callable[[], Tensor]
+    slices: tuple[TensorSlice, ...]
+    is_written_here: bool
+    """Of ranks that hold the same, one writes it."""
+    may_differ: bool
+    """The whole's shape depends on the layout (a padded vocabulary): rows that one side lacks are zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
@@ -43,10 +72,10 @@ class StateMismatch(UserError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenBox:
-    """A box on disk."""
+class WrittenSlice:
+    """A slice on disk."""
 
-    box: Box
+    part: TensorSlice
     dtype: torch.dtype
     file: str
     offset: int
@@ -93,20 +122,20 @@ class _DigestedFile:
         self._file.close()
 
 
-def write_boxes(
-    path: Path, boxes: Iterable[tuple[Box, Tensor]], wrote: Callable[[int], None] = lambda count: None
-) -> tuple[list[WrittenBox], FileEntry]:
-    """Write the boxes' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
+def write_slices(
+    path: Path, slices: Iterable[tuple[TensorSlice, Tensor]], wrote: Callable[[int], None] = lambda count: None
+) -> tuple[list[WrittenSlice], FileEntry]:
+    """Write the slices' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
 
     ``wrote`` is told of every few bytes; what it raises ends the writing.
     """
     file = _DigestedFile(path, wrote)
     written = []
     try:
-        for box, tensor in boxes:
+        for part, tensor in slices:
             begin = file.position
-            torch.save(_own_storage(tensor.detach().cpu().view(box.sizes)), file)  # type: ignore[arg-type]
-            written.append(WrittenBox(box, tensor.dtype, path.name, begin, file.position - begin))
+            torch.save(_own_storage(tensor.detach().cpu().view(part.sizes)), file)  # type: ignore[arg-type]
+            written.append(WrittenSlice(part, tensor.dtype, path.name, begin, file.position - begin))
         return written, file.sync()
     except Exception:
         if file.failure is not None:
@@ -121,24 +150,24 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def write_metadata(folder: Path, written: Sequence[WrittenBox]) -> None:
+def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
     """Write ``.metadata``, which makes one state of the ranks' files."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
-    for part in written:
-        box, offset = part.box, torch.Size(part.box.offset)
+    for stored in written:
+        part, offset = stored.part, torch.Size(stored.part.offset)
         known = tensors.setdefault(
-            box.key, TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(box.whole), [])
+            part.key, TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(part.whole), [])
         )
         assert isinstance(known, TensorStorageMetadata)
-        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(box.sizes)))
-        place = _StorageInfo(part.file, part.offset, part.length)
-        results.append(WriteResult(MetadataIndex(box.key, offset), part.length, place))
+        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(part.sizes)))
+        place = _StorageInfo(stored.file, stored.offset, stored.length)
+        results.append(WriteResult(MetadataIndex(part.key, offset), stored.length, place))
     FileSystemWriter(folder, sync_files=True).finish(Metadata(tensors), [results])
 
 
-def read_holdings(folder: Path, holdings: Sequence[Holding]) -> None:
-    """Fill the holdings' live tensors.
+def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
+    """Fill the shards' live tensors.
 
     Raises:
         StateMismatch: a tensor is not there, has another shape, or is not there whole. Nothing has been changed then.
@@ -146,50 +175,50 @@ def read_holdings(folder: Path, holdings: Sequence[Holding]) -> None:
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    targets: dict[MetadataIndex, tuple[Holding, Box]] = {}
+    targets: dict[MetadataIndex, tuple[LocalShard, TensorSlice]] = {}
     items: list[ReadItem] = []
-    for holding in holdings:
-        for box in holding.boxes:
-            found = metadata.state_dict_metadata.get(box.key)
+    for shard in shards:
+        for part in shard.slices:
+            found = metadata.state_dict_metadata.get(part.key)
             if not isinstance(found, TensorStorageMetadata):
-                raise StateMismatch(f"{folder} holds no {box.key}: it was saved from another model or optimizer")
-            items += _reads(folder, box, found, holding.may_differ)
-            targets[MetadataIndex(box.key, torch.Size(box.offset))] = (holding, box)
-    assert len(targets) == sum(len(holding.boxes) for holding in holdings), "two holdings of one box"
+                raise StateMismatch(f"{folder} holds no {part.key}: it was saved from another model or optimizer")
+            items += _reads(folder, part, found, shard.may_differ)
+            targets[MetadataIndex(part.key, torch.Size(part.offset))] = (shard, part)
+    assert len(targets) == sum(len(shard.slices) for shard in shards), "two shards of one slice"
     planner = _Planner(targets)
-    for holding, box in targets.values():
-        if holding.may_differ:
-            planner.view(holding, box).zero_()
+    for shard, part in targets.values():
+        if shard.may_differ:
+            planner.view(shard, part).zero_()
     reader.read_data(LoadPlan(items), planner)
 
 
-def _reads(folder: Path, box: Box, found: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """What has to be read for a box; rows that only one side has (``may_differ``) are left out."""
-    if tuple(found.size) != box.whole and not may_differ:
-        raise StateMismatch(f"{folder}: {box.key} has shape {tuple(found.size)}; this model's is {box.whole}")
-    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes))
-    items = create_read_items_for_chunk_list(box.key, found, [chunk])
+def _reads(folder: Path, part: TensorSlice, found: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
+    """What has to be read for a slice; rows that only one side has (``may_differ``) are left out."""
+    if tuple(found.size) != part.whole and not may_differ:
+        raise StateMismatch(f"{folder}: {part.key} has shape {tuple(found.size)}; this model's is {part.whole}")
+    chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
+    items = create_read_items_for_chunk_list(part.key, found, [chunk])
     expected = math.prod(
         max(0, min(offset + size, there) - offset)
-        for offset, size, there in zip(box.offset, box.sizes, found.size, strict=True)
+        for offset, size, there in zip(part.offset, part.sizes, found.size, strict=True)
     )
     if (covered := sum(math.prod(item.lengths) for item in items)) != expected:
         raise StateMismatch(
-            f"{folder}: {covered} of the {expected} elements of {box.key} at {box.offset} + {box.sizes} are there"
+            f"{folder}: {covered} of the {expected} elements of {part.key} at {part.offset} + {part.sizes} are there"
         )
     return items
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells the reader where a box that it has read belongs."""
+    """Tells the reader where a slice that it has read belongs."""
 
-    def __init__(self, targets: dict[MetadataIndex, tuple[Holding, Box]]) -> None:
+    def __init__(self, targets: dict[MetadataIndex, tuple[LocalShard, TensorSlice]]) -> None:
         super().__init__()
         self._targets = targets
 
     @staticmethod
-    def view(holding: Holding, box: Box) -> Tensor:
-        return holding.tensor()[box.start : box.start + box.count].view(box.sizes)
+    def view(shard: LocalShard, part: TensorSlice) -> Tensor:
+        return shard.tensor()[part.start : part.start + part.count].view(part.sizes)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         target = self.view(*self._targets[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)])
