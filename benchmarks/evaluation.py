@@ -37,7 +37,7 @@ from or1_megatron.commands import evaluate_model
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.evaluate.run import ask_seed
+from or1_megatron.evaluate.run import chat_seed
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.rollout.engine_sampler import LINGER_S, EngineSampler
 from or1_megatron.types import Prompt, Request, Sampling
@@ -67,7 +67,7 @@ def pickled(data: Path, samples: int, seed: int) -> list[bytes]:
     prompts = [Prompt(problem, template.token_ids(problem.messages)) for problem in load_problems(data)]
     how = Sampling(1.0, 1.0, 96)
     requests = [
-        Request(prompt, sample, how, ask_seed(seed, prompt.problem.id, sample))
+        Request(prompt, sample, how, chat_seed(seed, prompt.problem.id, sample))
         for sample in range(samples)
         for prompt in prompts
     ]

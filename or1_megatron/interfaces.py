@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from or1_megatron.errors import Or1Error, UserError
 from or1_megatron.types import (
     AdvantagedGroup,
-    Answer,
-    Ask,
     Batch,
+    ChatCompletion,
+    ChatRequest,
     EvaluationResult,
+    FailedRequest,
     Float32Array,
     Group,
     HandoffReport,
@@ -30,7 +31,6 @@ from or1_megatron.types import (
     RolloutReport,
     Sampling,
     TokenScores,
-    Unanswered,
     UpdateReport,
     Verdict,
 )
@@ -141,10 +141,10 @@ class Policy(Protocol):
 
 
 class Sampler(Protocol):
-    """A model that answers: engines of our own, or an endpoint."""
+    """A model that is not being trained: our engines, or an endpoint."""
 
-    def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
-        """A reply to each, in any order, as they come; takes from ``asks`` only as many as can be under way."""
+    def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
+        """Yield a reply to each request, in any order; read only as many ``requests`` as can be in flight."""
         ...
 
 

@@ -103,33 +103,36 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One response wanted of a model that is not being trained: which question, which of its samples, what seed."""
+class ChatRequest:
+    """A request in messages instead of tokens, for a model that is not being trained: our engines' or an endpoint's.
+
+    ``key`` names the problem to whoever asks; ``sample_index`` tells several requests of one key apart.
+    """
 
     key: str
-    sample: int
+    sample_index: int
     messages: tuple[Message, ...]
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the model said. ``truncated``: it was cut off at the response-length limit."""
+class ChatCompletion:
+    """A response in text. ``truncated``: it was cut off at the response-length limit."""
 
-    ask: Ask
+    request: ChatRequest
     text: str
     truncated: bool
     tokens: int | None = None
-    """Of the response; None where an endpoint does not tell."""
+    """Length of the response; None where an endpoint does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
-    """No answer, and why. ``for_good``: asking again would not help (the prompt is too long, say)."""
+class FailedRequest:
+    """A request without a completion. ``permanent``: sending it again would not help (the prompt is too long, say)."""
 
-    ask: Ask
+    request: ChatRequest
     reason: str
-    for_good: bool
+    permanent: bool
 
 
 @_pickled_by_fields

@@ -15,7 +15,7 @@ from or1_megatron.data.pipeline.recipe import Recipe, SampledModel
 from or1_megatron.data.pipeline.steps import Say
 from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler, Verifier
-from or1_megatron.rollout.openai_sampler import Endpoint, EndpointSampler
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.types import Sampling
 from or1_megatron.verify.registry import build_verifiers
 
@@ -64,11 +64,11 @@ def open_sampler(model: SampledModel, sampling: Sampling, max_prompt_tokens: int
         stop_ray()
 
 
-def endpoint_sampler(model: SampledModel, sampling: Sampling) -> EndpointSampler:
+def endpoint_sampler(model: SampledModel, sampling: Sampling) -> OpenAISampler:
     assert model.endpoint is not None
     key = os.environ.get(model.api_key_variable) if model.api_key_variable else None
     endpoint = Endpoint(model.endpoint, model.model or model.name, key, model.concurrent, model.timeout_s, model.tries)
-    return EndpointSampler(endpoint, sampling)
+    return OpenAISampler(endpoint, sampling)
 
 
 def _models(recipe: Recipe) -> list[SampledModel]:

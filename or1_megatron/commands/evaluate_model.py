@@ -28,7 +28,7 @@ from or1_megatron.evaluate.run import evaluate, missing_count
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.interfaces import Sampler
 from or1_megatron.report.figures.evaluation import draw_evaluation, show_evaluation
-from or1_megatron.rollout.openai_sampler import Endpoint, EndpointSampler
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Problem, Sampling
 from or1_megatron.verify.registry import ABILITIES, build_verifiers
@@ -59,12 +59,12 @@ def evaluate_model(
         EvaluationError: the folder holds another evaluation, responses did not come, or too many verdicts failed.
     """
     name, problems = load_set(data, sets, since, before)
-    how = {"model": model, "data": name, "problems": _digest(problems), **_asked_how(settings)}
+    asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
     started_s = time.perf_counter()
     with closing(_verifiers(problems, settings)) as verifiers:
         with verifiers.borrowed() as at_hand:
             check_ground_truths(problems, at_hand)
-        with closing(ResponseStore(out, how)) as store, _bar(console) as bar:
+        with closing(ResponseStore(out, asked)) as store, _bar(console) as bar:
             task = bar.add_task(name)
 
             def show(judged: int, wanted: int) -> None:
@@ -99,7 +99,7 @@ def open_model(model: str, settings: EvaluationSettings, out: Path, console: Con
     """A sampler over the model, which ends with the context."""
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
     if model.startswith(("http://", "https://")):
-        yield EndpointSampler(_endpoint(model, settings), sampling)
+        yield OpenAISampler(_endpoint(model, settings), sampling)
         return
     folder = _hf_folder(Path(model), out, console)
     with _engines(folder, settings, sampling) as sampler:
@@ -185,7 +185,7 @@ def _digest(problems: Sequence[Problem]) -> str:
     return f"{len(problems)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _asked_how(settings: EvaluationSettings) -> dict[str, Any]:
+def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
     """What a response depends on: not how many engines or requests serve it."""
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
     fields = settings.model_dump(mode="json", include=names)
@@ -207,7 +207,7 @@ def _results(
         "data": data,
         "since": None if window[0] is None else window[0].isoformat(),
         "before": None if window[1] is None else window[1].isoformat(),
-        **_asked_how(settings),
+        **_request_settings(settings),
         "wall_s": wall_s,
         "outcome": outcome.as_json(),
     }

@@ -45,8 +45,8 @@ _FIELDS = tuple(field.name for field in fields(Response))
 class ResponseStore:
     """``responses.jsonl`` of one evaluation, and ``evaluation.json``: what was asked, and how."""
 
-    def __init__(self, folder: Path, asked_how: Mapping[str, Any]) -> None:
-        """``asked_how``: all that a response depends on beside problem and sample, JSON-able.
+    def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
+        """``request_settings``: all that a response depends on beside problem and sample, JSON-able.
 
         Raises:
             EvaluationError: the folder holds an evaluation that asked otherwise.
@@ -54,7 +54,7 @@ class ResponseStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "responses.jsonl"
         settings = folder / "evaluation.json"
-        wanted = json.loads(json.dumps(dict(asked_how)))
+        wanted = json.loads(json.dumps(dict(request_settings)))
         begun = self.path.is_file() and self.path.stat().st_size > 0
         if begun and settings.is_file():
             self._check(settings, wanted)

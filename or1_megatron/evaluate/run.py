@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from or1_megatron.data.pipeline.sampling import ask_seed
+from or1_megatron.data.pipeline.sampling import chat_seed
 from or1_megatron.data.pipeline.verdicts import Judge, judged
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import Answer, Ask, Problem, Unanswered, Verdict
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Problem, Verdict
 
 Progress = Callable[[int, int], None]
 """(judged, asked for in all); called as responses are kept."""
@@ -34,7 +34,7 @@ def evaluate(
     by_id = {problem.id: problem for problem in problems}
     wanted = len(problems) * samples
     missing = [
-        Ask(problem.id, sample, problem.messages, ask_seed(seed, problem.id, sample))
+        ChatRequest(problem.id, sample, problem.messages, chat_seed(seed, problem.id, sample))
         for sample in range(samples)
         for problem in problems
         if not store.has(problem.id, sample)
@@ -49,12 +49,12 @@ def evaluate(
         progress(kept, wanted)
 
     failures: list[str] = []
-    refused: list[Unanswered] = []
+    refused: list[FailedRequest] = []
     if missing:
         assert sampler is not None, "responses are missing, but there is no sampler"
-        answers = _answers(sampler.sample(missing), by_id, refused, failures)
-        for problem, answer, verdict in judged(answers, judge):
-            keep(_response(problem, answer, verdict))
+        completions = _completions(sampler.sample(missing), by_id, refused, failures)
+        for problem, completion, verdict in judged(completions, judge):
+            keep(_response(problem, completion, verdict))
     if refused and not kept:  # says something of the request, not of the problems
         raise EvaluationError(
             f"every request was refused, {len(refused)} so far (first: {refused[0].reason}); expected that only "
@@ -62,7 +62,7 @@ def evaluate(
             "little for the problems?"
         )
     for reply in refused:
-        keep(_unasked(by_id[reply.ask.key], reply))
+        keep(_unasked(by_id[reply.request.key], reply))
     rows = [[store.get(problem.id, sample) for sample in range(samples)] for problem in problems]
     complete = [[response for response in row if response is not None] for row in rows]
     if any(len(row) < samples for row in complete):
@@ -78,45 +78,45 @@ def missing_count(problems: Sequence[Problem], samples: int, store: ResponseStor
     return sum(not store.has(problem.id, sample) for problem in problems for sample in range(samples))
 
 
-def _answers(
-    replies: Iterator[Answer | Unanswered],
+def _completions(
+    replies: Iterator[ChatCompletion | FailedRequest],
     problems: Mapping[str, Problem],
-    refused: list[Unanswered],
+    refused: list[FailedRequest],
     failures: list[str],
-) -> Iterator[tuple[Problem, Answer]]:
-    """Those that are to be judged; the others are noted."""
+) -> Iterator[tuple[Problem, ChatCompletion]]:
+    """Yield the completions; append what failed to ``refused`` or ``failures``."""
     for reply in replies:
-        if isinstance(reply, Answer):
-            yield problems[reply.ask.key], reply
-        elif reply.for_good:
+        if isinstance(reply, ChatCompletion):
+            yield problems[reply.request.key], reply
+        elif reply.permanent:
             refused.append(reply)
         else:
             failures.append(reply.reason)
 
 
-def _response(problem: Problem, answer: Answer, said: Verdict) -> Response:
+def _response(problem: Problem, completion: ChatCompletion, verdict: Verdict) -> Response:
     return Response(
         problem_id=problem.id,
-        sample=answer.ask.sample,
+        sample=completion.request.sample_index,
         source=problem.source,
         ability=problem.ability,
         ground_truth=problem.ground_truth,
         prompt=problem.messages[-1].content,
-        response=answer.text,
-        tokens=answer.tokens,
-        truncated=answer.truncated,
-        reward=said.reward,
-        status=said.status,
-        answer=said.answer,
-        detail=said.detail,
-        seed=answer.ask.seed,
+        response=completion.text,
+        tokens=completion.tokens,
+        truncated=completion.truncated,
+        reward=verdict.reward,
+        status=verdict.status,
+        answer=verdict.answer,
+        detail=verdict.detail,
+        seed=completion.request.seed,
     )
 
 
-def _unasked(problem: Problem, reply: Unanswered) -> Response:
+def _unasked(problem: Problem, reply: FailedRequest) -> Response:
     return Response(
         problem_id=problem.id,
-        sample=reply.ask.sample,
+        sample=reply.request.sample_index,
         source=problem.source,
         ability=problem.ability,
         ground_truth=problem.ground_truth,
@@ -128,5 +128,5 @@ def _unasked(problem: Problem, reply: Unanswered) -> Response:
         status="unasked",
         answer="",
         detail=reply.reason,
-        seed=reply.ask.seed,
+        seed=reply.request.seed,
     )

@@ -1,4 +1,4 @@
-"""Engines of our own as a ``interfaces.Sampler``: each is kept just full, and who is free takes the next question."""
+"""``interfaces.Sampler`` over our own engines: each engine is kept just full, the next request goes to the emptiest."""
 
 from __future__ import annotations
 
@@ -13,45 +13,57 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.pool import EngineError
-from or1_megatron.types import Answer, Ask, Int32Array, Message, Problem, Prompt, Request, Sampling, Unanswered
+from or1_megatron.types import (
+    ChatCompletion,
+    ChatRequest,
+    FailedRequest,
+    Int32Array,
+    Message,
+    Problem,
+    Prompt,
+    Request,
+    Sampling,
+)
 
 _HARVEST_WAIT_S = 5.0
-LINGER_S = 0.2  # answers come in bundles of so many seconds: a call costs as much as a dozen short responses
-_AHEAD_S = 0.5  # an engine has that much more to do than it decodes at once
-_PROMPTS_REMEMBERED = 4096
+LINGER_S = 0.2
+"""An engine hands out its completions in bundles of this time: a call costs as much as a dozen short responses."""
+_AHEAD_S = 0.5
+"""Work that an engine has waiting beyond what it decodes."""
+_CACHED_PROMPTS = 4096
 
 Tokenise = Callable[[tuple[Message, ...]], Int32Array]
 
 
-class _Engine:
-    """An engine's requests under way, and how many it shall have."""
+class _EngineQueue:
+    """The requests that one engine has, and how many it should have."""
 
     def __init__(self, handle: Any, index: int, max_concurrent: int) -> None:
         self.handle, self.index = handle, index
-        self.under_way: dict[tuple[str, int], Ask] = {}
+        self.in_flight: dict[tuple[str, int], ChatRequest] = {}
         self._decodes = max_concurrent
         self._least_ahead = self._ahead = max(1, max_concurrent // 8)
-        self._answered, self._started_s = 0, time.monotonic()
+        self._completed, self._started_s = 0, time.monotonic()
 
     @property
     def room(self) -> int:
-        """Requests that can be given to it: it decodes ``max_concurrent``, and its free places fill from the others."""
-        return self._decodes + self._ahead - len(self.under_way)
+        """Requests that it can take: those that it decodes at once, and some to fill places that become free."""
+        return self._decodes + self._ahead - len(self.in_flight)
 
     @property
-    def short(self) -> bool:
-        """Half of what was ahead has been used up: not with every answer, so that requests share a call."""
+    def is_short(self) -> bool:
+        """Half of the waiting requests are used up. Not earlier, so that several requests share a call."""
         return self.room > self._ahead // 2
 
-    def answered(self, answers: int) -> None:
-        """How much is to be ahead follows from the rate since the start: answers may come in bursts, hours apart."""
-        self._answered += answers
+    def completed(self, count: int) -> None:
+        """Set the number of waiting requests by the mean rate since the start: completions may come in bursts."""
+        self._completed += count
         seconds = max(time.monotonic() - self._started_s, LINGER_S)
-        self._ahead = max(self._least_ahead, int(self._answered / seconds * _AHEAD_S))
+        self._ahead = max(self._least_ahead, int(self._completed / seconds * _AHEAD_S))
 
 
 class EngineSampler:
-    """Over ``pool.EngineActor`` handles. Raises EngineError when an engine fails or dies."""
+    """Sends requests to ``pool.EngineActor`` handles. Raises EngineError when an engine fails or dies."""
 
     def __init__(
         self,
@@ -62,64 +74,64 @@ class EngineSampler:
         max_prompt_tokens: int,
         timeout_s: float = 7200.0,
     ) -> None:
-        """``timeout_s``: without a single answer in this time the engines count as hung."""
+        """``timeout_s``: the engines count as hung after this time without a completion."""
         self._timeout_s = timeout_s
         self.engines, self._sampling = list(engines), sampling
         # The samples of a problem share its prompt, and come one round of all problems after another.
-        self._prompt = lru_cache(_PROMPTS_REMEMBERED)(
+        self._prompt = lru_cache(_CACHED_PROMPTS)(
             lambda key, messages: Prompt(Problem(key, "", "", messages, "", {}, key), tokenise(messages))
         )
         self._max_prompt_tokens = max_prompt_tokens
         self._max_concurrent = max_concurrent
 
-    def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
-        waiting = iter(asks)
-        engines = [_Engine(handle, index, self._max_concurrent) for index, handle in enumerate(self.engines)]
-        harvests: dict[Any, _Engine] = {}
+    def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
+        waiting = iter(requests)
+        engines = [_EngineQueue(handle, index, self._max_concurrent) for index, handle in enumerate(self.engines)]
+        harvests: dict[Any, _EngineQueue] = {}
         exhausted = False
-        answered_s = time.monotonic()
+        completed_s = time.monotonic()
         while True:
-            refused: list[Unanswered] = []
-            if not exhausted and any(engine.short for engine in engines):
+            refused: list[FailedRequest] = []
+            if not exhausted and any(engine.is_short for engine in engines):
                 exhausted = self._fill(waiting, engines, refused)
             yield from refused
             for engine in engines:
-                if engine.under_way and engine not in harvests.values():
+                if engine.in_flight and engine not in harvests.values():
                     harvests[engine.handle.harvest.remote(_HARVEST_WAIT_S, LINGER_S)] = engine
             if not harvests:
                 return
             done, _ = ray.wait(list(harvests), num_returns=1, timeout=self._timeout_s)
-            if time.monotonic() - answered_s > self._timeout_s:
-                waiting_for = ", ".join(
-                    f"engine {engine.index}: {len(engine.under_way)}" for engine in engines if engine.under_way
-                )
-                raise EngineError(f"no answer in {self._timeout_s:g} s; requests under way: {waiting_for}")
+            if time.monotonic() - completed_s > self._timeout_s:
+                left = ", ".join(f"engine {each.index}: {len(each.in_flight)}" for each in engines if each.in_flight)
+                raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
                 engine = harvests.pop(call)
-                completions = _harvested(call, engine.index).completions
-                engine.answered(len(completions))
-                for completion in completions:
-                    ask = engine.under_way.pop((completion.problem_id, completion.sample_index), None)
-                    answered_s = time.monotonic()
-                    if ask is not None:  # else it belongs to a sampling that was broken off
-                        yield Answer(ask, completion.text, completion.truncated, completion.token_ids.size)
+                harvest: Harvest = pickle.loads(_result(call, engine.index, "sample"))
+                engine.completed(len(harvest.completions))
+                for completion in harvest.completions:
+                    request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
+                    completed_s = time.monotonic()
+                    if request is not None:  # None: of an earlier ``sample`` whose caller stopped reading
+                        yield ChatCompletion(request, completion.text, completion.truncated, completion.token_ids.size)
 
-    def _fill(self, waiting: Iterator[Ask], engines: Sequence[_Engine], refused: list[Unanswered]) -> bool:
-        """Give every engine as much as it has room for, evenly; whether there is nothing left to give."""
+    def _fill(
+        self, waiting: Iterator[ChatRequest], engines: Sequence[_EngineQueue], refused: list[FailedRequest]
+    ) -> bool:
+        """Give the engines as much as they have room for, evenly; True when nothing is left to give."""
         batches: dict[int, list[Request]] = {engine.index: [] for engine in engines}
         exhausted = False
         while (engine := max(engines, key=lambda one: one.room)).room > 0:
-            ask = next(waiting, None)
-            if ask is None:
+            request = next(waiting, None)
+            if request is None:
                 exhausted = True
                 break
-            prompt = self._prompt(ask.key, ask.messages)
+            prompt = self._prompt(request.key, request.messages)
             if (tokens := len(prompt.token_ids)) > self._max_prompt_tokens:
                 reason = f"{tokens} prompt tokens, more than {self._max_prompt_tokens}"
-                refused.append(Unanswered(ask, reason, for_good=True))
+                refused.append(FailedRequest(request, reason, permanent=True))
                 continue
-            engine.under_way[ask.key, ask.sample] = ask
-            batches[engine.index].append(Request(prompt, ask.sample, self._sampling, ask.seed))
+            engine.in_flight[request.key, request.sample_index] = request
+            batches[engine.index].append(Request(prompt, request.sample_index, self._sampling, request.seed))
         calls = [
             (engine, engine.handle.submit.remote(pickle.dumps(batches[engine.index], protocol=5)))
             for engine in engines
@@ -128,11 +140,6 @@ class EngineSampler:
         for engine, call in calls:
             _result(call, engine.index, "take requests")
         return exhausted
-
-
-def _harvested(call: Any, index: int) -> Harvest:
-    harvest: Harvest = pickle.loads(_result(call, index, "sample"))
-    return harvest
 
 
 def _result(call: Any, index: int, what: str) -> Any:

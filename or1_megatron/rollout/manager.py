@@ -20,7 +20,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
-from or1_megatron.rollout.request_plan import Ration, RequestKey, assemble_groups, deal, plan_requests, union_s
+from or1_megatron.rollout.request_plan import (
+    RequestKey,
+    SamplingBudget,
+    assemble_groups,
+    dispatch,
+    plan_requests,
+    union_s,
+)
 from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, RolloutReport, Verdict
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
@@ -43,7 +50,7 @@ class _RollOut:
     requests: Mapping[RequestKey, Request]
     keys: Mapping[int, RequestKey]  # by seed, which is what a completion carries
     waiting: deque[tuple[RequestKey, Request]]
-    ration: Ration
+    budget: SamplingBudget
     retries_before: int
     started_s: float = field(default_factory=time.time)
     engine_of: dict[int, int] = field(default_factory=dict)  # by seed, while the engine has it
@@ -130,8 +137,8 @@ class RolloutManager:
         if len(keys) != len(requests):
             raise RolloutError(f"roll_out: seed {seed} gives two requests the same seed; choose another")
         self._busy_s = [[] for _ in self._engines]
-        ration, waiting = Ration(len(prompts), refill), deque(requests.items())
-        self._current = _RollOut(prompts, group_size, requests, keys, waiting, ration, self._verifiers.retries)
+        budget, waiting = SamplingBudget(len(prompts), refill), deque(requests.items())
+        self._current = _RollOut(prompts, group_size, requests, keys, waiting, budget, self._verifiers.retries)
         self._feed(self._current)
 
     async def wait_decoded(self) -> None:
@@ -144,7 +151,7 @@ class RolloutManager:
         await self._wait_for(current.judged, current, "judged")
         await self._wait_for(self._idle, current, "given up")
         self._current = None
-        prompts = current.prompts[: current.ration.needed]
+        prompts = current.prompts[: current.budget.needed]
         groups = assemble_groups(prompts, current.group_size, current.completions, current.verdicts)
         return pickle.dumps((groups, self._report(current, groups)), protocol=5)
 
@@ -152,7 +159,7 @@ class RolloutManager:
         current = self._current
         if current is None:
             return (0, 0)
-        asked = max(current.given, current.ration.allowed * current.group_size)
+        asked = max(current.given, current.budget.allowed * current.group_size)
         return len(current.completions), min(asked, len(current.requests))
 
     async def abandon(self) -> None:
@@ -193,7 +200,7 @@ class RolloutManager:
     def _feed(self, current: _RollOut) -> None:
         """Give the engines what they have room for."""
         present = {n: count for n, count in enumerate(self._outstanding) if n not in self._lost}
-        batches = deal(current.waiting, current.ration, present, self._engine_limit, self._low)
+        batches = dispatch(current.waiting, current.budget, present, self._engine_limit, self._low)
         for index, requests in batches.items():
             current.engine_of.update((request.seed, index) for request in requests)
             current.given += len(requests)
@@ -300,18 +307,18 @@ class RolloutManager:
         except Exception as error:  # bad samples get a verdict; this is the verifier pool itself
             self._fail(RolloutError(f"verifying {_name(completion)} failed: {type(error).__name__}: {error}"))
             return
-        if current.ration.over or (group := current.group(key[0])) is None:
+        if current.budget.over or (group := current.group(key[0])) is None:
             return
-        current.ration.judged(key[0], group)
-        if current.ration.over:
+        current.budget.judged(key[0], group)
+        if current.budget.over:
             current.judged_s = time.time()
             current.waiting.clear()
-            self._give_up(current, current.ration.needed)
+            self._give_up(current, current.budget.needed)
             current.decoded.set()
             current.judged.set()
         else:
-            if current.ration.limit < len(current.prompts):
-                self._give_up(current, current.ration.limit)
+            if current.budget.limit < len(current.prompts):
+                self._give_up(current, current.budget.limit)
             self._feed(current)
 
     async def _wait_for(self, event: asyncio.Event, current: _RollOut, what: str) -> None:

@@ -1,7 +1,7 @@
-"""What is asked of the engines, and how the answers become groups again. Pure: no engine, no Ray.
+"""Which requests a roll-out sends to which engine, and how their completions become groups. No engine, no Ray.
 
-A roll-out of P prompts with group size M is P * M requests. Their seeds depend on the roll-out's seed and on their
-place alone, so the same roll-out can be drawn again, on any number of engines and in any order of arrival.
+A roll-out of P prompts with group size M is P * M requests. A request's seed depends only on the roll-out's seed and on
+the request's place, so the same roll-out can be sampled again on any number of engines.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ _SEED_BITS = 63  # torch generators take 64 bits; signed 64-bit integers survive
 
 
 def request_seed(*parts: int) -> int:
-    """A request's seed in [0, 2**63), from (roll-out seed, prompt index, sample index).
+    """Return a request's seed in [0, 2**63), from (roll-out seed, prompt index, sample index).
 
-    So many bits because all the thousands of seeds of a roll-out must differ.
-
-    Stable over processes, Python versions and machines (BLAKE2b of the decimal digits); unlike a sum of the parts,
-    neighbouring parts give unrelated seeds.
+    63 bits, so that the thousands of seeds of a roll-out all differ. The same on every machine and Python version
+    (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
@@ -34,9 +32,9 @@ def request_seed(*parts: int) -> int:
 def plan_requests(
     prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int
 ) -> dict[RequestKey, Request]:
-    """``group_size`` requests per prompt, group by group.
+    """Make ``group_size`` requests per prompt, group by group.
 
-    Within a roll-out the seed names the request: a problem may stand in the batch twice, so its id does not.
+    The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
     """
     return {
         (prompt_index, sample_index): Request(
@@ -56,7 +54,7 @@ def assemble_groups(
     completions: Mapping[RequestKey, Completion],
     verdicts: Mapping[RequestKey, Verdict],
 ) -> list[Group]:
-    """Groups in the order of the prompts, members in the order of ``sample_index``, whatever the order of arrival.
+    """Return groups in the order of the prompts, members in the order of ``sample_index``.
 
     Raises:
         KeyError: a completion or a verdict is missing; the message is the (prompt, sample) that lacks it.
@@ -64,26 +62,20 @@ def assemble_groups(
     groups = []
     for prompt_index, prompt in enumerate(prompts):
         keys = [(prompt_index, sample_index) for sample_index in range(group_size)]
-        groups.append(
-            Group(
-                prompt=prompt,
-                completions=tuple(completions[key] for key in keys),
-                verdicts=tuple(verdicts[key] for key in keys),
-            )
-        )
+        groups.append(Group(prompt, tuple(completions[key] for key in keys), tuple(verdicts[key] for key in keys)))
     return groups
 
 
 _CAUTION = 0.25
-"""What is known of the share of rejections before the first verdict counts as this many groups, in D_R."""
+"""Weight of the expected share of rejections, as a share of the wanted groups, against the groups judged so far."""
 
 
-class Ration:
+class SamplingBudget:
     """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
 
-    Without ``refill`` all of them. With it the result is the shortest run of prompts with enough groups kept, whatever
-    the order in which groups are judged. Engines are sent on to as many prompts as will be enough with two standard
-    deviations to spare, for a straggler that is asked for late costs a whole response's time.
+    Without ``refill`` that is all of them. With ``refill`` the result is the shortest run of prompts with enough groups
+    kept, in whatever order groups are judged. Engines may sample as many prompts as are enough with two standard
+    deviations to spare: a prompt that turns out to be needed late costs the time of a whole response.
 
     Worked example, 30 groups wanted of 100 prompts, a share of 0.4 rejections expected: of 63 prompts 37.8 are kept on
     average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.
@@ -93,24 +85,24 @@ class Ration:
         self._prompts, self._refill = prompts, refill
         self._kept: dict[int, bool] = {}
         self.needed = prompts
-        """Prompts of the result; all, as long as it is not ``over``."""
+        """Prompts that make up the result; all of them until ``over``."""
         self.over = False
         self.limit = prompts
-        """Prompts of which the result is made up at the most."""
+        """Upper bound of ``needed``, from what has been judged so far."""
 
     @property
     def allowed(self) -> int:
-        """Prompts that may be given out."""
+        """Prompts whose requests may be sent."""
         if self._refill is None:
             return self._prompts
         wanted, judged, kept = self._refill.kept, len(self._kept), sum(self._kept.values())
         before = _CAUTION * wanted
         rejected = (self._refill.expected_rejected * before + judged - kept) / (before + judged)
         more = _enough(max(0, wanted - kept), rejected, self._prompts)
-        return min(max(judged + more, wanted + self._rejected_for_certain()), self.limit)
+        return min(max(judged + more, wanted + self._surely_rejected()), self.limit)
 
     def judged(self, prompt_index: int, group: Group) -> None:
-        """All responses to this prompt have their verdicts."""
+        """Take in a group of which every response has its verdict."""
         self._kept[prompt_index] = self._refill is None or bool(self._refill.keeps(group))
         if self._refill is None:
             self.over = len(self._kept) == self._prompts
@@ -128,8 +120,11 @@ class Ration:
                 break
         self.over = True
 
-    def _rejected_for_certain(self) -> int:
-        """Rejected ones that will be part of the result: among the first D_R, those that follow for them, and so on."""
+    def _surely_rejected(self) -> int:
+        """Count the rejected groups that are surely in the result.
+
+        Each rejected one among the first ``until.kept`` prompts adds a prompt to the result, which may be rejected too.
+        """
         assert self._refill is not None
         certain, reached = 0, self._refill.kept
         index = 0
@@ -142,7 +137,7 @@ class Ration:
 
 
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
-    """The fewest n of which n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
+    """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
     kept_share = 1 - rejected_share
     if wanted == 0 or kept_share <= 0:
         return 0 if wanted == 0 else most
@@ -151,34 +146,38 @@ def _enough(wanted: int, rejected_share: float, most: int) -> int:
     return min(math.ceil(root**2 - 1e-9), most)
 
 
-def deal(
-    waiting: deque[tuple[RequestKey, Request]], ration: Ration, outstanding: Mapping[int, int], room: int, low: int
+def dispatch(
+    waiting: deque[tuple[RequestKey, Request]],
+    budget: SamplingBudget,
+    outstanding: Mapping[int, int],
+    room: int,
+    low: int,
 ) -> dict[int, list[Request]]:
-    """Take requests from the front of ``waiting`` for whichever engine has least to do.
+    """Take requests from the front of ``waiting`` and give each to the engine that has the fewest.
 
     Args:
         outstanding: engine -> requests that it has.
         room: an engine takes no more than this many.
-        low: with fewer than this many an engine is given requests beyond the ration too, as long as they may be part of
-            the result: what it decodes then costs it little, and no engine is idle while there may be work.
+        low: an engine with fewer than this many also gets requests beyond ``budget.allowed``, as long as they may be
+            part of the result. They cost it little, and no engine is idle while there may be work.
 
     Returns:
-        Engine -> what it is to be given now.
+        Engine -> the requests to send to it now.
     """
-    load, dealt, allowed = dict(outstanding), defaultdict[int, list[Request]](list), ration.allowed
+    load, batches, allowed = dict(outstanding), defaultdict[int, list[Request]](list), budget.allowed
     while waiting and load:
         (prompt_index, _), request = waiting[0]
         index = min(load, key=load.__getitem__)
-        if prompt_index >= ration.limit or load[index] >= (room if prompt_index < allowed else low):
+        if prompt_index >= budget.limit or load[index] >= (room if prompt_index < allowed else low):
             break
         waiting.popleft()
-        dealt[index].append(request)
+        batches[index].append(request)
         load[index] += 1
-    return dealt
+    return batches
 
 
 def union_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Total length, in seconds, of the union of (start, end) intervals."""
+    """Return the total length, in seconds, of the union of (start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:

@@ -26,7 +26,7 @@ from or1_megatron.data.problems import filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine_sampler import EngineSampler
-from or1_megatron.types import Answer, Ask, Message, Problem, Sampling, Unanswered, Verdict
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Message, Problem, Sampling, Verdict
 from or1_megatron.verify.math.verifier import MathVerifier
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
@@ -72,8 +72,8 @@ class Counted:
         outer = self
 
         class Sampler:
-            def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
-                for reply in inner.sample(asks):
+            def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
+                for reply in inner.sample(requests):
                     outer.asked += 1
                     yield reply
 
@@ -206,17 +206,17 @@ def test_a_failing_endpoint_is_named_and_votes_that_came_are_kept(tmp_path: Path
 
 def test_an_engine_behind_an_openai_server_that_only_babbles_is_no_judge(engine_pool: Any, tmp_path: Path) -> None:
     """The tests' random model: every vote is unreadable, which stops the build, again and again, and asks no more."""
-    asked: list[Answer | Unanswered] = []
+    asked: list[ChatCompletion | FailedRequest] = []
 
     def answer(body: dict[str, Any]) -> Reply:
-        ask = Ask("q", len(asked), (Message("user", body["messages"][0]["content"]),), body["seed"])
+        request = ChatRequest("q", len(asked), (Message("user", body["messages"][0]["content"]),), body["seed"])
         prompt = np.array([2, 7, 9], dtype=np.int32)
         sampler = EngineSampler(
             engine_pool.handles[:1], 4, lambda messages: prompt, Sampling(1.0, 1.0, 24), MAX_MODEL_TOKENS
         )
-        (reply,) = sampler.sample([ask])
+        (reply,) = sampler.sample([request])
         asked.append(reply)
-        assert isinstance(reply, Answer)
+        assert isinstance(reply, ChatCompletion)
         return completion(reply.text, "length" if reply.truncated else "stop")
 
     rows = [{"prompt": text, "answer": "1"} for text in list(STATEMENTS.values())[:2]]

@@ -11,15 +11,18 @@ from concurrent.futures import Future
 import pytest
 
 from or1_megatron.data.pipeline.verdicts import VerifierThreads, judged
-from or1_megatron.types import Answer, Ask, Message, Problem, Verdict
+from or1_megatron.types import ChatCompletion, ChatRequest, Message, Problem, Verdict
 from or1_megatron.verify.math.verifier import MathVerifier
 
 PROBLEM = Problem("p", "s", "math", (Message("user", "?"),), '["x^2 + 2x"]', {}, "file:1")
 
 
-def answers(count: int) -> Iterator[tuple[Problem, Answer]]:
+def completions(count: int) -> Iterator[tuple[Problem, ChatCompletion]]:
     for sample in range(count):
-        yield PROBLEM, Answer(Ask("p", sample, PROBLEM.messages, sample), "</think>\\boxed{x(x + 2)}", False)
+        yield (
+            PROBLEM,
+            ChatCompletion(ChatRequest("p", sample, PROBLEM.messages, sample), "</think>\\boxed{x(x + 2)}", False),
+        )
     raise ConnectionError("the engine died")
 
 
@@ -36,8 +39,8 @@ def test_what_came_before_a_failure_is_judged_and_in_order() -> None:
 
     found = []
     with pytest.raises(ConnectionError, match="the engine died"):
-        for _, answer, verdict in judged(answers(4), judge):
-            found.append((answer.ask.sample, verdict.answer))
+        for _, completion, verdict in judged(completions(4), judge):
+            found.append((completion.request.sample_index, verdict.answer))
     assert found == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
 
 

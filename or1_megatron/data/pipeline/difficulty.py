@@ -13,17 +13,17 @@ from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, re
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import (
     REFUSED,
-    Asked,
+    ModelRun,
     ModelStep,
     OpenSampler,
-    ask_seed,
+    chat_seed,
     result_key,
     statuses,
 )
 from or1_megatron.data.pipeline.verdicts import MakeVerifiers, VerifierThreads, judged
 from or1_megatron.data.problems import DIFFICULTY_TRIES
 from or1_megatron.data.rows import DataError
-from or1_megatron.types import Ask
+from or1_megatron.types import ChatRequest
 
 
 class Difficulty(ModelStep):
@@ -51,15 +51,15 @@ class Difficulty(ModelStep):
     def _tries(self, row: Candidate) -> int:
         return self._config.samples_code if row.ability == "code" else self._config.samples_math
 
-    def _asks(self, row: Candidate, store: ResultStore) -> list[Ask]:
+    def _requests(self, row: Candidate, store: ResultStore) -> list[ChatRequest]:
         key = result_key(row)
         known = store.of(key)
         if REFUSED in known.values():
             return []
         missing = [sample for sample in range(self._tries(row)) if sample not in known]
-        return [Ask(key, n, row.messages, ask_seed(self._config.seed, key, n)) for n in missing]
+        return [ChatRequest(key, n, row.messages, chat_seed(self._config.seed, key, n)) for n in missing]
 
-    def _ask(self, model: Asked) -> None:
+    def _sample_missing(self, model: ModelRun) -> None:
         """Verify each answer as it comes. Raises DataError when a verifier failed, which says nothing of an answer."""
         found = {
             ability for shard in model.shards for (column,) in read_column(shard, ("ability",)) for ability in column
@@ -67,19 +67,20 @@ class Difficulty(ModelStep):
         config = self._config
         broken: list[str] = []
         with closing(VerifierThreads(self._make, config.timeout_s, frozenset(found), config.workers)) as judges:
-            answers = model.answers(lambda row: self._asks(row, model.store), REFUSED)
-            for _, answer, verdict in judged(((row.problem(), reply) for row, reply in answers), judges.verdict):
+            completions = model.completions(lambda row: self._requests(row, model.store), REFUSED)
+            for _, completion, verdict in judged(((row.problem(), each) for row, each in completions), judges.verdict):
                 if verdict.status == "error":
                     broken.append(verdict.detail)
                 else:
-                    model.store.add(answer.ask.key, answer.ask.sample, verdict.status)
+                    request = completion.request
+                    model.store.add(request.key, request.sample_index, verdict.status)
         if broken:
             raise DataError(
                 f"step 'difficulty': {len(broken)} verdicts on answers of '{model.name}' failed (first: {broken[0]}); "
                 "the others are kept: mend the verifier (or1 doctor) and run the same command again"
             )
 
-    def _asked_how(self) -> dict[str, Any]:
+    def _request_settings(self) -> dict[str, Any]:
         return self._config.model_dump(
             mode="json",
             include={"temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "timeout_s", "seed"},

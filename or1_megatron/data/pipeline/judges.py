@@ -16,15 +16,15 @@ from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import (
     REFUSED,
-    Asked,
+    ModelRun,
     ModelStep,
     OpenSampler,
-    ask_seed,
+    chat_seed,
     result_key,
     statuses,
 )
 from or1_megatron.data.rows import DataError
-from or1_megatron.types import Ask, Message
+from or1_megatron.types import ChatRequest, Message
 
 CRITERIA = (
     ("clear", "the wording is clear: it can be read in one way only"),
@@ -90,16 +90,17 @@ class Judges(ModelStep):
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         return [self._judged(row) for row in rows]
 
-    def _ask(self, model: Asked) -> None:
+    def _sample_missing(self, model: ModelRun) -> None:
         """A vote that cannot be read is asked for again, with another seed, up to ``retries`` times."""
         garbage: list[str] = []
         for attempt in range(self._config.retries + 1):
             refused = {"vote": REFUSED, "attempt": attempt}
-            for _, reply in model.answers(partial(self._asks, model.store, attempt), refused):
-                vote = read_vote(reply.text)
+            for _, completion in model.completions(partial(self._requests, model.store, attempt), refused):
+                vote = read_vote(completion.text)
                 if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
-                    garbage.append(reply.text[-80:])
-                model.store.add(reply.ask.key, reply.ask.sample, {"vote": vote, "attempt": attempt})
+                    garbage.append(completion.text[-80:])
+                request = completion.request
+                model.store.add(request.key, request.sample_index, {"vote": vote, "attempt": attempt})
         votes = Counter(result["vote"] for row in model.rows() for result in self._given(row, model.store))
         if votes[UNREADABLE] > self._config.max_unreadable * votes.total():
             ends = f"; some end in {garbage}" if garbage else ""
@@ -114,7 +115,7 @@ class Judges(ModelStep):
     def _given(self, row: Candidate, store: ResultStore) -> list[Any]:
         return statuses(store.of(result_key(row)), self._config.votes)
 
-    def _asks(self, store: ResultStore, attempt: int, row: Candidate) -> list[Ask]:
+    def _requests(self, store: ResultStore, attempt: int, row: Candidate) -> list[ChatRequest]:
         key = result_key(row)
         known = store.of(key)
         missing = []
@@ -125,7 +126,7 @@ class Judges(ModelStep):
         if not missing or any(result["vote"] == REFUSED for result in known.values()):
             return []
         asked = question(row)
-        return [Ask(key, n, asked, ask_seed(self._config.seed, key, n, attempt)) for n in missing]
+        return [ChatRequest(key, n, asked, chat_seed(self._config.seed, key, n, attempt)) for n in missing]
 
     def _judged(self, row: Candidate) -> Outcome:
         config = self._config
@@ -144,7 +145,7 @@ class Judges(ModelStep):
         enough = len(readable) >= config.keep_at_least
         return Exclusion(row, "voted_out" if enough else "too_few_votes", evidence)
 
-    def _asked_how(self) -> dict[str, Any]:
+    def _request_settings(self) -> dict[str, Any]:
         asked = hashlib.sha256((_QUESTION + str(CRITERIA)).encode()).hexdigest()[:12]
         names = {"temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed"}
         return {**self._config.model_dump(mode="json", include=names), "question": asked}

@@ -19,10 +19,10 @@ class ResultStore:
     What is asked for again is looked up by (problem, sample).
     """
 
-    def __init__(self, folder: Path, model: str, asked_how: Mapping[str, Any]) -> None:
-        """``asked_how``: what a result depends on beside the problem, such as sampling and prompt."""
+    def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
+        """``request_settings``: what a result depends on beside the problem, such as sampling and prompt."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([model, dict(asked_how)], sort_keys=True)
+        text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
         self.path = folder / f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
         self._writer = JsonlWriter(self.path, "a model's answers")

@@ -1,4 +1,4 @@
-"""What the steps that ask models share: the questions not answered yet are asked, each answer is kept as it comes."""
+"""The part that steps which sample models share: send the missing requests, store each result as it comes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from or1_megatron.data.pipeline.records import Candidate, read_candidates
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import Answer, Ask, Sampling, Unanswered
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
 
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
-"""(model, how, longest prompt in tokens) to its engines or endpoint; they end when the context does."""
+"""(model, sampling, longest prompt in tokens) to a sampler; its engines end with the context."""
 
 REFUSED = "refused"
-"""A result: the model cannot be asked this at all, e.g. because the prompt is too long."""
+"""A result: the model refuses the request for good, e.g. because the prompt is too long."""
 
 
 class ModelStep:
-    """A ``steps.Step`` that asks models. Their results stay in a folder of their own, by model and way of asking: only
-    what a model has not answered yet is asked, and a killed or failed step goes on behind the last answer."""
+    """A ``steps.Step`` that samples models. Results lie in a folder of their own, by model and request settings: only
+    missing responses are sampled, and a killed or failed step resumes after the last stored result."""
 
     name: str
 
@@ -39,34 +39,34 @@ class ModelStep:
         self._stores: dict[str, ResultStore] = {}
 
     def settings(self) -> Mapping[str, Any]:
-        return {**self._asked_how(), "models": [identity(model) for model in self._models]}
+        return {**self._request_settings(), "models": [identity(model) for model in self._models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
-        """Ask every model what it has not answered yet. Raises DataError when requests failed."""
+        """Sample what is missing of every model. Raises DataError when requests failed."""
         for model in self._models:
-            how = {**self._asked_how(), **identity(model)}
+            how = {**self._request_settings(), **identity(model)}
             store = self._stores[model.name] = ResultStore(self._results, model.name, how)
             opening = partial(self._open_sampler, model, self._sampling, self._longest_prompt)
-            with _OpenedWhenAsked(opening) as sampler:
-                self._ask(Asked(self.name, model.name, sampler, shards, store))
+            with _OpenedWhenNeeded(opening) as sampler:
+                self._sample_missing(ModelRun(self.name, model.name, sampler, shards, store))
 
     def close(self) -> None:
         for store in self._stores.values():
             store.close()
         self._stores = {}
 
-    def _asked_how(self) -> dict[str, Any]:
-        """What a result depends on beside problem and model."""
+    def _request_settings(self) -> dict[str, Any]:
+        """Return what a result depends on beside problem and model."""
         raise NotImplementedError
 
-    def _ask(self, model: Asked) -> None:
-        """Take the answers to what is missing, and keep their results."""
+    def _sample_missing(self, model: ModelRun) -> None:
+        """Sample the missing responses and store their results."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A model that a step asks about the candidates of ``shards``, and what is known of it."""
+class ModelRun:
+    """One model in a step: its sampler, the candidates, and the results so far."""
 
     step: str
     name: str
@@ -77,49 +77,51 @@ class Asked:
     def rows(self) -> Iterator[Candidate]:
         return (row for shard in self.shards for batch in read_candidates(shard) for row in batch)
 
-    def answers(self, asks_of: Callable[[Candidate], list[Ask]], refused: Any) -> Iterator[tuple[Candidate, Answer]]:
-        """Answers as they come. What the model refuses for good gets ``refused`` as its result.
+    def completions(
+        self, requests_of: Callable[[Candidate], list[ChatRequest]], refused: Any
+    ) -> Iterator[tuple[Candidate, ChatCompletion]]:
+        """Yield completions as they come. A request that the model refuses for good gets ``refused`` as its result.
 
-        Raises DataError, behind the last answer, when other requests failed. A model that refuses everything says
-        something of the request, not of the problems: then nothing is kept.
+        Raises DataError, after the last completion, when other requests failed. When the model refuses everything, the
+        requests are wrong and not the problems: then nothing is stored.
         """
         waiting: dict[str, tuple[Candidate, int]] = {}
 
-        def asks() -> Iterator[Ask]:
+        def requests() -> Iterator[ChatRequest]:
             for row in self.rows():
-                if found := asks_of(row):
+                if found := requests_of(row):
                     waiting[found[0].key] = (row, len(found))
                 yield from found
 
-        answered, failures, refusals = 0, list[str](), list[Unanswered]()
-        for reply in self.sampler.sample(asks()):
-            row, count = waiting.pop(reply.ask.key)
+        completed, failures, refusals = 0, list[str](), list[FailedRequest]()
+        for reply in self.sampler.sample(requests()):
+            row, count = waiting.pop(reply.request.key)
             if count > 1:
-                waiting[reply.ask.key] = (row, count - 1)
-            if isinstance(reply, Answer):
-                answered += 1
+                waiting[reply.request.key] = (row, count - 1)
+            if isinstance(reply, ChatCompletion):
+                completed += 1
                 yield row, reply
-            elif reply.for_good:
+            elif reply.permanent:
                 refusals.append(reply)
             else:
                 failures.append(reply.reason)
-        if refusals and not answered and not self.store:
+        if refusals and not completed and not self.store:
             raise DataError(
                 f"step '{self.step}': '{self.name}' refuses every request, {len(refusals)} so far (first: "
                 f"{refusals[0].reason}); expected it to refuse none but prompts that are too long"
             )
         for refusal in refusals:
-            self.store.add(refusal.ask.key, refusal.ask.sample, refused)
+            self.store.add(refusal.request.key, refusal.request.sample_index, refused)
         if failures:
             raise DataError(
-                f"step '{self.step}': {len(failures)} of {len(failures) + answered} requests to '{self.name}' were not "
-                f"answered (first: {failures[0]}); the answers that came are kept: run the same command again to ask "
-                "for the rest"
+                f"step '{self.step}': {len(failures)} of {len(failures) + completed} requests to '{self.name}' were "
+                f"not answered (first: {failures[0]}); the answers that came are kept: run the same command again to "
+                "ask for the rest"
             )
 
 
-class _OpenedWhenAsked:
-    """A sampler that opens at the first question: where none is left, no engine starts."""
+class _OpenedWhenNeeded:
+    """A sampler that opens at the first request: where none is left, no engine starts."""
 
     def __init__(self, open_sampler: Callable[[], AbstractContextManager[Sampler]]) -> None:
         self._open_sampler = open_sampler
@@ -132,8 +134,8 @@ class _OpenedWhenAsked:
     def __exit__(self, *failure: Any) -> None:
         self._opened.__exit__(*failure)
 
-    def sample(self, asks: Iterable[Ask]) -> Iterator[Answer | Unanswered]:
-        waiting = iter(asks)
+    def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
+        waiting = iter(requests)
         if (one := next(waiting, None)) is None:
             return
         if self._sampler is None:
@@ -142,21 +144,21 @@ class _OpenedWhenAsked:
 
 
 def result_key(row: Candidate) -> str:
-    """Of a problem's results: another answer or other tests make it another problem."""
+    """Return the key of a problem's results: another answer or other tests make it another problem."""
     return f"{row.id}-{hashlib.sha256(row.ground_truth.encode()).hexdigest()[:8]}"
 
 
-def ask_seed(*parts: object) -> int:
-    """In [0, 2**31), as every endpoint takes it; neighbouring parts give unrelated seeds."""
+def chat_seed(*parts: object) -> int:
+    """Return a seed in [0, 2**31), which every endpoint takes; neighbouring parts give unrelated seeds."""
     text = ",".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def identity(model: SampledModel) -> dict[str, Any]:
-    """What makes it another model: not how many engines or requests serve it."""
+    """Return what makes it another model: not how many engines or requests serve it."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})
 
 
 def statuses(known: Mapping[int, Any], count: int) -> list[Any]:
-    """The first ``count`` samples' results, in order."""
+    """Return the results of the first ``count`` samples, in order."""
     return [known[sample] for sample in sorted(known)[:count]]

@@ -10,7 +10,7 @@ from queue import LifoQueue
 from typing import Final
 
 from or1_megatron.interfaces import Verifier
-from or1_megatron.types import Answer, Problem, Verdict
+from or1_megatron.types import ChatCompletion, Problem, Verdict
 
 MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
 """(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
@@ -82,22 +82,24 @@ class VerifierThreads:
             self._idle.put(verifiers)
 
 
-def judged(answers: Iterable[tuple[Problem, Answer]], judge: Judge) -> Iterator[tuple[Problem, Answer, Verdict]]:
-    """Answers with their verdicts, in the order in which they came; the next are taken while verdicts are made.
+def judged(
+    completions: Iterable[tuple[Problem, ChatCompletion]], judge: Judge
+) -> Iterator[tuple[Problem, ChatCompletion, Verdict]]:
+    """Yield completions with their verdicts, in the order in which they came; more are read while verdicts are made.
 
-    Where ``answers`` raises, those that came before are judged first.
+    When ``completions`` raises, those that came before are judged first.
     """
-    line: deque[tuple[Problem, Answer, Future[Verdict]]] = deque()
+    line: deque[tuple[Problem, ChatCompletion, Future[Verdict]]] = deque()
     failure: Exception | None = None
     try:
-        for problem, answer in answers:
-            line.append((problem, answer, judge(problem, answer.text, answer.truncated)))
+        for problem, completion in completions:
+            line.append((problem, completion, judge(problem, completion.text, completion.truncated)))
             while line and (line[0][2].done() or len(line) > _LINE_UP):
-                problem, answer, verdict = line.popleft()
-                yield problem, answer, verdict.result()
+                problem, completion, verdict = line.popleft()
+                yield problem, completion, verdict.result()
     except Exception as error:
         failure = error
-    for problem, answer, verdict in line:
-        yield problem, answer, verdict.result()
+    for problem, completion, verdict in line:
+        yield problem, completion, verdict.result()
     if failure is not None:
         raise failure

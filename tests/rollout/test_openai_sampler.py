@@ -10,22 +10,22 @@ from typing import Any
 
 from openai_server import Reply, completion, serving
 
-from or1_megatron.rollout.openai_sampler import Endpoint, EndpointSampler
-from or1_megatron.types import Answer, Ask, Message, Sampling, Unanswered
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Message, Sampling
 
 SAMPLING = Sampling(0.7, 0.9, 55)
 
 
-def asks(count: int) -> list[Ask]:
-    return [Ask(f"p{n}", n, (Message("user", f"question {n}"),), 100 + n) for n in range(count)]
+def requests(count: int) -> list[ChatRequest]:
+    return [ChatRequest(f"p{n}", n, (Message("user", f"question {n}"),), 100 + n) for n in range(count)]
 
 
-def sampled(url: str, count: int, **more: Any) -> list[Answer | Unanswered]:
+def sampled(url: str, count: int, **more: Any) -> list[ChatCompletion | FailedRequest]:
     endpoint = Endpoint(url, "judge", **{"tries": 3, "backoff_s": 0.01, "concurrent": 4, **more})
-    return list(EndpointSampler(endpoint, SAMPLING).sample(iter(asks(count))))
+    return list(OpenAISampler(endpoint, SAMPLING).sample(iter(requests(count))))
 
 
-def test_requests_say_what_is_wanted_and_replies_come_back_to_their_asks() -> None:
+def test_requests_say_what_is_wanted_and_replies_come_back_with_their_requests() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> Reply:
@@ -37,7 +37,7 @@ def test_requests_say_what_is_wanted_and_replies_come_back_to_their_asks() -> No
 
     with serving(answer) as url:
         replies = sampled(url, 9, api_key="secret")
-    found = {reply.ask.key: (reply.text, reply.truncated) for reply in replies if isinstance(reply, Answer)}
+    found = {reply.request.key: (reply.text, reply.truncated) for reply in replies if isinstance(reply, ChatCompletion)}
     assert found == {f"p{n}": ("two and two</think>4", False) if n == 3 else (f"to {n}", n == 2) for n in range(9)}
     one = next(body for body in seen if body["seed"] == 105)
     assert one == {
@@ -74,11 +74,11 @@ def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() 
         return completion("yes")
 
     with serving(answer) as url:
-        replies = {reply.ask.sample: reply for reply in sampled(url, 7, timeout_s=0.3)}
-        assert isinstance(replies[0], Answer)
-        failed = {n: reply for n, reply in replies.items() if isinstance(reply, Unanswered)}
+        replies = {reply.request.sample_index: reply for reply in sampled(url, 7, timeout_s=0.3)}
+        assert isinstance(replies[0], ChatCompletion)
+        failed = {n: reply for n, reply in replies.items() if isinstance(reply, FailedRequest)}
     assert {n: tries[n] for n in range(7)} == {0: 3, 1: 3, 2: 3, 3: 1, 4: 1, 5: 3, 6: 3}
-    assert {n for n, reply in failed.items() if reply.for_good} == {3}
+    assert {n for n, reply in failed.items() if reply.permanent} == {3}
     for n, words in {
         1: "expected a chat completion, found '<html>not JSON</html>' (tried 3 times)",
         3: 'answered 400: \'{"error": "the prompt has 9000 tokens"}\'',
@@ -90,18 +90,18 @@ def test_what_passes_is_retried_within_bounds_and_named_when_it_does_not_pass() 
 
 
 def test_a_dead_endpoint_is_given_up_soon() -> None:
-    """1,000 questions to a port where nobody listens: a few dozen are tried, the rest is not even taken."""
+    """1,000 requests to a port where nobody listens: a few dozen are tried, the rest is not even taken."""
     taken = 0
 
     def counted() -> Any:
         nonlocal taken
-        for ask in asks(1000):
+        for request in requests(1000):
             taken += 1
-            yield ask
+            yield request
 
     with serving(lambda body: completion("")) as url:
         pass  # closed again
     endpoint = Endpoint(url, "judge", concurrent=4, tries=2, backoff_s=0.01)
-    replies = list(EndpointSampler(endpoint, SAMPLING).sample(counted()))
-    assert all(isinstance(reply, Unanswered) and "cannot be reached" in reply.reason for reply in replies)
+    replies = list(OpenAISampler(endpoint, SAMPLING).sample(counted()))
+    assert all(isinstance(reply, FailedRequest) and "cannot be reached" in reply.reason for reply in replies)
     assert len(replies) == taken <= 24

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from engine_fixtures import prompt
 
-from or1_megatron.rollout.request_plan import Ration, assemble_groups, deal, plan_requests, request_seed, union_s
+from or1_megatron.rollout.request_plan import (
+    SamplingBudget,
+    assemble_groups,
+    dispatch,
+    plan_requests,
+    request_seed,
+    union_s,
+)
 from or1_megatron.types import Completion, Group, RefillRule, Sampling, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
@@ -75,33 +82,33 @@ def right(judged: Group) -> bool:
     return bool(judged.rewards[0])
 
 
-def test_ration_worked_example() -> None:
+def test_the_budget_worked_example() -> None:
     """The docstring's first, by hand; then 3 wanted of 8, in this order of verdicts: two kept among 0..3 and 2 still
     out, then 2 is rejected, 4 kept: 0, 3, 4."""
-    assert Ration(100, RefillRule(30, right, 0.4)).allowed == 63
-    assert Ration(50, RefillRule(30, right, 0.4)).allowed == 50
-    assert Ration(100, RefillRule(30, right, 1.0)).allowed == 100
-    ration = Ration(8, RefillRule(3, right))
-    assert ration.allowed == 3  # nothing speaks for a rejection
+    assert SamplingBudget(100, RefillRule(30, right, 0.4)).allowed == 63
+    assert SamplingBudget(50, RefillRule(30, right, 0.4)).allowed == 50
+    assert SamplingBudget(100, RefillRule(30, right, 1.0)).allowed == 100
+    budget = SamplingBudget(8, RefillRule(3, right))
+    assert budget.allowed == 3  # nothing speaks for a rejection
     for index, kept in ((1, False), (3, True), (0, True), (2, False), (4, True)):
-        assert not ration.over and ration.needed == ration.limit == 8 and ration.allowed >= min(8, 3 + (index != 1))
-        ration.judged(index, group(kept))
-    assert ration.over and ration.needed == ration.limit == 5
+        assert not budget.over and budget.needed == budget.limit == 8 and budget.allowed >= min(8, 3 + (index != 1))
+        budget.judged(index, group(kept))
+    assert budget.over and budget.needed == budget.limit == 5
 
 
-def test_ration_knows_what_cannot_be_part_of_the_result() -> None:
+def test_the_budget_knows_what_cannot_be_part_of_the_result() -> None:
     """2 wanted: with 3 and 5 kept, nothing from 6 on; with 1 too, nothing from 4 on. Then a rejected 0 ends it."""
-    ration = Ration(9, RefillRule(2, right))
+    budget = SamplingBudget(9, RefillRule(2, right))
     limits = []
     for index, kept in ((3, True), (5, True), (1, True), (2, False), (0, False)):
-        ration.judged(index, group(kept))
-        limits.append(ration.limit)
-        assert ration.allowed <= ration.limit
-    assert limits == [9, 6, 4, 4, 4] and ration.over and ration.needed == 4
+        budget.judged(index, group(kept))
+        limits.append(budget.limit)
+        assert budget.allowed <= budget.limit
+    assert limits == [9, 6, 4, 4, 4] and budget.over and budget.needed == 4
 
 
-def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
-    """500 drawn cases: judged in any order that the ration lets out, the result is the shortest run of prompts with
+def test_the_budget_does_not_depend_on_the_order_of_verdicts() -> None:
+    """500 drawn cases: judged in any order that the budget lets out, the result is the shortest run of prompts with
     enough groups kept, or all; what is let out never falls short of it."""
     rng = np.random.default_rng(0)
     for _ in range(500):
@@ -109,14 +116,14 @@ def test_ration_does_not_depend_on_the_order_of_verdicts() -> None:
         kept = rng.random(prompts) < rng.random()
         found = np.flatnonzero(kept.cumsum() >= wanted)
         expected = int(found[0]) + 1 if found.size else prompts
-        ration, judged = Ration(prompts, RefillRule(wanted, right, expected_rejected=rng.random())), set[int]()
-        while not ration.over:
-            allowed = ration.allowed
+        budget, judged = SamplingBudget(prompts, RefillRule(wanted, right, expected_rejected=rng.random())), set[int]()
+        while not budget.over:
+            allowed = budget.allowed
             open_ones = [index for index in range(allowed) if index not in judged]
             index = int(rng.choice(open_ones))  # there is always one
-            ration.judged(index, group(bool(kept[index])))
+            budget.judged(index, group(bool(kept[index])))
             judged.add(index)
-        assert ration.needed == expected and set(range(expected)) <= judged
+        assert budget.needed == expected and set(range(expected)) <= judged
 
 
 @pytest.mark.parametrize("expected_rejected", [0.0, 0.4], ids=["nothing known", "share known"])
@@ -131,28 +138,28 @@ def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> No
         turns = {(p, s): float(rng.lognormal(0.0, 1.0)) for p in range(prompts) for s in range(samples)}
         requests = plan_requests([prompt([2])] * prompts, samples, SAMPLING, 1)
         keys = {request.seed: key for key, request in requests.items()}
-        ration, waiting = Ration(prompts, RefillRule(24, right, expected_rejected)), deque(requests.items())
+        budget, waiting = SamplingBudget(prompts, RefillRule(24, right, expected_rejected)), deque(requests.items())
         load, now, busy, left = (
             dict.fromkeys(range(engines), 0),
             0.0,
             list[tuple[float, int, int]](),
             [samples] * prompts,
         )
-        while not ration.over:
-            for index, dealt in deal(waiting, ration, load, room, low).items():
-                load[index] += len(dealt)
-                for request in dealt:
+        while not budget.over:
+            for index, sent in dispatch(waiting, budget, load, room, low).items():
+                load[index] += len(sent)
+                for request in sent:
                     key = keys[request.seed]
                     heapq.heappush(busy, (now + turns[key], index, key[0]))
             assert max(load.values()) <= room
-            assert not waiting or waiting[0][0][0] >= ration.limit or min(load.values()) >= low
+            assert not waiting or waiting[0][0][0] >= budget.limit or min(load.values()) >= low
             now, index, prompt_index = heapq.heappop(busy)
             load[index] -= 1
             left[prompt_index] -= 1
             if not left[prompt_index]:
-                ration.judged(prompt_index, group(bool(kept[prompt_index])))
+                budget.judged(prompt_index, group(bool(kept[prompt_index])))
         found = np.flatnonzero(kept.cumsum() >= 24)
-        assert ration.needed == (found[0] + 1 if found.size else prompts)
+        assert budget.needed == (found[0] + 1 if found.size else prompts)
 
 
 def test_requests_go_to_whichever_engine_has_least() -> None:
@@ -166,15 +173,15 @@ def test_requests_go_to_whichever_engine_has_least() -> None:
         ({}, 9, {}),
     ):
         waiting = deque(requests.items())
-        dealt = deal(waiting, Ration(4, RefillRule(3, right)), outstanding, room, low=2)
-        assert {index: len(given) for index, given in dealt.items()} == expected
+        sent = dispatch(waiting, SamplingBudget(4, RefillRule(3, right)), outstanding, room, low=2)
+        assert {index: len(given) for index, given in sent.items()} == expected
         assert len(waiting) == 8 - sum(expected.values())
 
 
-def test_ration_without_a_condition_is_everything() -> None:
-    ration = Ration(3, None)
-    assert ration.allowed == 3
+def test_the_budget_without_a_condition_is_everything() -> None:
+    budget = SamplingBudget(3, None)
+    assert budget.allowed == 3
     for index in (2, 0, 1):
-        assert not ration.over
-        ration.judged(index, group(False))
-    assert ration.over and ration.needed == 3
+        assert not budget.over
+        budget.judged(index, group(False))
+    assert budget.over and budget.needed == 3
