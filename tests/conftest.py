@@ -31,10 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# Everything that a test starts inherits this mark, whatever becomes of its parents.
+# Every process that a test starts inherits this variable, also when its parent has died.
 _MARK = "OR1_TEST_SESSION"
 _SESSION = os.environ.setdefault(_MARK, uuid.uuid4().hex)
-_PATIENCE_S = 20.0  # Ray's daemons take some seconds to go after ray.shutdown()
 
 
 def _left_behind() -> list[psutil.Process]:
@@ -53,7 +52,7 @@ def _left_behind() -> list[psutil.Process]:
 
 
 def _described(process: psutil.Process) -> str:
-    """Its id, state, the test that started it or an ancestor of it, and its command line."""
+    """Return its id, state, the test that started it or an ancestor of it, and its command line."""
     try:
         test = process.environ().get("PYTEST_CURRENT_TEST", "no test")
         return f"{process.pid} [{process.status()}] {test}: {' '.join(process.cmdline())[:200]}"
@@ -66,8 +65,8 @@ _report = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tests leave no process behind: what is still there when all fixtures are down fails the session."""
-    deadline = time.monotonic() + _PATIENCE_S
+    """Fail the session if a process that a test started is still there after all fixtures are torn down."""
+    deadline = time.monotonic() + 120.0  # Ray's daemons take some seconds to go after ray.shutdown()
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.2)
     session.config.stash[_report] = [_described(process) for process in left]
@@ -76,6 +75,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """After the summary of the tests, since it may be all that is wrong."""
+    """Print them after the summary of the tests, since nothing else may be wrong."""
     if lines := config.stash.get(_report, []):
         print("\nfailed: processes left behind by the tests:", *lines, sep="\n  ", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A tiny Qwen2 with random weights and a tokenizer, and two real vLLM engines on it behind real Ray: started once."""
+"""Session fixtures: a tiny random Qwen2 with a tokenizer, Ray, and two real vLLM engines that serve the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_S, wait_until
 
 RUN_ID = "tests"
 WORDS = [
@@ -32,13 +33,13 @@ MAX_MODEL_TOKENS = 128
 
 @dataclass(frozen=True)
 class TinyModel:
-    """``oracle`` is transformers' own model, fp32, with the weights that the folder holds."""
+    """A folder that engines can load; ``oracle`` is transformers' fp32 model with the same weights."""
 
     folder: Path
     oracle: Any
 
     def log_probs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> np.ndarray:
-        """Of each response token under the oracle, temperature applied: [n]."""
+        """Return the oracle's log-prob of each response token, with the temperature applied: [n]."""
         import torch
 
         with torch.no_grad():
@@ -98,13 +99,13 @@ def ray_cluster() -> Iterator[None]:
 def rollout_config(**changes: Any) -> Any:
     from or1_megatron.config.schema import RolloutConfig
 
-    values = {"engines": 2, "max_concurrent": 32, "kv_cache_bytes": 16 << 20, "start_timeout_s": 200.0}
+    values = {"engines": 2, "max_concurrent": 32, "kv_cache_bytes": 16 << 20}
     return RolloutConfig(**{**values, **changes})
 
 
 @pytest.fixture(scope="session")
 def engine_pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[Any]:
-    """Two engines with the folder's weights. Who changes the weights puts them back."""
+    """Two engines with the folder's weights. A test that changes the weights must restore them."""
     from or1_megatron.rollout.pool import EnginePool
 
     pool = EnginePool(rollout_config(), tiny_model.folder, "float32", MAX_MODEL_TOKENS, RUN_ID, on_cpu=True)
@@ -120,17 +121,19 @@ def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
     return Prompt(problem, np.array(ids, dtype=np.int32))
 
 
-def decode(handle: Any, requests: list[Any], timeout_s: float = 60.0) -> list[Any]:
-    """Completions of one engine actor, in the order of the requests; others that come meanwhile are dropped."""
+def decode(handle: Any, requests: list[Any]) -> list[Any]:
+    """Run requests on one engine actor and return their completions in order; drop completions of other requests."""
     import pickle
-    import time
 
     import ray
 
-    ray.get(handle.submit.remote(pickle.dumps(requests)), timeout=timeout_s)
+    ray.get(handle.submit.remote(pickle.dumps(requests)), timeout=PATIENCE_S)
     found: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    while any(request.seed not in found for request in requests) and time.monotonic() < deadline:
-        harvest = pickle.loads(ray.get(handle.harvest.remote(1.0), timeout=timeout_s))
+
+    def complete() -> bool:
+        harvest = pickle.loads(ray.get(handle.harvest.remote(1.0), timeout=PATIENCE_S))
         found.update({completion.seed: completion for completion in harvest.completions})
+        return all(request.seed in found for request in requests)
+
+    wait_until(complete, f"{len(requests)} completions")
     return [found[request.seed] for request in requests]

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as HF folders."""
+"""A session fixture that makes tiny random models of every family, as HF folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61,  # two ranks cannot share it evenly
+    "vocab_size": 61,  # not divisible by two ranks
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -26,7 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Of a head's 8 frequencies some stay, some are divided and some lie between."""
+"""Keeps some of a head's 8 frequencies, divides others by the factor, and blends the rest."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"rope_theta": THETA}),
     "qwen3": ("Qwen3", {"rope_theta": THETA, "head_dim": 32, "rms_norm_eps": 1e-5}),
@@ -54,12 +54,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Name to transformers' class prefix and what its tiny model has besides ``SIZES``."""
+"""Maps a name to transformers' class prefix and the config values besides ``SIZES``."""
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny(name, **changes)``: the folder of a tiny random model of ``FAMILIES``, made once."""
+    """``tiny(name, **changes)`` returns the folder of a tiny random model of ``FAMILIES`` and makes each once."""
     made: dict[str, Path] = {}
 
     def get(name: str, **changes: Any) -> Path:
@@ -72,7 +72,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def make_tiny(folder: Path, name: str, **changes: Any) -> Path:
-    """A random model of a family (``FAMILIES``), untied unless ``changes`` of its config say otherwise."""
+    """Write a random model of a family (``FAMILIES``), untied unless ``changes`` of its config say otherwise."""
     import torch
     import transformers
 
