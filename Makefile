@@ -1,6 +1,6 @@
 # Every target does its own set-up; all are safe to run twice. `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart base-model browser test test-slow lint format doctor clean
+.PHONY: help setup quickstart base-model browser test test-fast test-slow lint format doctor clean
 SHELL := /bin/bash
 export PYTHON
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
@@ -21,6 +21,9 @@ base-model: setup  ## make the quickstart's base model anew (up to an hour on 2 
 
 browser: setup  ## a headless Chromium in .venv/browser, for the tests that look at pages (needs node and npm)
 	@tools/browser.sh
+
+test-fast: setup  ## the tests that start no engine and no other process, two minutes
+	@$(PYTEST) -q -m "not slow and not gpu" --fast -rfE
 
 test: setup  ## the tests, some minutes
 	@$(PYTEST) -q -m "not slow and not gpu"

@@ -1,4 +1,4 @@
-"""What every test shares: no network, few threads, GPU tests skipped where there is none, no process left behind."""
+"""Sets up every test session: no network, few threads, no GPU tests without a GPU, and no process left behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # what tests of several packages share
-pytest_plugins = ["engine_fixtures", "tiny_models"]
+sys.path.insert(0, str(Path(__file__).parent))  # modules that tests of several folders share
+pytest_plugins = ["engine_fixtures", "fast_run", "tiny_models"]
 
-# Before anything imports torch or a tokenizer: the cores are shared with subprocesses that tests start.
+# Set before anything imports torch or a tokenizer. The tests share the cores with the processes that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch's stores look up the name of every peer. A name server that drops one of many questions costs 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

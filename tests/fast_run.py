@@ -1,0 +1,41 @@
+"""``pytest --fast`` (``make test-fast``): skips each test at the point where it starts a process.
+
+No test is marked for it: a test that starts nothing belongs to the fast run. Engines, Ray, trainer ranks, sandboxes and
+the verifiers' own processes all count. If a session fixture starts one, every test that needs the fixture is skipped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip each test at the point where it starts a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fast"):
+        # "spawn" of multiprocessing is the one way that Python tells no audit hook about
+        multiprocessing.util.spawnv_passfds = lambda *_: sys.audit("multiprocessing")  # type: ignore[assignment]
+        sys.addaudithook(_skip)
+
+
+def _skip(event: str, _arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS and "PYTEST_CURRENT_TEST" in os.environ and not _importing():
+        pytest.skip(f"starts a process ({event}), which --fast leaves out")
+
+
+def _importing() -> bool:
+    """Whether a module is being imported: some libraries run ``uname`` then, which no test should be skipped for."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
