@@ -11,7 +11,7 @@ from rich.console import Console
 
 from or1_megatron.commands import doctor
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_check_gives_findings_that_say_what_follows() -> None:

@@ -13,7 +13,7 @@ from or1_megatron.commands.plan_handoff import expected_wants, forecast
 from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.weights.families import family_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HF = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 2,
