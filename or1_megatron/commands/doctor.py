@@ -160,7 +160,8 @@ def check_gpus() -> list[Finding]:
 
 def check_sandbox() -> list[Finding]:
     """Each tier of the sandbox, tried out with a program."""
-    from or1_megatron.verify.sandbox.sandbox import Sandbox, SandboxLimits, SandboxTier, SandboxUnavailable
+    from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+    from or1_megatron.verify.sandbox.sandbox import Sandbox
 
     follows = "no code verification (untrusted programs would run unconfined); math training works"
     findings: list[Finding] = []

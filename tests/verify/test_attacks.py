@@ -118,7 +118,7 @@ def test_nothing_is_within_reach(sandbox: Sandbox, probe: str, tmp_path: Path) -
 def test_a_killed_verifier_leaves_no_sandbox(sandbox: Sandbox) -> None:
     """SIGKILL to the process that runs it; the sleeping program goes with it."""
     source = (
-        "import sys\nfrom or1_megatron.verify.sandbox.sandbox import *\n"
+        "from or1_megatron.verify.sandbox.program import *\nfrom or1_megatron.verify.sandbox.sandbox import *\n"
         f"s = Sandbox(SandboxLimits(wall_s=600.0), {sandbox.tier!r})\n"
         "files = {'main.py': b'import time\\nprint(1, flush=True)\\ntime.sleep(987)'}\n"
         "p = Program(files, ('{python}', '{box}/main.py'))\n"

@@ -16,7 +16,8 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
 from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox.sandbox import Sandbox, SandboxLimits
+from or1_megatron.verify.sandbox.program import SandboxLimits
+from or1_megatron.verify.sandbox.sandbox import Sandbox
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

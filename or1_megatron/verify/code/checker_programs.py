@@ -27,7 +27,7 @@ from typing import Any
 from or1_megatron.errors import Or1Error
 from or1_megatron.verify.code.checkers import Checker
 from or1_megatron.verify.code.codec import encode
-from or1_megatron.verify.sandbox.program import Program, SandboxLimits, describe_exit
+from or1_megatron.verify.sandbox.program import Program, SandboxLimits
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 
 _FOLDER = Path(__file__).parent
@@ -84,8 +84,7 @@ class CheckerPrograms:
         result = self._sandbox.run(program)
         if result.ending == "exited" and result.exit_status in _ACCEPTS | _REFUSES:
             return result.exit_status in _ACCEPTS
-        how = describe_exit(result.exit_status) if result.ending == "exited" else result.ending
-        raise CheckerFailed(f"the testlib checker failed: {how}: {result.errors.strip()[-200:]}")
+        raise CheckerFailed(f"the testlib checker failed: {result.failure}")
 
     def _python(self, source: str, arguments: str) -> bool:
         texts = {"main.py": _RUNNER, "checker.py": source, "codec.py": CODEC, "arguments": arguments}
@@ -94,7 +93,7 @@ class CheckerPrograms:
         try:
             answer = json.loads(result.output)
         except ValueError:
-            raise CheckerFailed(f"the python checker gave no answer: {result.ending}: {result.errors[-200:]}") from None
+            raise CheckerFailed(f"the python checker gave no answer: {result.failure}") from None
         if "broken" in answer:
             raise CheckerFailed(f"the python checker is broken: {answer['broken']}")
         return bool(answer["accepted"])
@@ -140,7 +139,7 @@ class CheckerPrograms:
         )
         result = self._sandbox.run(program, limits=_COMPILE_LIMITS)
         if not result.succeeded:
-            raise ValueError(f"checker testlib: does not compile: {result.ending}: {result.errors.strip()[-1000:]}")
+            raise ValueError(f"checker testlib: does not compile: {result.failure}: {result.errors.strip()[-1000:]}")
         return result.output
 
 

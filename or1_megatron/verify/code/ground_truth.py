@@ -7,8 +7,8 @@ Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
 - ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
 - ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
 
-Optional beside them: ``checker`` (``verify.code.checkers``), and ``starter_code``, whose annotations say which arguments
-are linked lists or trees when the submission's do not.
+Optional beside them: ``checker`` (see ``verify.code.checkers``), and ``starter_code``, whose annotations say which
+arguments are linked lists or trees when the submission's do not.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.imports import with_imports
 from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
-from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxResult, describe_exit
+from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, describe_exit
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
 
@@ -28,6 +28,7 @@ _FOLDER = Path(__file__).parent / "in_sandbox"
 _CALL_SERVER = _FOLDER.joinpath("call_server.py").read_bytes()
 _PROGRAM_RUNNER = _FOLDER.joinpath("program_runner.py").read_bytes()
 _SHOWN_CHARS = 80
+_OUT_OF_TURN = "wrote to the channel out of turn"
 _PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
 
 
@@ -79,9 +80,8 @@ class CodeRun:
     def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str | None:
         program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
         result = self._sandbox.run(program, test.stdin)
-        failure = _ending(result, self._limits)
-        if failure is not None:
-            return failure
+        if result.failure:
+            return result.failure
         if tests.checker.is_program:
             right = self._checkers.accepts(
                 tests.checker, test.stdin.decode("utf-8", "replace"), result.output, test.expected
@@ -98,6 +98,8 @@ class CodeRun:
             return str(error)
         if "raised" in answer:
             return f"raised {answer['raised']}"[:200]
+        if "died" in answer:
+            return calls.describe_death(answer)
         found = answer["value"]
         if test.comparison not in ("json", "wrapped"):
             right = _compares(found, test)
@@ -111,6 +113,8 @@ class CodeRun:
     def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
         """Between the test program's box and the submission's we only carry lines."""
         limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
+        if key := limits.keys.get("cpu_time"):
+            limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
         judge = self._sandbox.open(_box(_PROGRAM_RUNNER), limits)
         calls = _Calls(self._sandbox, tests, source, limits)
         setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
@@ -119,7 +123,7 @@ class CodeRun:
         try:
             calls.load()
             while time.monotonic() < deadline_s:
-                message = _object(_from_program(judge, line, self._limits.wall_s, asked))
+                message = _object(_from_program(judge, line, asked))
                 if "ask" not in message:
                     break
                 asked += 1
@@ -162,7 +166,7 @@ class _Calls:
         }
         answer = self._exchange(setup)
         if "raised" in answer:
-            raise SessionEnded("exited", f"did not load: {answer['raised']}")
+            raise SessionEnded(f"did not load: {answer['raised']}")
         self._forks = bool(answer.get("forks"))
 
     def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,6 +182,13 @@ class _Calls:
             self.close()
         return answer
 
+    def describe_death(self, answer: Mapping[str, Any]) -> str:
+        """Say why a fork ended without an answer."""
+        assert self._session is not None
+        code = answer["died"]
+        words = self._session.describe_death(128 - code if code < 0 else code, answer["cpu_s"])
+        return words if words.startswith("killed") else f"ended without an answer: {words or describe_exit(0)}"
+
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
@@ -187,14 +198,12 @@ class _Calls:
         assert self._session is not None
         nonce = secrets.token_hex(8)
         line = f"{nonce} {json.dumps(message)}".encode()
-        answer = _object(self._session.ask(line, self._sandbox.limits.wall_s))
-        words = [answer[name] for name in ("raised", "type") if name in answer]
-        if (
-            answer.get("nonce") != nonce
-            or not ("value" in answer or words)
-            or not all(isinstance(w, str) for w in words)
-        ):
-            raise SessionEnded("exited", "wrote to the channel out of turn")
+        answer = _object(self._session.ask(line))
+        kinds = {"raised": str, "type": str, "died": int, "cpu_s": int | float}
+        sound = all(isinstance(answer[name], kind) for name, kind in kinds.items() if name in answer)
+        forms = [{"value"}, {"raised", "type"}, *([{"died", "cpu_s"}] if self._forks else [])]
+        if answer.get("nonce") != nonce or not sound or not any(form <= answer.keys() for form in forms):
+            raise SessionEnded(_OUT_OF_TURN)
         return answer
 
 
@@ -202,13 +211,13 @@ def _box(source: bytes) -> Program:
     return Program({"main.py": source}, ("{python}", "{box}/main.py"))
 
 
-def _from_program(judge: Session, line: bytes, timeout_s: float, asked: int) -> bytes:
-    """The test program's next line. Once it has been given answers, its end is put down to these."""
+def _from_program(judge: Session, line: bytes, asked: int) -> bytes:
+    """Return the test program's next line. Once it has been given answers, these are to blame when it ends."""
     try:
-        return judge.ask(line, timeout_s)
+        return judge.ask(line)
     except SessionEnded as error:
         if asked:
-            raise SessionEnded(error.ending, f"the test program did not finish: {error}") from None
+            raise SessionEnded(f"the test program did not finish: {error}") from None
         raise SandboxFailure(f"the test program did not start: {error}") from None
 
 
@@ -216,7 +225,7 @@ def _passed_on(answer: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(answer).encode()
     except RecursionError:
-        raise SessionEnded("exited", "a result nested too deeply to be passed on") from None
+        raise SessionEnded("a result nested too deeply to be passed on") from None
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
@@ -224,24 +233,10 @@ def _object(line: bytes) -> Mapping[str, Any]:
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise SessionEnded("exited", f"an answer that cannot be read: {type(error).__name__}") from None
+        raise SessionEnded(f"an answer that cannot be read: {type(error).__name__}") from None
     if not isinstance(answer, dict):
-        raise SessionEnded("exited", "wrote to the channel out of turn")
+        raise SessionEnded(_OUT_OF_TURN)
     return answer
-
-
-def _ending(result: SandboxResult, limits: SandboxLimits) -> str | None:
-    """Why a run that did not end well failed; None for one that did."""
-    if result.ending in ("wall_time", "cpu_time"):
-        return f"not done within {limits.cpu_s} s"
-    if result.ending == "memory":
-        return f"more than {limits.memory_bytes} bytes of memory"
-    if result.ending == "output":
-        return f"more than {limits.output_bytes} bytes of output"
-    if result.exit_status:
-        last_line = (result.errors.strip().splitlines() or [""])[-1][:200]
-        return f"{describe_exit(result.exit_status)}: {last_line}"
-    return None
 
 
 def _compares(found: Any, test: CallTest) -> bool:

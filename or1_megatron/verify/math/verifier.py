@@ -5,8 +5,8 @@ What follows ``</think>`` is the answer text; a truncated response, or one that 
 of ``verify.math.reader`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
 wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
 
-Plain integers and fractions are decided here (``verify.math.exact``); everything else in a child process that is killed and
-replaced at its time limit.
+Plain integers and fractions are decided here (``verify.math.exact``); everything else in a child process that is killed
+and replaced at its time limit.
 """
 
 from __future__ import annotations

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.verify.sandbox.launched import Launched, specification
+from or1_megatron.verify.sandbox.launched import ENVIRONMENT, RUNNER, UNPRIVILEGED_ID, Launched, memory_file
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
-from or1_megatron.verify.sandbox.seccomp import UnknownMachine, namespaced_filter
+from or1_megatron.verify.sandbox.seccomp import namespaced_filter
 
-_RUNNER = Path(__file__).with_name("runner.py")
-UNPRIVILEGED_ID = 65534  # nobody
 _BOX = "/box"
-ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 class Bubblewrap:
-    """Launches programs under bubblewrap. Raises SandboxUnavailable at construction where it is not installed."""
+    """Launches programs under bubblewrap.
+
+    Raises SandboxUnavailable at construction where it is not installed, or the processor has no filter.
+    """
 
     name = "bubblewrap"
     needs = (
@@ -42,54 +39,37 @@ class Bubblewrap:
             )
         self._executable = executable
         self._interpreter = interpreter
-        self._runner = _RUNNER.read_bytes()
-        try:
-            self._filter = namespaced_filter()
-        except UnknownMachine as error:
-            raise SandboxUnavailable(str(error)) from None
+        self._filter = namespaced_filter()
 
-    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
         """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had.
 
         ``stdin`` None: a pipe that stays open.
         """
-        opened = [] if stdin is None else [memory_file("stdin", stdin)]
+        opened = []
         status_read, status_write = os.pipe()
-        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         identity: dict[str, Any] = {}
         if os.geteuid() == 0:  # root is exempt from RLIMIT_NPROC even inside a user namespace
             identity = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
         try:
             opened.append(memory_file("seccomp", self._filter))
             binds = ["--seccomp", str(opened[-1])]
-            files = {"runner.py": self._runner, **program.files}
-            for name, content in files.items():
+            for name, content in {"runner.py": RUNNER, **program.files}.items():
                 opened.append(memory_file(name, content))
                 mode = "0555" if name in program.executable else "0444"
                 binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
-            process = subprocess.Popen(
-                [*self._confinement(limits, status_write), *binds, *self._inner(inner_gate.fileno())],
-                stdin=subprocess.PIPE if stdin is None else opened[0],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(*opened, status_write, inner_gate.fileno()),
-                bufsize=0,
-                cwd="/",
-                env={},
-                **identity,
-            )
+            # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
+            runner = ["--remount-ro", "/", "--chdir", "/tmp", str(self._interpreter), "-I", "-B", f"{_BOX}/runner.py"]
+            command = [*self._confinement(limits, status_write), *binds, *runner]
+            launched = Launched.start(command, stdin, limits, (*opened, status_write), cwd="/", env={}, **identity)
         except OSError:
-            gate.close()
             os.close(status_read)
             raise
         finally:
-            inner_gate.close()
             for descriptor in (*opened, status_write):
                 os.close(descriptor)
-        launched = Launched(process, gate, os.fdopen(status_read, "rb", buffering=0), limits)
-        python = str(self._interpreter)
-        command = [part.replace("{box}", _BOX).replace("{python}", python) for part in program.command]
-        launched.instruct(specification(limits.rlimits(), command, None))
+        launched.status = os.fdopen(status_read, "rb", buffering=0)
+        launched.instruct(limits.rlimits(in_cgroup), program.command, _BOX, self._interpreter)
         return launched
 
     def _confinement(self, limits: SandboxLimits, status_descriptor: int) -> list[str]:
@@ -112,18 +92,3 @@ class Bubblewrap:
         for name, value in ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         return arguments
-
-    def _inner(self, gate: int) -> Sequence[str]:
-        # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
-        runner = [str(self._interpreter), "-I", "-B", f"{_BOX}/runner.py", str(gate)]
-        return ["--remount-ro", "/", "--chdir", "/tmp", *runner]
-
-
-def memory_file(name: str, content: bytes) -> int:
-    """A descriptor, at its start, of an anonymous file: no name that another process could open."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor

@@ -21,6 +21,18 @@ _EMPTY_S = 5.0
 _numbers = itertools.count()  # of all pools of this process, so that no two want the same group
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """How often a group's limits were met."""
+
+    kills: int = 0
+    """Processes killed for want of memory, the group's, the node's or the machine's."""
+    memory: int = 0
+    """Times that the group's own memory limit was reached."""
+    refusals: int = 0
+    """Processes and threads that the limit on their number refused."""
+
+
 @dataclass(slots=True)
 class Cgroup:
     """One group: its folder per controller (twice the same in v2). Not thread-safe: one run has it at a time."""
@@ -28,7 +40,7 @@ class Cgroup:
     folders: dict[str, Path]
     unified: bool
     _written: dict[str, int] = field(default_factory=dict)
-    _before: tuple[int, int] = (0, 0)
+    _before: Events = Events()
 
     def limit(self, memory_bytes: int, processes: int) -> None:
         self._write("memory", "memory.max" if self.unified else "memory.limit_in_bytes", memory_bytes)
@@ -40,14 +52,11 @@ class Cgroup:
         for folder in set(self.folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
-    def out_of_memory(self) -> tuple[bool, bool]:
-        """Since ``limit``: whether a process here was killed for want of memory, and whether this group's own limit,
-        rather than the node's or the machine's, was reached."""
-        kills, own = (now - before for now, before in zip(self._counts(), self._before, strict=True))
-        return kills > 0, own > 0
-
-    def members(self) -> list[int]:
-        return [int(pid) for pid in (self.folders["pids"] / "cgroup.procs").read_text().split()]
+    def events(self) -> Events:
+        """Return what has happened since ``limit``, or since this was last asked."""
+        now, before = self._counts(), self._before
+        self._before = now
+        return Events(now.kills - before.kills, now.memory - before.memory, now.refusals - before.refusals)
 
     def remove(self) -> None:
         """Of an empty group; one whose last process is just ending is waited for."""
@@ -61,14 +70,15 @@ class Cgroup:
                         return
                     time.sleep(0.01)
 
-    def _counts(self) -> tuple[int, int]:
-        """(processes killed for want of memory, times that the own limit was reached), since the group was made."""
+    def _counts(self) -> Events:
+        """Return the kernel's counts since the group was made."""
         folder = self.folders["memory"]
+        refusals = _table(self.folders["pids"] / "pids.events").get("max", 0)
         if self.unified:
             events = _table(folder / "memory.events")
-            return events.get("oom_kill", 0), events.get("oom", 0)
+            return Events(events.get("oom_kill", 0), events.get("oom", 0), refusals)
         kills = _table(folder / "memory.oom_control").get("oom_kill", 0)
-        return kills, int((folder / "memory.failcnt").read_text())
+        return Events(kills, int((folder / "memory.failcnt").read_text()), refusals)
 
     def _write(self, controller: str, name: str, value: int) -> None:
         if self._written.get(name) != value:

@@ -15,19 +15,16 @@ import ctypes
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.verify.sandbox.bubblewrap import ENVIRONMENT, UNPRIVILEGED_ID, memory_file
-from or1_megatron.verify.sandbox.launched import Launched, specification
+from or1_megatron.verify.sandbox.launched import ENVIRONMENT, RUNNER, UNPRIVILEGED_ID, Launched
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
-from or1_megatron.verify.sandbox.seccomp import UnknownMachine, lone_filter, namespaced_filter
+from or1_megatron.verify.sandbox.seccomp import lone_filter, namespaced_filter
 
-_RUNNER = Path(__file__).with_name("runner.py")
 _FIRST_OWN_ID = 0x40000000
 _FOLDER_PREFIX = "or1-sandbox-"
 _TASKS_KNOWN_S = 10.0
@@ -62,48 +59,28 @@ class Landlock:
             raise SandboxUnavailable(f"this kernel has no Landlock. {self.needs}")
         if not confine_files:
             self.name = "weak"
-        try:
-            lone_filter(1)
-        except UnknownMachine as error:
-            raise SandboxUnavailable(str(error)) from None
+        lone_filter(1)
         self._interpreter = interpreter
-        self._runner = _RUNNER.read_bytes()
         self._identity = _own_identity()
         self._tasks = (0, -_TASKS_KNOWN_S)
         _remove_folders_of_the_dead()
 
-    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
         """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had."""
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
-        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stdin_descriptor = None if stdin is None else memory_file("stdin", stdin)
         try:
             box, scratch = self._fill(folder, program)
-            python = str(self._interpreter)
-            process = subprocess.Popen(
-                [python, "-I", "-B", str(box / "runner.py"), str(inner_gate.fileno())],
-                stdin=subprocess.PIPE if stdin_descriptor is None else stdin_descriptor,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=(inner_gate.fileno(),),
-                cwd=scratch,
-                env={**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
-                start_new_session=True,
-                **self._identity,
+            environment = {**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)}
+            runner = [str(self._interpreter), "-I", "-B", str(box / "runner.py")]
+            launched = Launched.start(
+                runner, stdin, limits, cwd=scratch, env=environment, start_new_session=True, **self._identity
             )
         except OSError:
-            gate.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        finally:
-            inner_gate.close()
-            if stdin_descriptor is not None:
-                os.close(stdin_descriptor)
-        command = [part.replace("{box}", str(box)).replace("{python}", python) for part in program.command]
-        lock = self._lock(process.pid, box, scratch, program.tool)
-        launched = Launched(process, gate, None, limits, folder=folder, whole_group=program.tool)
-        launched.instruct(specification(self._rlimits(limits), command, lock))
+        launched.folder, launched.whole_group = folder, program.tool
+        lock = self._lock(launched.process.pid, box, scratch, program.tool)
+        launched.instruct(self._rlimits(limits, in_cgroup), program.command, str(box), self._interpreter, lock)
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
@@ -113,7 +90,7 @@ class Landlock:
         box.mkdir(mode=0o755)
         scratch.mkdir()
         scratch.chmod(0o777 if program.tool else 0o555)
-        for name, content in {"runner.py": self._runner, **program.files}.items():
+        for name, content in {"runner.py": RUNNER, **program.files}.items():
             (box / name).write_bytes(content)
             (box / name).chmod(0o555 if name in program.executable else 0o444)
         return box, scratch
@@ -139,8 +116,8 @@ class Landlock:
         ]
         return lock
 
-    def _rlimits(self, limits: SandboxLimits) -> dict[str, int]:
-        rlimits = limits.rlimits()
+    def _rlimits(self, limits: SandboxLimits, in_cgroup: bool) -> dict[str, int]:
+        rlimits = limits.rlimits(in_cgroup)
         if not self._identity:  # the limit counts all tasks of our own user, so it comes on top of those
             if time.monotonic() - self._tasks[1] >= _TASKS_KNOWN_S:
                 self._tasks = (_tasks_of(os.geteuid()), time.monotonic())

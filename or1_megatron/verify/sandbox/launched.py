@@ -1,4 +1,4 @@
-"""The outside of one run, the same for every tier: wait until it is confined, let it go, read, limit, end it."""
+"""One run seen from outside, the same in every tier: start the runner, wait until it is confined, let it go, end it."""
 
 from __future__ import annotations
 
@@ -14,54 +14,96 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from or1_megatron.verify.sandbox.cgroups import Cgroup, CgroupPool
+from or1_megatron.verify.sandbox.cgroups import Cgroup, CgroupPool, Events
 from or1_megatron.verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult
 
+RUNNER = Path(__file__).with_name("runner.py").read_bytes()
+UNPRIVILEGED_ID = 65534  # nobody
+ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _SET_UP_S = 60.0
 _STARVED_WALLS = 10
-CPU_POLL_S = 0.01
+_CPU_POLL_S = 0.01
 _CPUCLOCK_SCHED = 2  # clock_getcpuclockid's encoding: a process's clock is ~pid in the upper bits
 _REAP_S = 5.0
-STDERR_KEPT_BYTES = 2000
-CHUNK_BYTES = 1 << 16
+_STDERR_KEPT_BYTES = 2000
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
 class Launched:
     """A sandbox whose runner is on its way to the gate, where it waits until it is let go.
 
-    ``process`` is our child: the program itself, or bubblewrap, whose child the program then is; in the latter case
-    ``status`` is the pipe to which bubblewrap writes {"child-pid"}; nothing inside the sandbox can write to it.
+    ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is then the pipe
+    to which bubblewrap writes {"child-pid"}; nothing inside the sandbox can write to it.
     """
 
     process: subprocess.Popen[bytes]
     gate: socket.socket
-    status: FileIO | None
     limits: SandboxLimits
+    status: FileIO | None = None
     folder: Path | None = None
     """Removed at the end."""
     whole_group: bool = False
-    """The program may have children that do not end with it: its process group is killed."""
+    """The program may have children that do not end with it, so its process group is killed."""
     pid: int = 0
-    """Of the sandbox's first process; all others end with it. Known once it waits at the gate."""
+    """The sandbox's first process; all others end with it. Known once it waits at the gate."""
+    output: bytearray = field(default_factory=bytearray)
+    """What was read from standard output and not taken yet."""
+    errors: bytearray = field(default_factory=bytearray)
+    """The last bytes of standard error."""
     _cgroups: CgroupPool | None = None
     _cgroup: Cgroup | None = None
     _spent_s: float = 0.0
 
-    def instruct(self, instructions: bytes) -> None:
-        """Tell the runner what to do; see ``specification``."""
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        stdin: bytes | None,
+        limits: SandboxLimits,
+        descriptors: Sequence[int] = (),
+        **options: Any,
+    ) -> Launched:
+        """Start ``command``, the runner, with its end of the gate as the last argument.
+
+        ``stdin`` None: a pipe that stays open. ``options`` are Popen's. Raises OSError when no process can be had.
+        """
+        gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
         try:
-            self.gate.send(instructions)
-        except BrokenPipeError:  # it has ended already, which waiting at the gate tells
-            pass
+            process = subprocess.Popen(
+                [*command, str(inner_gate.fileno())],
+                stdin=standard_input,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(*descriptors, inner_gate.fileno()),
+                bufsize=0,
+                **options,
+            )
+        except OSError:
+            gate.close()
+            raise
+        finally:
+            inner_gate.close()
+            if stdin is not None:
+                os.close(standard_input)
+        return cls(process, gate, limits)
+
+    def instruct(
+        self, rlimits: Mapping[str, int], command: Sequence[str], box: str, python: Path, lock: Any = None
+    ) -> None:
+        """Send the runner its instructions (see ``runner.main``), as marshal, which any Python can read."""
+        command = [part.replace("{box}", box).replace("{python}", str(python)) for part in command]
+        with suppress(BrokenPipeError):  # it has ended already; waiting at the gate reports that
+            self.gate.send(marshal.dumps({"rlimits": dict(rlimits), "command": command, "lock": lock}, 2))
 
     def wait_at_gate(self) -> None:
-        """Until the program is confined. Raises SandboxFailure with what was written instead."""
+        """Wait until the program is confined. Raises SandboxFailure with what was written instead."""
         self.gate.settimeout(_SET_UP_S)
         try:
             arrived = self.gate.recv(1)
@@ -72,55 +114,100 @@ class Launched:
         if not arrived:
             assert self.process.stderr is not None
             readable, _, _ = select.select([self.process.stderr], [], [], _REAP_S)
-            errors = os.read(self.process.stderr.fileno(), CHUNK_BYTES) if readable else b""
-            raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-STDERR_KEPT_BYTES:] or "it ended at once")
+            errors = os.read(self.process.stderr.fileno(), _CHUNK_BYTES) if readable else b""
+            raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-_STDERR_KEPT_BYTES:] or "it ended at once")
         self.pid = self.process.pid
         if self.status is not None:
-            self.pid = json.loads(self.status.read(CHUNK_BYTES).splitlines()[0])["child-pid"]
+            self.pid = json.loads(self.status.read(_CHUNK_BYTES).splitlines()[0])["child-pid"]
 
     def enter(self, cgroups: CgroupPool) -> None:
-        """Into a cgroup, with all that it will start; before it is let go."""
+        """Put it into a cgroup, with all that it will start. Call this before it is let go."""
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)
-
-    def run(self) -> SandboxResult:
-        """Let the program go; its result, with every process ended."""
-        started_s = time.monotonic()
-        self.release()
-        stopped, output, errors = self._read(started_s + self.limits.wall_s)
-        ending, status, cpu_s = self.ended()
-        wall_s = time.monotonic() - started_s
-        ending = ending if stopped == "exited" else stopped
-        return SandboxResult(ending, status, output, errors.decode("utf-8", "replace"), wall_s, cpu_s)
 
     def release(self) -> None:
         """Let the program go: the runner becomes it."""
         self.gate.send(b"g")
 
-    def ended(self) -> tuple[Ending, int, float]:
-        """End what still runs: how it ended as far as the kernel's limits say, exit status, CPU seconds.
+    def run(self) -> SandboxResult:
+        """Let the program go and return its result; every process has then ended."""
+        self.release()
+        return self.finish(self.read() or "exited")
 
-        Raises SandboxFailure when the kernel killed it for a want of memory that was not its own.
+    def read(self, line: bytes | None = None) -> Ending | None:
+        """Read what the program writes until it ends, or, after sending ``line``, until it has written a line.
+
+        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there.
+        """
+        process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
+        deadline_s = time.monotonic() + limits.wall_s - self.starved_s()
+        with selectors.DefaultSelector() as selector:
+            if line is not None:
+                selector.register(process.stdin, selectors.EVENT_WRITE)  # type: ignore[arg-type]
+            selector.register(process.stdout, selectors.EVENT_READ, self.output)  # type: ignore[arg-type]
+            selector.register(process.stderr, selectors.EVENT_READ, self.errors)  # type: ignore[arg-type]
+            open_pipes = selector.get_map()
+            while open_pipes if line is None else process.stdout in open_pipes:
+                if line is not None and b"\n" in self.output:
+                    return None
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    remaining_s += self.starved_s()
+                if remaining_s <= 0:
+                    return "wall_time"
+                cpu_left_s = limits.cpu_s - self.cpu_s()
+                if cpu_left_s <= 0:
+                    return "cpu_time"
+                for key, _ in selector.select(min(remaining_s, max(cpu_left_s, _CPU_POLL_S))):
+                    if key.data is None:
+                        unsent = _write(key.fd, unsent)
+                        ended = not unsent
+                    else:
+                        ended = not self._take(key.fd, key.data)
+                    if ended:
+                        selector.unregister(key.fileobj)
+                if len(self.output) > limits.output_bytes:
+                    return "output"
+        # both pipes can be closed by a process that goes on
+        return "exited" if _exited(process.pid, max(deadline_s - time.monotonic(), 0)) else "wall_time"
+
+    def finish(self, stopped: Ending) -> SandboxResult:
+        """End every process. The result's ending is ``stopped``, or the kernel's limit that ended the program first.
+
+        Raises SandboxFailure when the kernel killed it for want of memory, but not for its own limit.
         """
         cpu_s = self.end()
+        met = self.limit_met(cpu_s)
+        ending = met if stopped == "exited" and met != "processes" else stopped
         status = self.process.returncode
         status = 128 - status if status < 0 else status
-        if self._cgroup is not None:
-            killed, own_limit = self._cgroup.out_of_memory()
-            if killed and not own_limit:
-                raise SandboxFailure("killed for want of memory on this node, within its own limit")
-            if killed:
-                return "memory", status, cpu_s
-        return "cpu_time" if cpu_s >= self.limits.cpu_s else "exited", status, cpu_s
+        output = bytes(self.output[: self.limits.output_bytes])
+        errors = self.errors.decode("utf-8", "replace")
+        failure = self.limits.failure(ending, status, errors, refused=met == "processes")
+        return SandboxResult(ending, status, output, errors, cpu_s, failure)
+
+    def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
+        """The kernel's limit that a process with this much CPU time has met since this was last asked, or "exited".
+
+        "processes": it was refused a process or a thread, and not killed. Raises as ``finish``.
+        """
+        events = self._cgroup.events() if self._cgroup is not None else Events()
+        if events.kills and not events.memory:
+            raise SandboxFailure("killed for want of memory on this node, within its own limit")
+        if events.kills:
+            return "memory"
+        if cpu_s >= self.limits.cpu_s:
+            return "cpu_time"
+        return "processes" if events.refusals else "exited"
 
     def end(self) -> float:
-        """End what still runs and reap it; CPU seconds of all processes. Also after a failed start, and twice."""
+        """End what still runs, reap it and return the CPU seconds of all processes. May be called again."""
         if self.process.returncode is not None:
             return self._spent_s
         if self.pid and self.pid != self.process.pid and not _exited(self.process.pid, 0):
             # The program is killed first, not bubblewrap, so that bubblewrap reaps it: in many containers the first
-            # process reaps nothing. It may have done so just now, and be about to end itself.
+            # process reaps nothing. The program may have ended just now, with bubblewrap about to end itself.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             _exited(self.process.pid, _REAP_S)
@@ -133,10 +220,7 @@ class Launched:
 
     def close(self) -> None:
         self.end()
-        self.gate.close()
-        if self.status is not None:
-            self.status.close()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for pipe in (self.gate, self.status, self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
         if self._cgroups is not None and self._cgroup is not None:
@@ -145,46 +229,15 @@ class Launched:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _read(self, deadline_s: float) -> tuple[Ending, bytes, bytes]:
-        """Read both pipes until the program ends, the deadline passes or the output exceeds its cap."""
-        process, output, errors = self.process, bytearray(), bytearray()
-        assert process.stdout is not None and process.stderr is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ, output)
-            selector.register(process.stderr, selectors.EVENT_READ, errors)
-            while selector.get_map():
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    remaining_s += self.starved_s()
-                if remaining_s <= 0:
-                    return "wall_time", bytes(output), bytes(errors)
-                cpu_left_s = self.limits.cpu_s - self.cpu_s()
-                if cpu_left_s <= 0:
-                    return "cpu_time", bytes(output), bytes(errors)
-                for key, _ in selector.select(min(remaining_s, max(cpu_left_s, CPU_POLL_S))):
-                    chunk = os.read(key.fd, CHUNK_BYTES)
-                    if not chunk:
-                        selector.unregister(key.fileobj)
-                    elif key.data is errors:
-                        errors += chunk
-                        del errors[:-STDERR_KEPT_BYTES]  # the end of a traceback says most; the flood is drained
-                    else:
-                        output += chunk
-                        if len(output) > self.limits.output_bytes:
-                            return "output", bytes(output[: self.limits.output_bytes]), bytes(errors)
-        # both pipes can be closed by a process that goes on
-        done = _exited(process.pid, max(deadline_s - time.monotonic(), 0))
-        return "exited" if done else "wall_time", bytes(output), bytes(errors)
-
     def cpu_s(self) -> float:
-        """CPU time of the sandbox's first process, its threads and the children that it has waited for included."""
+        """CPU time of the sandbox's first process and its threads."""
         try:
             return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
         except OSError:  # it has ended
             return 0.0
 
     def starved_s(self) -> float:
-        """How long its main thread waited for a processor: a busy machine's time is not the program's.
+        """How long the main thread has waited for a processor. A busy machine's time does not count as the program's.
 
         Bounded, so that a program that keeps itself waiting, with threads, gains little.
         """
@@ -194,14 +247,37 @@ class Launched:
             return 0.0
         return min(waited_s, _STARVED_WALLS * self.limits.wall_s)
 
+    def _take(self, descriptor: int, kept: bytearray) -> bool:
+        """Take what a pipe holds. Returns whether the pipe is still open."""
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        kept += chunk
+        if kept is self.errors:
+            del kept[:-_STDERR_KEPT_BYTES]  # the end of a traceback says most; the flood is drained
+        return bool(chunk)
 
-def specification(rlimits: Mapping[str, int], command: Sequence[str], lock: Mapping[str, Any] | None) -> bytes:
-    """The runner's instructions, as ``runner.main`` reads them, whatever Python runs it."""
-    return marshal.dumps({"rlimits": dict(rlimits), "command": list(command), "lock": lock}, 2)
+
+def memory_file(name: str, content: bytes) -> int:
+    """Return a descriptor, at its start, of an anonymous file: it has no name that another process could open."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _write(descriptor: int, unsent: memoryview) -> memoryview:
+    """Write what the pipe takes. Returns what is left; nothing when nobody reads any more."""
+    try:
+        return unsent[os.write(descriptor, unsent) :]
+    except BlockingIOError:
+        return unsent
+    except BrokenPipeError:
+        return memoryview(b"")
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
-    """Whether our child ends within the time; it is not reaped."""
+    """Whether our child ends within the time. It is not reaped."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])

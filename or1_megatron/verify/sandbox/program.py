@@ -38,6 +38,12 @@ WALL_PER_CPU = 2.0
 """A run's wall time limit over its CPU time limit."""
 
 _CONFIG = VerifyConfig()
+_EXCEEDED = {
+    "cpu_time": "used more than",
+    "wall_time": "not done within",
+    "memory": "used more than",
+    "output": "wrote more than",
+}
 
 
 class SandboxUnavailable(UserError, RuntimeError):
@@ -80,42 +86,84 @@ class SandboxLimits:
     scratch_bytes: int = 64 << 20
     open_files: int = 128
     output_bytes: int = 16 << 20
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The configuration's key for a limit ("cpu_time", "memory", ...), for messages. Limits without one are fixed."""
 
-    def rlimits(self) -> dict[str, int]:
-        """By the names of the ``resource`` module."""
+    def rlimits(self, in_cgroup: bool) -> dict[str, int]:
+        """Return the limits of each process, by the names of the ``resource`` module.
+
+        ``in_cgroup``: a cgroup limits the number of processes and counts what it refuses, so it must refuse first.
+        """
         return {
-            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,  # behind the reader's, which is exact: for what it does not see
+            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,  # our own clock is exact and comes first; it sees one process only
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_FSIZE": self.file_bytes,
-            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NPROC": self.processes + in_cgroup,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_CORE": 0,
         }
 
+    def named(self, limit: str) -> str:
+        """Return a limit's name, its value and, where it has one, its key."""
+        words = {
+            "cpu_time": f"CPU time limit of {self.cpu_s:g} s",
+            "wall_time": f"wall time limit of {self.wall_s:g} s",
+            "memory": f"memory limit of {_size(self.memory_bytes)}",
+            "output": f"output limit of {_size(self.output_bytes)}",
+            "file": f"file size limit of {_size(self.file_bytes)}",
+            "processes": f"limit of {self.processes} processes and threads",
+        }[limit]
+        return f"{words} ({self.keys[limit]})" if limit in self.keys else words
+
+    def failure(self, ending: Ending, status: int, errors: str, refused: bool = False) -> str:
+        """Say why a run did not end well, naming the limit that it met; "" when it ended well.
+
+        ``errors`` is what it wrote to standard error. ``refused``: the kernel refused it a process or a thread.
+        """
+        if ending != "exited":
+            return f"killed: {_EXCEEDED[ending]} the {self.named(ending)}"
+        if status == 0:
+            return ""
+        last_line = (errors.strip().splitlines() or [""])[-1][:200]
+        words = describe_exit(status)
+        if status == 128 + signal.SIGXFSZ:
+            words += f", the signal for exceeding the {self.named('file')}"
+        elif status == 128 + signal.SIGKILL and not refused:
+            words += "; no limit of ours was reached"
+        words += f": {last_line}" if last_line else ""
+        if "MemoryError" in last_line or "bad_alloc" in last_line:
+            words += f" (each process has a {self.named('memory')})"
+        return f"{words} (met the {self.named('processes')})" if refused else words
+
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How one run ended. ``output`` is what it wrote to standard output, capped; ``errors`` the end of the other.
+    """How one run ended. ``output`` is its standard output, capped; ``errors`` is the end of its standard error.
 
-    ``exit_status``: 128 + n for a death by signal n. ``cpu_s`` is of all its processes that were waited for.
+    ``exit_status``: 128 + n for a death by signal n. ``cpu_s``: of all its processes that were waited for.
+    ``failure``: why it did not end well, in words; "" when it did.
     """
 
     ending: Ending
     exit_status: int
     output: bytes
     errors: str
-    wall_s: float
     cpu_s: float
+    failure: str
 
     @property
     def succeeded(self) -> bool:
-        return self.ending == "exited" and self.exit_status == 0
+        return not self.failure
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words."""
+    """Say in words what an exit status means; for signal n it is -n (Popen) or 128 + n (shells)."""
     number = -status if status < 0 else status - 128
     try:
         return f"killed by {signal.Signals(number).name}"
     except ValueError:
         return f"exit status {status}"
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

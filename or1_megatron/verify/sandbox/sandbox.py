@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.verify.sandbox.bubblewrap import Bubblewrap
@@ -24,28 +24,12 @@ from or1_megatron.verify.sandbox.launched import Launched
 from or1_megatron.verify.sandbox.program import (
     WALL_PER_CPU,
     Program,
-    SandboxFailure,
     SandboxLimits,
     SandboxResult,
     SandboxTier,
     SandboxUnavailable,
-    describe_exit,
 )
-from or1_megatron.verify.sandbox.session import Session, SessionEnded
-
-__all__ = [
-    "Program",
-    "Sandbox",
-    "SandboxFailure",
-    "SandboxLimits",
-    "SandboxResult",
-    "SandboxTier",
-    "SandboxUnavailable",
-    "Session",
-    "SessionEnded",
-    "describe_exit",
-    "open_sandbox",
-]
+from or1_megatron.verify.sandbox.session import Session
 
 _PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
 _PROBE_LIMITS = SandboxLimits(cpu_s=30.0, wall_s=60.0)
@@ -57,7 +41,7 @@ _TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
 _log = logging.getLogger(__name__)
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs programs. Construction proves, by running one, that sandboxes work here; else SandboxUnavailable."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
@@ -78,7 +62,7 @@ class Sandbox:
                     self.tier = self._tier.name
                     self._announce(failures)
                     return
-                failures.append(f"{name} with {interpreter}: {result.errors.strip() or result.ending}")
+                failures.append(f"{name} with {interpreter}: {result.errors.strip() or result.failure}")
         raise SandboxUnavailable(
             "no sandbox starts here, so problems of ability 'code' cannot be verified (math can). "
             f"{Bubblewrap.needs}. {Landlock.needs}. Tried: " + "; ".join(dict.fromkeys(failures))
@@ -111,7 +95,7 @@ class Sandbox:
         return self._cgroups.version if self._cgroups else 0
 
     def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
-        launched = self._tier.launch(program, stdin, limits)
+        launched = self._tier.launch(program, stdin, limits, self._cgroups is not None)
         try:
             launched.wait_at_gate()
             if self._cgroups is not None:
@@ -126,12 +110,7 @@ class Sandbox:
         if self._cgroups is not None:
             self._cgroups.close()
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -142,11 +121,20 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
         wall_s=WALL_PER_CPU * config.timeout_s,
         memory_bytes=config.memory_bytes,
         processes=config.processes,
+        keys={
+            "cpu_time": "verify.timeout_s",
+            "wall_time": f"{WALL_PER_CPU:g} x verify.timeout_s",
+            "memory": "verify.memory_bytes",
+            "processes": "verify.processes",
+        },
     )
     node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     sandbox = Sandbox(limits, config.sandbox, node_bytes)
     if not sandbox.cgroups:  # nothing sees their sum, so each worker's programs get the worker's share
-        sandbox.limits = replace(limits, memory_bytes=min(limits.memory_bytes, node_bytes // config.workers))
+        share = node_bytes // config.workers
+        if share < limits.memory_bytes:
+            keys = {**limits.keys, "memory": "verify.node_memory_bytes / verify.workers"}
+            sandbox.limits = replace(limits, memory_bytes=share, keys=keys)
     return sandbox
 
 

@@ -13,7 +13,7 @@ import platform
 import struct
 from collections.abc import Iterable, Sequence
 
-from or1_megatron.errors import UserError
+from or1_megatron.verify.sandbox.program import SandboxUnavailable
 
 # name, number on x86-64, number on aarch64; "-": aarch64 never had it
 _HARMLESS = """
@@ -63,10 +63,6 @@ _FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)  # DUPFD, GETFD, SETFD, GETFL, SETFL,
 _FCNTL_LOCKS = (5, 6, 7, 36, 37, 38)
 
 _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
-
-
-class UnknownMachine(UserError, RuntimeError):
-    """No table of system calls for this processor."""
 
 
 def namespaced_filter() -> bytes:
@@ -150,7 +146,7 @@ def _all_of_bits(index: int, bit: int) -> list[_Instruction]:
 
 def _machine() -> tuple[int, int]:
     if platform.machine() not in _MACHINES:
-        raise UnknownMachine(f"no seccomp filter for {platform.machine()}; there is one for {', '.join(_MACHINES)}")
+        raise SandboxUnavailable(f"no seccomp filter for {platform.machine()}; there is one for {', '.join(_MACHINES)}")
     return _MACHINES[platform.machine()]
 
 

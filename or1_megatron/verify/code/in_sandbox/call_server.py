@@ -9,7 +9,8 @@ its own call returned. Nothing here knows what was expected.
 
 Operations: ``call`` (function or method, arguments encoded), ``attribute``, ``length``, ``items`` of an object that a
 call returned and that is not data (it stays here, known by number). With ``fork`` each call runs in a fork of the
-loaded submission, so that none sees what another left behind; test programs, which make objects, do without.
+loaded submission, so that none sees what another left behind; test programs, which make objects, do without. For a fork
+that dies, the answer is {died, cpu_s}: its exit status (-n for signal n) and CPU time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import inspect
 import json
 import os
 import re
-import signal
 import sys
 from types import ModuleType
 
@@ -188,10 +188,10 @@ def serve(box: Box, lines: Any, channel: int, fork: bool, keep: bool) -> None:
             if fork:
                 os._exit(ANSWERED)
             continue
-        _, status = os.waitpid(child, 0)
-        if status != ANSWERED << 8:  # nobody is kept waiting for an answer that will not come
-            raised = "used up its CPU time" if status == signal.SIGXCPU else "no answer: wait status " + str(status)
-            reply(channel, nonce, {"raised": raised, "type": "Killed"})
+        _, status, usage = os.wait4(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code != ANSWERED:  # nobody is kept waiting for an answer that will not come
+            reply(channel, nonce, {"died": code, "cpu_s": usage.ru_utime + usage.ru_stime})
 
 
 def main() -> None:

@@ -1,0 +1,106 @@
+"""What is said of a program that met a limit: which limit, its value and its configuration key, in every tier.
+
+Not shown: cgroups v2 where this machine has v1, and a node's budget that runs out (test_sandbox).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.types import Message, Problem
+from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_megatron.verify.sandbox.program import Program, SandboxUnavailable
+from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
+
+# Memory that no address space counts, so that the cgroup's limit is met and not the process's own.
+PIPES = (
+    "import fcntl, os\ndef fill(count):\n    for _ in range(count):\n        r, w = os.pipe()\n"
+    "        fcntl.fcntl(w, 1031, 1 << 20)\n        os.set_blocking(w, False)\n        os.write(w, b'x' * (1 << 20))\n"
+)
+CASES = {
+    "CPU time": ("while True: pass", "killed: used more than the CPU time limit of 0.2 s (verify.timeout_s)"),
+    "wall time": (
+        "import time\ntime.sleep(600)",
+        "killed: not done within the wall time limit of 0.5 s (2 x verify.timeout_s)",
+    ),
+    "output": ("while True: print('x' * 100000)", "killed: wrote more than the output limit of 1.0 MiB"),
+    "memory": (
+        f"{PIPES}x = bytearray(40 << 20)\nfill(60)",
+        "killed: used more than the memory limit of 96.0 MiB (verify.memory_bytes)",
+    ),
+    "a process's memory": (
+        "x = bytearray(1 << 30)",
+        "exit status 1: MemoryError (each process has a memory limit of 96.0 MiB (verify.memory_bytes))",
+    ),
+    "threads": (
+        "import threading, time\nthreading.stack_size(1 << 16)\n"
+        "for _ in range(20): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+        "exit status 1: RuntimeError: can't start new thread (met the limit of 12 processes and threads "
+        "(verify.processes))",
+    ),
+    "none": ("import sys\nsys.exit('gone')", "exit status 1: gone"),
+    "all is well": ("print(1)", ""),
+}
+NEEDS_CGROUPS = {"memory", "threads"}
+
+CALLS = {
+    "CPU time": ("while True: pass", "killed: used more than the CPU time limit of 0.2 s (verify.timeout_s)"),
+    "memory": (
+        "BIG[::4096] = bytes(len(BIG) >> 12)\n    fill(60)",
+        "killed: used more than the memory limit of 96.0 MiB (verify.memory_bytes)",
+    ),
+    "its own signal": ("os.kill(os.getpid(), 9)", "killed by SIGKILL; no limit of ours was reached"),
+    "file size": (
+        "import signal\n    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
+        "    open('/tmp/x', 'wb').write(bytes(2 << 20))",
+        "killed by SIGXFSZ, the signal for exceeding the file size limit of 1.0 MiB",
+    ),
+    "no answer": ("os._exit(3)", "ended without an answer: exit status 3"),
+}
+
+
+@pytest.fixture(scope="module", params=("bubblewrap", "landlock"))
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """With the configuration's keys. CPU time and wall time are set apart, so that each is met alone on any machine."""
+    try:
+        made = open_sandbox(VerifyConfig(sandbox=request.param, memory_bytes=96 << 20, processes=12))
+    except SandboxUnavailable as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    made.limits = replace(made.limits, wall_s=200.0, cpu_s=60.0, output_bytes=1 << 20, file_bytes=1 << 20)
+    with made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_names_the_limit_that_it_met(sandbox: Sandbox, case: str) -> None:
+    if case in NEEDS_CGROUPS and not sandbox.cgroups:
+        pytest.skip("only cgroups tell")
+    source, words = CASES[case]
+    times = {"CPU time": {"cpu_s": 0.2}, "wall time": {"wall_s": 0.5}}.get(case, {})
+    program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+    assert sandbox.run(program, limits=replace(sandbox.limits, **times)).failure == words
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_verdict_names_the_limit_that_a_call_met(sandbox: Sandbox, case: str) -> None:
+    """A call runs in a fork, whose death its parent reports from inside; in the second tier there are no forks."""
+    if case == "memory" and not sandbox.cgroups:
+        pytest.skip("only cgroups tell")
+    if case in ("file size", "no answer") and sandbox.tier != "bubblewrap":
+        pytest.skip("no files or no forks here")
+    body, words = CALLS[case]
+    truth = json.dumps({"inputs": [[1]], "outputs": [1], "fn_name": "f"})
+    problem = Problem("i", "s", "code", (Message("user", "q"),), truth, {}, "x.jsonl:1")
+    source = f"{PIPES}BIG = bytearray(45 << 20)\ndef f(x):\n    {body}"
+    limits = sandbox.limits
+    sandbox.limits = replace(limits, cpu_s=0.2) if case == "CPU time" else limits
+    try:
+        verdict = CodeVerifier(VerifyConfig(), sandbox).verify(problem, f"</think>\n```python\n{source}\n```", False)
+    finally:
+        sandbox.limits = limits
+    assert (verdict.status, verdict.detail) == ("wrong", f"0 of 1 tests passed [F]; test 0: {words}")
