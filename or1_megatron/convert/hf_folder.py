@@ -1,7 +1,6 @@
-"""HF's side: safetensors files as maps of memory, the files beside them, and what a folder looked like.
+"""The HF side: safetensors files mapped into memory, and the files beside them.
 
-A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape and range of
-bytes; padded with spaces to a multiple of 8), and the bytes (https://huggingface.co/docs/safetensors).
+``weights.files`` says what a safetensors file looks like; the library pads the header with spaces to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.weights.families import ModelError
+from or1_megatron.weights.files import read_header
 
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {
@@ -48,14 +48,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file without its bytes: tensors in the order in which they lie."""
+    """A safetensors file without its bytes; the tensors are in the order of their bytes."""
 
     name: str
     metadata: Mapping[str, str] | None
     entries: tuple[TensorInfo, ...]
 
     def header(self) -> bytes:
-        """What the file begins with, as the safetensors library writes it."""
+        """Return the file's first bytes, as the safetensors library writes them."""
         fields: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
         begin = 0
         for entry in self.entries:
@@ -72,7 +72,7 @@ class WeightFile:
 
 
 class MappedFile:
-    """A file's bytes as tensors that are pages of the file: looking at them takes no memory of the process's own."""
+    """A file's bytes as tensors that are pages of the file: they take no memory of the process's own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,27 +82,29 @@ class MappedFile:
         self._address = self.tensor(0, 1, torch.uint8).data_ptr()
 
     def tensor(self, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] elements at byte ``begin``; not to be written to."""
+        """Return [count] elements from byte ``begin``; not to be written to."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not writable
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=begin)
 
-    def populate(self, begin: int, length: int) -> None:
-        """Have the kernel read what will be looked at, all at once: page by page costs as much as the copy."""
-        page = begin - begin % mmap.PAGESIZE
+    def populate(self, tensor: Tensor) -> None:
+        """Read the pages of a contiguous view of what ``tensor`` returned, all at once.
+
+        Reading them one page fault at a time costs as much as the copy.
+        """
         try:
-            self._map.madvise(_MADV_POPULATE_READ, page, begin + length - page)
-        except OSError:  # a kernel before 5.14 does not know it
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + length - page)
+            self._advise(_MADV_POPULATE_READ, tensor)
+        except OSError:  # kernels before 5.14 do not have it
+            self._advise(mmap.MADV_WILLNEED, tensor)
 
-    def populate_tensor(self, tensor: Tensor) -> None:
-        """The same for a contiguous view of what ``tensor`` gave."""
-        self.populate(tensor.data_ptr() - self._address, tensor.nbytes)
+    def release(self, tensor: Tensor) -> None:
+        """Unmap the pages again: a kernel short of memory drops mapped pages last."""
+        self._advise(mmap.MADV_DONTNEED, tensor)
 
-    def release(self, begin: int, length: int) -> None:
-        """What has been looked at need not stay mapped: such pages are the last that a kernel short of memory drops."""
+    def _advise(self, advice: int, tensor: Tensor) -> None:
+        begin = tensor.data_ptr() - self._address
         page = begin - begin % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, page, begin + length - page)
+        self._map.madvise(advice, page, begin + tensor.nbytes - page)
 
 
 class HFWeights:
@@ -112,25 +114,20 @@ class HFWeights:
         self.files: list[WeightFile] = []
         self._where: dict[str, tuple[MappedFile, int, TensorInfo]] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", None)
-            mapped = MappedFile(path)
+            header, mapped = read_header(path), MappedFile(path)
             entries = []
-            for name, said in sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0])):
-                entry = TensorInfo(name, said["dtype"], tuple(said["shape"]))
-                begin, end = said["data_offsets"]
+            for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin):
+                entry = TensorInfo(name, stored.dtype, stored.shape)
                 if entry.dtype not in DTYPES:
                     raise ModelError(
                         f"{path}: {name} is of dtype {entry.dtype}, of a quantised model perhaps; expected one of "
                         f"{', '.join(DTYPES)}"
                     )
-                if end - begin != entry.size_bytes:
-                    raise ModelError(f"{path}: {name} has {end - begin} bytes; its shape takes {entry.size_bytes}")
+                if (found := stored.end - stored.begin) != entry.size_bytes:
+                    raise ModelError(f"{path}: {name} has {found} bytes; its shape takes {entry.size_bytes}")
                 entries.append(entry)
-                self._where[name] = (mapped, 8 + length + begin, entry)
-            self.files.append(WeightFile(path.name, metadata, tuple(entries)))
+                self._where[name] = (mapped, header.size_bytes + stored.begin, entry)
+            self.files.append(WeightFile(path.name, header.metadata, tuple(entries)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -145,27 +142,27 @@ class HFWeights:
         return self._where[name][0].path
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """[count, ...] rows, read already."""
-        mapped, start, length = self._range(name, first, count)
-        mapped.populate(start, length)
-        entry = self._where[name][2]
-        dtype = DTYPES[entry.dtype]
-        return mapped.tensor(start, length // dtype.itemsize, dtype).view(count, *entry.shape[1:])
+        """Return [count, ...] rows as pages of the file, already read."""
+        rows = self._rows(name, first, count)
+        self._where[name][0].populate(rows)
+        return rows
 
     def release(self, name: str, first: int, count: int) -> None:
-        """The rows are not needed any more; whoever looks at them all the same reads them again."""
-        mapped, start, length = self._range(name, first, count)
-        mapped.release(start, length)
+        """Say that the rows are not needed any more; they can still be read again."""
+        self._where[name][0].release(self._rows(name, first, count))
 
-    def _range(self, name: str, first: int, count: int) -> tuple[MappedFile, int, int]:
+    def _rows(self, name: str, first: int, count: int) -> Tensor:
         mapped, begin, entry = self._where[name]
-        of_a_row = math.prod(entry.shape[1:]) * DTYPES[entry.dtype].itemsize
-        return mapped, begin + first * of_a_row, count * of_a_row
+        dtype, numbers = DTYPES[entry.dtype], math.prod(entry.shape[1:])
+        found = mapped.tensor(begin + first * numbers * dtype.itemsize, count * numbers, dtype)
+        return found.view(count, *entry.shape[1:])
 
 
 def carried(folder: Path) -> list[Path]:
-    """What lies beside the weights: configs, tokenizer, chat template, card. Not folders, not hidden files, not the
-    weights in another format, nor the index, which is made anew."""
+    """Return the files beside the weights: configs, tokenizer, chat template, card.
+
+    Folders, hidden files, weights in other formats and the index (which is written anew) are left out.
+    """
     return [
         path
         for path in sorted(folder.iterdir())
@@ -174,20 +171,24 @@ def carried(folder: Path) -> list[Path]:
 
 
 def carry(paths: Sequence[Path], target: Path) -> None:
+    """Copy files into the folder ``target``."""
     target.mkdir(parents=True, exist_ok=True)
     for path in paths:
         shutil.copyfile(path, target / path.name)
 
 
 def index_json(files: Sequence[WeightFile]) -> str:
-    """The index of a folder of several files."""
+    """Return the index of a folder of several files."""
     total = sum(entry.size_bytes for file in files for entry in file.entries)
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
 
 
 def packed(entries: Sequence[TensorInfo], max_bytes: int) -> list[WeightFile]:
-    """Tensors, in order, into files of at most ``max_bytes`` (a larger tensor has one to itself), named as HF does."""
+    """Divide tensors, in order, into files of at most ``max_bytes``, named as HF does.
+
+    A larger tensor has a file to itself.
+    """
     groups: list[list[TensorInfo]] = [[]]
     held = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Megatron's side: a ``torch_dist`` checkpoint, whoever wrote it, as maps of memory.
+"""The Megatron side: a ``torch_dist`` checkpoint, whoever wrote it, mapped into memory.
 
 Each chunk of a tensor is what torch.save makes of it. Loaded without its bytes, it says where in the file they lie.
 """
@@ -26,10 +26,12 @@ from or1_megatron.convert.rows import MegatronTensor
 from or1_megatron.runtime.manifest import MANIFEST, check_digest, check_manifest, read_manifest
 
 _NEWEST: Final = "latest_checkpointed_iteration.txt"
+_PADDED: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors that may have rows of padding at the end."""
 
 
-class _Slice(io.RawIOBase):
-    """Part of a mapped file as a file."""
+class _FileView(io.RawIOBase):
+    """Part of a mapped file, as a file that torch.load can read."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._at = view, 0
@@ -57,6 +59,8 @@ class _Slice(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
+    """A rectangle of a tensor, and the bytes of a file that hold it."""
+
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -69,11 +73,11 @@ class MegatronCheckpoint:
 
     Raises (this and all methods):
         ConvertError: the folder is no such checkpoint, or a file is missing, cut or unreadable.
-        CheckpointDamaged: a file is not the one that its manifest speaks of.
+        CheckpointDamaged: a file is not the one that the manifest lists.
     """
 
     def __init__(self, folder: Path, digests: bool = True) -> None:
-        """``digests``: compare files with the manifest, where there is one; not needed where all is compared anyway."""
+        """``digests``: compare files with the manifest, if there is one; not needed where all rows are compared."""
         self.folder = resolve(folder)
         try:
             metadata = FileSystemReader(self.folder).read_metadata()
@@ -85,7 +89,7 @@ class MegatronCheckpoint:
             if isinstance(found, TensorStorageMetadata)
         }
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
-        self._lying: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+        self._by_entry: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
         storage = metadata.storage_data or {}
         where = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
         for key, found in self.tensors.items():
@@ -95,12 +99,8 @@ class MegatronCheckpoint:
                     raise ConvertError(f"{self.folder}: .metadata does not say where {key} at {chunk.offsets} lies")
                 if getattr(place, "transform_descriptors", None):
                     raise ConvertError(f"{self.folder}: {key} is stored compressed; expected plain tensors")
-                self._chunks[key].append(
-                    _Chunk(
-                        *(tuple(chunk.offsets), tuple(chunk.sizes)),
-                        *(place.relative_path, place.offset, place.length),
-                    )
-                )
+                shape = tuple(chunk.offsets), tuple(chunk.sizes)
+                self._chunks[key].append(_Chunk(*shape, place.relative_path, place.offset, place.length))
         self._manifest = read_manifest(self.folder) if digests and (self.folder / MANIFEST).is_file() else {}
         if self._manifest:
             check_manifest(self.folder, digests=False)
@@ -109,53 +109,55 @@ class MegatronCheckpoint:
         self._lock = threading.Lock()
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def key_of(self, target: MegatronTensor) -> tuple[str, tuple[int, ...]]:
-        """(what the tensor is called here, its entry of the stack).
+    def locate(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...]]:
+        """Return (the tensor's name here, its index in the stack of that name).
 
         Raises:
             ConvertError: it is not here under any of its names, or has another shape.
         """
-        for key in target.keys:
+        for key in tensor.keys:
             if key in self.tensors:
-                self._check_shape(key, target.whole)
-                return key, target.index
-        for key in map(target.unstacked, target.keys):
+                self._check_shape(key, tensor.whole)
+                return key, tensor.index
+        for key in map(tensor.unstacked, tensor.keys):
             if key in self.tensors:
-                self._check_shape(key, target.whole[1:])
-                return key, target.index[1:]
-        raise ConvertError(f"{self.folder} lacks {target.keys[0]}: it is of another model, or not whole")
+                self._check_shape(key, tensor.whole[1:])
+                return key, tensor.index[1:]
+        raise ConvertError(f"{self.folder} lacks {tensor.keys[0]}: it is of another model, or not whole")
 
     def _check_shape(self, key: str, wanted: tuple[int, ...]) -> None:
         found = tuple(self.tensors[key].size)
         same = found == wanted
-        if key in ("embedding.word_embeddings.weight", "output_layer.weight"):  # padded rows behind
+        if key in _PADDED:
             same = len(found) == 2 and found[0] >= wanted[0] and found[1] == wanted[1]
         if not same:
             raise ConvertError(f"{self.folder}: {key} has shape {found}; the model's config implies {wanted}")
 
-    def dtype(self, key: str) -> torch.dtype:
-        found: torch.dtype = self.tensors[key].properties.dtype
+    def dtype(self, tensor: MegatronTensor) -> torch.dtype:
+        found: torch.dtype = self.tensors[self.locate(tensor)[0]].properties.dtype
         return found
 
-    def rows(self, key: str, index: tuple[int, ...], first: int, count: int) -> Tensor:
-        """[count, ...] rows of an entry: the pages of the file where they lie in one chunk, else put together."""
+    def rows(self, tensor: MegatronTensor, first: int, count: int) -> Tensor:
+        """Return [count, ...] rows: pages of the file where they lie in one chunk, else a copy put together."""
+        key, index = self.locate(tensor)
         rest = tuple(self.tensors[key].size)[len(index) + 1 :]
         found = None
         covered = 0
-        for chunk in self._of(key, index):
+        for chunk in self._chunks_of(key, index):
             parts = self._overlap(chunk, len(index), first, count)
             if parts is None:
                 continue
             here, there = parts
-            tensor = self._tensor(key, chunk)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
-            if tensor.shape == (count, *rest):
-                if tensor.is_contiguous():
-                    self._maps[chunk.file].populate_tensor(tensor)
-                return tensor
+            file = self._file(chunk.file)
+            part = self._tensor(key, chunk, file)[tuple(i - o for i, o in zip(index, chunk.offset, strict=False))][here]
+            if part.shape == (count, *rest):
+                if part.is_contiguous():
+                    file.populate(part)
+                return part
             if found is None:
-                found = torch.empty((count, *rest), dtype=tensor.dtype)
-            found[there] = tensor
-            covered += tensor.numel()
+                found = torch.empty((count, *rest), dtype=part.dtype)
+            found[there] = part
+            covered += part.numel()
         if found is None or covered != found.numel():
             wanted = count * math.prod(rest)
             raise ConvertError(
@@ -164,24 +166,27 @@ class MegatronCheckpoint:
             )
         return found
 
-    def _of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
-        """The chunks that hold part of an entry."""
+    def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[_Chunk]:
+        """Return the chunks that hold part of an entry of a stack."""
         with self._lock:
-            if (key, index) not in self._lying:
+            if (key, index) not in self._by_entry:
                 depth = len(index)
                 for chunk in self._chunks[key]:
                     entries: list[tuple[int, ...]] = [()]
                     for offset, size in zip(chunk.offset[:depth], chunk.sizes[:depth], strict=True):
                         entries = [(*entry, offset + i) for entry in entries for i in range(size)]
                     for entry in entries:
-                        self._lying.setdefault((key, entry), []).append(chunk)
-            return self._lying.get((key, index), [])
+                        self._by_entry.setdefault((key, entry), []).append(chunk)
+            return self._by_entry.get((key, index), [])
 
     @staticmethod
     def _overlap(
         chunk: _Chunk, depth: int, first: int, count: int
     ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The part of a chunk that is wanted, as slices of the chunk and of the result."""
+        """Return the wanted part of a chunk, as slices of the chunk's entry and of the result; None if there is none.
+
+        ``depth`` is the number of axes that the stack has in front of the rows.
+        """
         row, rows = chunk.offset[depth], chunk.sizes[depth]
         low, high = max(first, row), min(first + count, row + rows)
         if low >= high:
@@ -190,20 +195,10 @@ class MegatronCheckpoint:
             slice(offset, offset + size)
             for offset, size in zip(chunk.offset[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
         ]
-        everything = [slice(None)] * len(rest)
-        return (slice(low - row, high - row), *everything), (slice(low - first, high - first), *rest)
-
-    def _tensor(self, key: str, chunk: _Chunk) -> Tensor:
-        """A chunk, as pages of its file."""
-        file = self._file(chunk.file)
-        with self._lock:
-            known = self._tensors.get((chunk.file, chunk.begin))
-            if known is None:
-                known = self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
-        return known
+        return (slice(low - row, high - row), *[slice(None)] * len(rest)), (slice(low - first, high - first), *rest)
 
     def _file(self, name: str) -> MappedFile:
-        """Opened, and read once from beginning to end for its digest: what is then looked at is in memory."""
+        """Open a file, and first read it once to compare its digest; its pages are then in memory."""
         with self._lock:
             opening = self._opening[name]
         with opening:
@@ -217,37 +212,41 @@ class MegatronCheckpoint:
                     raise ConvertError(f"{path} cannot be read ({error})") from error
             return self._maps[name]
 
+    def _tensor(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
+        """Return a chunk as pages of its file."""
+        with self._lock:
+            if (chunk.file, chunk.begin) not in self._tensors:
+                self._tensors[chunk.file, chunk.begin] = self._mapped(key, chunk, file)
+            return self._tensors[chunk.file, chunk.begin]
+
     def _mapped(self, key: str, chunk: _Chunk, file: MappedFile) -> Tensor:
-        path = self.folder / chunk.file
+        path, end = self.folder / chunk.file, chunk.begin + chunk.length
+        if end > len(file.view):
+            raise ConvertError(f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to {end}")
         try:
-            if chunk.begin + chunk.length > len(file.view):
-                raise ConvertError(
-                    f"{path} is cut: {len(file.view)} bytes, of which {key} takes those up to "
-                    f"{chunk.begin + chunk.length}"
-                )
             with FakeTensorMode():
-                blob = _Slice(file.view[chunk.begin : chunk.begin + chunk.length])
-                said = torch.load(blob, weights_only=True)  # type: ignore[arg-type]  # as much of a file as it needs
-            storage = said.untyped_storage()
+                blob = _FileView(file.view[chunk.begin : end])
+                stored = torch.load(blob, weights_only=True)  # type: ignore[arg-type]  # as much of a file as it needs
+            storage = stored.untyped_storage()
             begin = chunk.begin + storage._checkpoint_offset
-            flat = file.tensor(begin, storage.nbytes() // said.dtype.itemsize, said.dtype)
+            flat = file.tensor(begin, storage.nbytes() // stored.dtype.itemsize, stored.dtype)
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            if isinstance(error, ConvertError):
-                raise
             raise ConvertError(f"{path} is damaged or missing: {key} cannot be read ({error})") from error
-        if tuple(said.shape) != chunk.sizes:
-            raise ConvertError(f"{path}: {key} has a chunk of shape {tuple(said.shape)}; .metadata says {chunk.sizes}")
-        return flat.as_strided(chunk.sizes, said.stride(), said.storage_offset())
+        if tuple(stored.shape) != chunk.sizes:
+            raise ConvertError(
+                f"{path}: {key} has a chunk of shape {tuple(stored.shape)}; .metadata says {chunk.sizes}"
+            )
+        return flat.as_strided(chunk.sizes, stored.stride(), stored.storage_offset())
 
 
 def resolve(folder: Path) -> Path:
-    """The checkpoint that a folder holds or is: Megatron-LM's name the newest iteration in a file beside them."""
+    """Return the checkpoint that a folder is or holds: Megatron-LM names the newest iteration in a file beside them."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST
     if not (folder / ".metadata").is_file() and newest.is_file():
-        said = newest.read_text().strip()
-        return resolve(folder / (f"iter_{int(said):07d}" if said.isdigit() else said))
+        named = newest.read_text().strip()
+        return resolve(folder / (f"iter_{int(named):07d}" if named.isdigit() else named))
     if not (folder / ".metadata").is_file():
         raise ConvertError(f"{folder} has no .metadata; expected a Megatron checkpoint in the format torch_dist")
     about = folder / "metadata.json"

@@ -1,8 +1,8 @@
-"""Which rows of which HF tensor are which rows of which Megatron tensor, and what Megatron's checkpoints call it.
+"""Says which rows of which HF tensor are which rows of which Megatron tensor, and how Megatron's checkpoints name it.
 
-A checkpoint stacks what all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
-``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight an entry of [L, E, ...]. Where layers differ
-(dense ones among mixtures of experts) the layer stays in the name.
+A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
+``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. Where layers
+differ (dense layers among mixtures of experts) the layer's number stays in the name.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
-import torch
+from or1_megatron.weights.holdings import pieces
+from or1_megatron.weights.table import HFConfig, ModelFamily
 
-from or1_megatron.weights.table import HFConfig, ModelFamily, Row
+PIECE_BYTES: Final = 64 << 20
+"""How much a thread reads at a time, or holds in memory where rows must be converted or put together."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Run:
     """Consecutive rows of one HF tensor that are consecutive in the Megatron tensor too."""
 
@@ -30,27 +33,35 @@ class Run:
     rows: int
 
     def cut(self, most: int) -> Iterator[Run]:
-        """In pieces of at most ``most`` rows."""
+        """Cut into pieces of at most ``most`` rows."""
         for begin in range(0, self.rows, most):
             yield Run(self.hf_row + begin, self.row + begin, min(most, self.rows - begin))
 
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
-    """One HF tensor as rows of one entry of a stacked Megatron tensor."""
+    """One HF tensor as rows of one Megatron tensor."""
 
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
+    """In the order of the HF tensor's rows."""
+
+    def pieces(self, itemsize: int) -> Iterator[Run]:
+        """All rows, at most ``PIECE_BYTES`` at a time; ``itemsize`` is the bytes of one number."""
+        most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
+        for run in self.runs:
+            yield from run.cut(most)
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """A Megatron tensor of a checkpoint: entry ``index`` of the ``stack`` of those that share a key."""
+    """One tensor of the model, which a checkpoint holds as entry ``index`` of a stack."""
 
     keys: tuple[str, ...]
-    """What it may be called, first what this package calls it."""
+    """The names it may have in a checkpoint; the first is the one that this package writes."""
     stack: tuple[int, ...]
+    """Shape of the stack: layers, experts; () for a tensor that is not stacked."""
     index: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the entry, rows first."""
@@ -62,55 +73,32 @@ class MegatronTensor:
         return (*self.stack, *self.shape)
 
     def unstacked(self, key: str) -> str:
-        """What ``key`` is where layers are not stacked: the layer is part of the name."""
+        """Return the name that ``key`` has in a checkpoint that does not stack layers: with the layer's number."""
         return key.replace("decoder.layers.", f"decoder.layers.{self.layer}.") if self.layer is not None else key
 
 
-def targets(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
-    """Every Megatron tensor of a model, in the table's order."""
-    shapes = family.shapes(hf)
-    rows = list(family.rows(hf))
-    stacked = _alike([row.megatron for row in rows])
-    experts = 1 + max((int(found[1]) for row in rows if (found := _EXPERT.search(row.megatron))), default=0)
+def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
+    """Return every Megatron tensor of a model, in the table's order."""
+    shapes, rows, experts = family.shapes(hf), list(family.rows(hf)), family.experts(hf)
+    layers = hf["num_hidden_layers"] if _alike([row.megatron for row in rows]) else 0
     made = []
     for row in rows:
         parts = [shapes[name] for name in row.hf]
         assert len({shape[1:] for shape in parts}) == 1, f"{row.megatron}: its HF tensors differ in more than rows"
-        runs = runs_of(row, [shape[0] for shape in parts], hf)
-        sources = tuple(HFSource(*each) for each in zip(row.hf, parts, runs, strict=True))
+        runs: dict[str, list[Run]] = {name: [] for name in row.hf}
+        for piece in pieces(row, hf, shapes, rank=0, size=1):
+            (first, stop), (place, _) = piece.box[0], piece.place[0]
+            runs[piece.name].append(Run(first, place, stop - first))
+        sources = tuple(HFSource(name, shapes[name], tuple(sorted(found))) for name, found in runs.items())
+        key, stack, index = _stacked(row.megatron, layers, 0 if experts is None else experts.count)
+        layer = int(found[1]) if (found := _LAYER.match(row.megatron)) else None
         shape = (sum(shape[0] for shape in parts), *parts[0][1:])
-        made.append(_target(row.megatron, hf["num_hidden_layers"] if stacked else 0, experts, shape, sources))
+        made.append(MegatronTensor((key, *_other_names(key)), stack, index, shape, sources, layer))
     return made
 
 
-def runs_of(row: Row, counts: Sequence[int], hf: HFConfig) -> list[tuple[Run, ...]]:
-    """For each HF tensor of a row, with so many rows each, where its rows lie.
-
-    The layout itself says so: it is given the rows' numbers in place of rows.
-    """
-    first = [sum(counts[:i]) for i in range(len(counts))]
-    numbers = [torch.arange(begin, begin + count)[:, None] for begin, count in zip(first, counts, strict=True)]
-    fused = row.layout.fuse(numbers, hf)
-    order = fused.flatten()
-    if fused.shape[1:] != (1,) or not torch.equal(order.sort().values, torch.arange(sum(counts))):
-        raise NotImplementedError(f"{row.megatron}: its layout {row.layout} does more than move rows")
-    breaks = {0, *(torch.nonzero(order.diff() != 1).flatten() + 1).tolist(), *_borders(order, first[1:])}
-    begins = sorted(breaks)
-    found: list[list[Run]] = [[] for _ in counts]
-    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
-        number = int(order[begin])
-        part = max(i for i, start in enumerate(first) if start <= number)
-        found[part].append(Run(number - first[part], begin, end - begin))
-    return [tuple(sorted(runs, key=lambda run: run.hf_row)) for runs in found]
-
-
-def _borders(order: torch.Tensor, firsts: Sequence[int]) -> list[int]:
-    """Where a tensor begins, in case it follows the one before it without a gap."""
-    return [int(torch.nonzero(order == number)[0, 0]) for number in firsts]
-
-
-def _alike(names: Sequence[str]) -> bool:
-    """Whether all layers have the same tensors."""
+def _alike(names: list[str]) -> bool:
+    """Return whether all layers have the same tensors."""
     of_layer: defaultdict[int, set[str]] = defaultdict(set)
     for name in names:
         if found := _LAYER.match(name):
@@ -118,25 +106,21 @@ def _alike(names: Sequence[str]) -> bool:
     return len({frozenset(tails) for tails in of_layer.values()}) <= 1
 
 
-def _target(
-    name: str, layers: int, experts: int, shape: tuple[int, ...], sources: tuple[HFSource, ...]
-) -> MegatronTensor:
-    stack: list[int] = []
-    index: list[int] = []
-    key = name
-    layer = int(found[1]) if (found := _LAYER.match(name)) else None
-    if found and layers:
-        key = "decoder.layers." + name[found.end() :]
-        stack, index = [layers], [int(found[1])]
-    if found := _EXPERT.search(key):
-        key = key[: found.start()] + "experts.experts." + key[found.end() :]
-        stack, index = [*stack, experts], [*index, int(found[1])]
-    assert math.prod(stack) > math.prod(index) or not stack
-    return MegatronTensor((key, *_other_names(key)), tuple(stack), tuple(index), shape, sources, layer)
+def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return (key, shape of the stack, index in it); ``layers`` is 0 where layers are not stacked."""
+    stack: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
+    if layers and (found := _LAYER.match(name)):
+        name = "decoder.layers." + name[found.end() :]
+        stack, index = (layers,), (int(found[1]),)
+    if found := _EXPERT.search(name):
+        name = name[: found.start()] + "experts.experts." + name[found.end() :]
+        stack, index = (*stack, experts), (*index, int(found[1]))
+    return name, stack, index
 
 
 def _other_names(key: str) -> Iterator[str]:
-    """Megatron's stock layers fuse a norm with the linear behind it, and call it after that, whoever computes it."""
+    """Megatron's stock layers fuse a norm with the linear that follows, and name it after that linear."""
     for norm, linear in (("input_layernorm.", "self_attention.linear_qkv."), ("pre_mlp_layernorm.", "mlp.linear_fc1.")):
         if f".{norm}" in key:
             yield key.replace(norm, f"{linear}layer_norm_")

@@ -1,7 +1,7 @@
 """HF folder to Megatron checkpoint.
 
-The result holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (what Megatron's
-loader wants), ``hf/`` (all of the HF folder but its weights), ``conversion_record.json`` (what the way back needs) and
+The result holds ``__0_N.distcp`` and ``.metadata`` (parameters), ``common.pt`` and ``metadata.json`` (which Megatron's
+loader needs), ``hf/`` (all of the HF folder but its weights), ``conversion_record.json`` (which the way back needs) and
 ``manifest.json``.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +19,9 @@ from rich.console import Console
 from torch import Tensor
 
 from or1_megatron.convert.hf_folder import DTYPES, INDEX, HFWeights, carried, carry
-from or1_megatron.convert.job import ConvertError, Job
+from or1_megatron.convert.job import Advance, ConvertError, convert
 from or1_megatron.convert.megatron_folder import MegatronCheckpoint
-from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, targets
+from or1_megatron.convert.rows import HFSource, MegatronTensor, Run, megatron_tensors
 from or1_megatron.parallel.shard_files import TensorSlice, WrittenSlice, write_metadata, write_slices
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.weights.families import family_of, read_hf_config
@@ -31,8 +30,6 @@ from or1_megatron.weights.table import tied
 
 RECORD: Final = "conversion_record.json"
 HF: Final = "hf"
-PIECE_BYTES: Final = 64 << 20
-"""What is looked at, or held in memory where it must be converted or put together, at a time and thread."""
 FILE_BYTES: Final = 1 << 30
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MEGATRON_FORMAT = {
@@ -45,35 +42,31 @@ _MEGATRON_FORMAT = {
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part to write and where it comes from."""
+    """A slice of a Megatron tensor and the rows that it is copied from."""
 
-    target: MegatronTensor
+    tensor: MegatronTensor
     source: HFSource
     run: Run
 
     @property
-    def part(self) -> TensorSlice:
-        target = self.target
-        offset = (*target.index, self.run.row, *(0,) * (len(target.shape) - 1))
-        sizes = (*(1,) * len(target.index), self.run.rows, *target.shape[1:])
-        return TensorSlice(target.keys[0], target.whole, offset, sizes, 0)
-
-    @property
-    def count(self) -> int:
-        return self.run.rows * math.prod(self.target.shape[1:])
+    def slice(self) -> TensorSlice:
+        tensor = self.tensor
+        offset = (*tensor.index, self.run.row, *(0,) * (len(tensor.shape) - 1))
+        sizes = (*(1,) * len(tensor.index), self.run.rows, *tensor.shape[1:])
+        return TensorSlice(tensor.keys[0], tensor.whole, offset, sizes, 0)
 
 
-class _Plan:
-    """What is written: pieces, in files of about ``file_bytes``."""
+class ToMegatron:
+    """A ``Conversion``: the pieces of a checkpoint, in files of about ``file_bytes``."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
         self.folder, self._dtype = folder, dtype
         self.hf = read_hf_config(folder)
         check_weight_files(folder, self.hf)
         self.weights = HFWeights(folder)
-        self.targets = targets(family_of(self.hf), self.hf)
+        self.tensors = megatron_tensors(family_of(self.hf), self.hf)
         self.copies = self._copies()
-        named = {source.name for target in self.targets for source in target.sources}
+        named = {source.name for tensor in self.tensors for source in tensor.sources}
         self.dropped = sorted(self.weights.names() - named - self.copies.keys())
         self.files: dict[str, list[_Piece]] = {}
         held = file_bytes
@@ -82,58 +75,77 @@ class _Plan:
                 self.files[f"__0_{len(self.files)}.distcp"] = current = []
                 held = 0
             current.append(piece)
-            held += self.size_bytes(piece)
-        self.sizes = [sum(map(self.size_bytes, pieces)) for pieces in self.files.values()]
+            held += self._size_bytes(piece)
+        self.sizes = {name: sum(map(self._size_bytes, pieces)) for name, pieces in self.files.items()}
 
     def _pieces(self) -> Iterator[_Piece]:
-        for target in self.targets:
-            if len({self.weights.entry(source.name).dtype for source in target.sources}) > 1 and self._dtype is None:
+        for tensor in self.tensors:
+            if len({self.weights.entry(source.name).dtype for source in tensor.sources}) > 1 and self._dtype is None:
                 raise ConvertError(
-                    f"{self.folder}: {', '.join(source.name for source in target.sources)} are of several dtypes, and "
+                    f"{self.folder}: {', '.join(source.name for source in tensor.sources)} are of several dtypes, and "
                     "Megatron holds them as one tensor; choose one with --dtype"
                 )
-            for source in target.sources:
-                of_a_row = math.prod(source.shape[1:]) * self.dtype(source.name).itemsize
-                for run in source.runs:
-                    for part in run.cut(max(1, PIECE_BYTES // of_a_row)):
-                        yield _Piece(target, source, part)
+            for source in tensor.sources:
+                for run in source.pieces(self._dtype_of(source).itemsize):
+                    yield _Piece(tensor, source, run)
 
     def _copies(self) -> dict[str, str]:
-        """A tied model's files may hold its output layer all the same."""
+        """Return {output layer: embedding} if a tied model's files hold both; the two must be the same."""
         if not (tied(self.hf) and _OUTPUT in self.weights):
             return {}
-        if not same_rows(self.weights, _OUTPUT, self.weights, _EMBEDDING):
+        if not _same_tensor(self.weights, _OUTPUT, _EMBEDDING):
             raise ConvertError(
                 f"{self.folder}: config.json ties word embeddings, but {_OUTPUT} is not {_EMBEDDING}; set "
                 "tie_word_embeddings to false if the two are meant to differ"
             )
         return {_OUTPUT: _EMBEDDING}
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._dtype or DTYPES[self.weights.entry(name).dtype]
+    def _dtype_of(self, source: HFSource) -> torch.dtype:
+        return self._dtype or DTYPES[self.weights.entry(source.name).dtype]
 
-    def size_bytes(self, piece: _Piece) -> int:
-        return piece.count * self.dtype(piece.source.name).itemsize
+    def _size_bytes(self, piece: _Piece) -> int:
+        return piece.run.rows * math.prod(piece.tensor.shape[1:]) * self._dtype_of(piece.source).itemsize
 
-    def tensor(self, piece: _Piece) -> Tensor:
+    def _tensor(self, piece: _Piece) -> Tensor:
         rows = self.weights.rows(piece.source.name, piece.run.hf_row, piece.run.rows)
-        return rows.to(self.dtype(piece.source.name))
+        return rows.to(self._dtype_of(piece.source))
 
-    def slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """What a file is made of; each tensor is good until the next is asked for."""
+    def _slices(self, name: str) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """The content of a file; each tensor is valid until the next one is asked for."""
         for piece in self.files[name]:
-            yield piece.part, self.tensor(piece)
+            yield piece.slice, self._tensor(piece)
             self.weights.release(piece.source.name, piece.run.hf_row, piece.run.rows)
 
-    def identity(self) -> dict[str, Any]:
-        """What has to be the same for a conversion to go on."""
+    def identity(self) -> Mapping[str, Any]:
         files = [*sorted(self.folder.glob("*.safetensors")), *carried(self.folder)]
         stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
         names = {name: len(pieces) for name, pieces in self.files.items()}
         return {"to": "megatron", "source": stats, "dtype": str(self._dtype), "files": names}
 
-    def record(self) -> dict[str, Any]:
-        """What the way back needs, beside hf/."""
+    def write(self, path: Path, advance: Advance) -> Any:
+        torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests check more
+        written, entry = write_slices(path, self._slices(path.name), advance)
+        return [asdict(entry), [[stored.offset, stored.length] for stored in written]]
+
+    def complete(self, folder: Path, done: Mapping[str, Any]) -> None:
+        written: list[WrittenSlice] = []
+        entries: dict[str, FileEntry] = {}
+        for name, pieces in self.files.items():
+            entry, places = done[name]
+            entries[name] = FileEntry(**entry)
+            for piece, (offset, length) in zip(pieces, places, strict=True):
+                stored = WrittenSlice(piece.slice, self._dtype_of(piece.source), name, offset, length)
+                # The same bytes under each name that a reader may use.
+                written += [replace(stored, part=replace(stored.part, key=key)) for key in piece.tensor.keys]
+        write_metadata(folder, written)
+        (folder / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT))
+        torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
+        carry(carried(self.folder), folder / HF)
+        (folder / RECORD).write_text(json.dumps(self._record(), indent=1))
+        write_manifest(folder, entries)
+
+    def _record(self) -> dict[str, Any]:
+        """Return what the way back needs beside hf/."""
         files = [
             {
                 "name": file.name,
@@ -151,19 +163,35 @@ class _Plan:
             "copies": self.copies,
         }
 
+    def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
+        checkpoint = MegatronCheckpoint(folder, digests=False)
 
-def same_rows(mine: HFWeights, name: str, theirs: HFWeights, other: str) -> bool:
-    """Whether two tensors are the same to the bit."""
-    shape = mine.entry(name).shape
-    if shape != theirs.entry(other).shape or mine.entry(name).dtype != theirs.entry(other).dtype:
+        def compare(name: str, advance: Advance) -> None:
+            for piece in self.files[name]:
+                found = checkpoint.rows(piece.tensor, piece.run.row, piece.run.rows)
+                if not identical(found, self._tensor(piece)):
+                    source = piece.source.name
+                    raise ConvertError(
+                        f"{folder / name}: {piece.tensor.keys[0]}{list(piece.tensor.index) or ''} differs from "
+                        f"{source} of {self.weights.file_of(source)}"
+                    )
+                advance(self._size_bytes(piece))
+
+        return compare
+
+
+def _same_tensor(weights: HFWeights, name: str, other: str) -> bool:
+    """Return whether two tensors of an HF folder are the same to the bit."""
+    entry = weights.entry(name)
+    if (entry.shape, entry.dtype) != (weights.entry(other).shape, weights.entry(other).dtype):
         return False
-    most = max(1, PIECE_BYTES // max(1, mine.entry(name).size_bytes // shape[0]))
-    pieces = Run(0, 0, shape[0]).cut(most)
-    return all(identical(mine.rows(name, p.row, p.rows), theirs.rows(other, p.row, p.rows)) for p in pieces)
+    every = HFSource(name, entry.shape, (Run(0, 0, entry.shape[0]),))
+    pieces = every.pieces(DTYPES[entry.dtype].itemsize)
+    return all(identical(weights.rows(name, p.row, p.rows), weights.rows(other, p.row, p.rows)) for p in pieces)
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """To the bit, so that NaN is NaN and -0 is not 0."""
+    """Return whether two tensors are the same to the bit: NaN equals NaN, and -0 does not equal 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
@@ -178,79 +206,18 @@ def hf_to_megatron(
     verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Make the checkpoint ``out`` of the HF folder ``hf``; resumes what was killed.
+    """Make the checkpoint ``out`` of the HF folder ``hf``; resumes a conversion that was killed.
 
     Args:
-        dtype: of the checkpoint; None: of the source.
-        verify: read every tensor again from the disk and compare it.
+        dtype: of the checkpoint; None: the source's.
+        verify: read every tensor back from the disk and compare it.
 
     Raises:
         ModelError: the HF folder cannot be used.
         ConvertError, DiskFullError: the checkpoint cannot be written.
     """
-    plan = _Plan(hf, dtype, file_bytes)
-    if plan.dropped:
-        console.print(f"not carried over, the model has no use for them: {', '.join(plan.dropped)}")
-    with Job(out, plan.identity(), sum(plan.sizes), console) as job:
-
-        def write(name: str, advance: Any) -> None:
-            torch.serialization.set_crc32_options(False)  # of this thread; the manifest's digests say more
-            written, entry = write_slices(job.aside / name, plan.slices(name), advance)
-            job.finished(name, [asdict(entry), [[part.offset, part.length] for part in written]])
-
-        job.write(list(plan.files), plan.sizes, write)
-        _complete(job, plan)
-        if verify:
-            _verify(job, plan)
-        job.put_in_place()
-    console.print(f"{out}: {sum(plan.sizes):,} bytes of parameters, Megatron torch_dist")
-
-
-def _complete(job: Job, plan: _Plan) -> None:
-    """All that makes a checkpoint of the files."""
-    written: list[WrittenSlice] = []
-    entries: dict[str, FileEntry] = {}
-    for name, pieces in plan.files.items():
-        entry, places = job.done[name]
-        entries[name] = FileEntry(**entry)
-        for piece, (offset, length) in zip(pieces, places, strict=True):
-            part = WrittenSlice(piece.part, plan.dtype(piece.source.name), name, offset, length)
-            # Under each name that a reader may know it by: the same bytes.
-            written += [replace(part, part=replace(part.part, key=key)) for key in piece.target.keys]
-    write_metadata(job.aside, written)
-    (job.aside / "metadata.json").write_text(json.dumps(_MEGATRON_FORMAT))
-    torch.save({"checkpoint_version": 3.0, "iteration": 0}, job.aside / "common.pt")
-    carry(carried(plan.folder), job.aside / HF)
-    (job.aside / RECORD).write_text(json.dumps(plan.record(), indent=1))
-    write_manifest(job.aside, entries)
-
-
-def _verify(job: Job, plan: _Plan) -> None:
-    """Read the checkpoint from the disk and compare every row with the source."""
-    forget(job.aside / name for name in plan.files)
-    checkpoint = MegatronCheckpoint(job.aside, digests=False)
-
-    with job.progress("verifying", sum(plan.sizes)) as advance:
-
-        def compare(name: str) -> None:
-            for piece in plan.files[name]:
-                key, index = checkpoint.key_of(piece.target)
-                found = checkpoint.rows(key, index, piece.run.row, piece.run.rows)
-                if not identical(found, plan.tensor(piece)):
-                    raise ConvertError(
-                        f"{job.aside / name}: {key}{list(index) or ''} differs from {piece.source.name} of "
-                        f"{plan.weights.file_of(piece.source.name)}"
-                    )
-                advance(plan.size_bytes(piece))
-
-        job.each(plan.files, compare)
-
-
-def forget(paths: Iterable[Path]) -> None:
-    """Have the kernel drop what it keeps of files in memory, so that they are read from the disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    conversion = ToMegatron(hf, dtype, file_bytes)
+    if conversion.dropped:
+        console.print(f"left out, since the model does not use them: {', '.join(conversion.dropped)}")
+    convert(conversion, out, console, verify)
+    console.print(f"{out}: {sum(conversion.sizes.values()):,} bytes of parameters, Megatron torch_dist")

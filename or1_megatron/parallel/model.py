@@ -50,7 +50,7 @@ def transformer_config(
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             add_bias_linear=False,
-            add_qkv_bias=family.qkv_bias(hf),
+            add_qkv_bias=family.qkv_bias,
             qk_layernorm=family.qk_norm,
             hidden_dropout=0.0,
             attention_dropout=0.0,

@@ -1,4 +1,4 @@
-"""The rows that decoder-only models of the Llama kind share, and what of their configs must be as expected."""
+"""The rows that decoder-only models of the Llama kind share, and the settings that none of them may have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ATTENTION: Final = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
 
 
 def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
-    """down(silu(gate x) * up x), ``width`` (an axis letter) wide, below these prefixes."""
+    """Return the rows of down(silu(gate x) * up x) under these prefixes; ``width`` is an axis letter."""
     return (
         Row(
             (hf + "gate_proj.weight", hf + "up_proj.weight"),
@@ -63,12 +63,8 @@ QK_NORM: Final = tuple(
 )
 
 
-def no_bias(hf: HFConfig) -> bool:
-    return False
-
-
 def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Keys that change what every family of this kind computes."""
+    """Name the settings that no family of this kind computes."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"
@@ -80,7 +76,7 @@ def decoder_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def switched_window_conflicts(hf: HFConfig) -> Iterator[str]:
-    """Of the families whose ``sliding_window`` counts only with ``use_sliding_window``."""
+    """For families whose ``sliding_window`` counts only with ``use_sliding_window``."""
     yield from decoder_conflicts(hf)
     if hf.get("use_sliding_window"):
         yield "use_sliding_window = true is not supported; expected full attention in all layers"

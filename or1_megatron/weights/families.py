@@ -1,4 +1,4 @@
-"""The families that are known, and how one is chosen for an HF model folder."""
+"""The known families, and the choice of one for an HF model folder."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _NEEDED = (
 
 
 class ModelError(UserError, ValueError):
-    """A model folder that cannot be used: says which file or key, what was found and what was expected."""
+    """A model folder that cannot be used: names the file or key, what was found and what was expected."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of an HF folder.
+    """Read config.json of an HF folder.
 
     Raises:
-        ModelError: no such folder or file, not JSON, or a key that every decoder needs is missing.
+        ModelError: the folder or file does not exist, is not JSON, or lacks a key that every decoder needs.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -55,11 +55,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(hf: HFConfig) -> ModelFamily:
-    """The family that ``architectures`` names.
+    """Return the family that ``architectures`` names.
 
     Raises:
-        ModelError: the architecture is unknown; the message lists the known ones. Or the config switches something on
-            that is not computed here (a kind of RoPE scaling, a sliding window): all such keys are named.
+        ModelError: the architecture is unknown (the message lists the known ones), or the config has settings that are
+            not supported, such as a kind of RoPE scaling or a sliding window (the message lists them all).
     """
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
@@ -71,6 +71,6 @@ def family_of(hf: HFConfig) -> ModelFamily:
 
 
 def experts_of(hf: HFConfig) -> Experts | None:
-    """The mixture of experts; None for a dense model and for an architecture that is not known."""
+    """Return the mixture of experts; None for a dense model and for an unknown architecture."""
     family = FAMILIES.get((hf.get("architectures") or ["(none)"])[0])
     return None if family is None else family.experts(hf)

@@ -1,7 +1,7 @@
-"""Which trainer rank holds which part of which HF tensor, found by running the table's own functions on row numbers.
+"""Computes which trainer rank holds which part of which HF tensor, by running the table's functions on row numbers.
 
-A layout op and a cut move whole rows (axis 0) or take a range of columns (axis 1): the axes behind stay as they are. So
-what they do to a tensor is what they do to the numbers of its rows, and no formula of theirs is written a second time.
+A layout operation and a cut move whole rows (axis 0) or take a range of columns (axis 1); the other axes stay as they
+are. So what they do to the numbers of a tensor's rows, they do to the tensor, and no formula is written twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of an HF tensor, and where a rank's shard of the Megatron tensor has it."""
+    """A rectangle of an HF tensor, and its place in a rank's shard of the Megatron tensor."""
 
     name: str
     box: Box
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A rectangle of an HF tensor that each of these trainer ranks holds."""
+    """A rectangle of an HF tensor and the trainer ranks that hold it."""
 
     name: str
     box: Box
@@ -43,7 +43,7 @@ class Holding:
 class RankGrid:
     """Trainer ranks as Megatron numbers them: tensor fastest, then the replicas (context, data), then the pipeline.
 
-    Experts are spread over the replicas: expert rank 0, 1, ... and round again.
+    Experts are spread over the replicas: replica i has expert rank i modulo ``expert``.
     """
 
     tensor: int
@@ -52,7 +52,7 @@ class RankGrid:
     expert: int = 1
 
     def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
-        """All ranks that hold one shard; of an expert's shard those of its expert rank."""
+        """Return all ranks that hold one shard; for an expert's shard, the ranks of that expert rank."""
         first = tensor_rank + self.tensor * self.replicas * stage
         stop = first + self.tensor * self.replicas
         if expert_rank is None:
@@ -65,7 +65,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def box_size(box: Box) -> int:
-    """Elements."""
+    """Return the number of elements."""
     return math.prod(stop - start for start, stop in box)
 
 
@@ -74,13 +74,13 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two rectangles of one tensor share; None when that is nothing."""
+    """Return the part that two rectangles of one tensor share; None if there is none."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def without(box: Box, hole: Box) -> list[Box]:
-    """``box`` less ``hole``, which lies inside it, as rectangles that do not overlap."""
+    """Return ``box`` without ``hole``, which lies inside it, as rectangles that do not overlap."""
     rest: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
         for part in ((start, low), (high, stop)):
@@ -90,21 +90,23 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rank: int, size: int) -> list[Piece]:
-    """What tensor-parallel rank ``rank`` of ``size`` holds of a row's HF tensors, in the order of its shard.
+    """Return what tensor-parallel rank ``rank`` of ``size`` holds of a row's HF tensors, in the order of its shard.
 
     Args:
         shapes: of the HF tensors.
 
     Raises:
-        ValueError: the row cannot be cut so.
+        ValueError: the row cannot be cut into ``size`` parts.
     """
-    labels, owners, first = [], [], 1  # 0 marks the rows that a cut pads with
+    labels, owners, first = [], [], 1  # 0 marks padding rows of a cut
     for name in row.hf:
         rows = shapes[name][0]
         labels.append(torch.arange(first, first + rows)[:, None])
         owners.append((first, name))
         first += rows
     fused = row.layout.fuse(labels, hf)  # [rows of the Megatron tensor, 1]
+    if not torch.equal(fused.sort(0).values, torch.cat(labels)):
+        raise NotImplementedError(f"{row.megatron}: its layout {row.layout} does more than move rows")
     rest = whole(shapes[row.hf[0]][1:])
     place_rest = rest
     if row.cut is Cut.ROW:
@@ -123,7 +125,7 @@ def pieces(row: Row, hf: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
 
 
 def _runs(labels: Tensor, breaks: set[int]) -> list[tuple[int, int, int]]:
-    """(place, first label, length) of every stretch of consecutive labels; none goes on into a label of ``breaks``."""
+    """Return (place, first label, length) of each run of consecutive labels; a label of ``breaks`` starts a new run."""
     if not len(labels):
         return []
     new = labels[1:] != labels[:-1] + 1
@@ -143,11 +145,11 @@ def holdings(
     grid: RankGrid,
     expert_rank: Callable[[Row], int | None] = lambda row: None,
 ) -> list[Holding]:
-    """Every part of every HF tensor with the ranks that hold it, in the order of the table.
+    """Return every part of every HF tensor with the ranks that hold it, in the table's order.
 
     Args:
-        stage: the pipeline stage that holds a row.
-        expert_rank: the expert-parallel rank that holds a row; None for what is no expert's.
+        stage: returns the pipeline stage that holds a row.
+        expert_rank: returns the expert-parallel rank that holds a row; None for a row that belongs to no expert.
     """
     found: list[Holding] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Layout operations: how HF's tensors become one whole Megatron tensor, and back. Pure, exact, each its own inverse.
+"""Layout operations: how HF's tensors become one whole Megatron tensor, and back. They are pure and exact.
 
 Shapes: H hidden, D head dimension, N query heads, G key/value heads (query groups), F intermediate size, V vocabulary,
 ``...`` a trailing H for weights and nothing for biases.
@@ -8,38 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Layout(Protocol):
-    """Between n HF tensors and one Megatron tensor, neither of them cut."""
-
-    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
-        """HF tensors, in the row's order, to the Megatron tensor."""
-        ...
-
-    def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
-        """The inverse of fuse."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Same:
-    """The tensor as it is."""
+class Layout:
+    """One HF tensor is the Megatron tensor; the subclasses fuse several, or cut padding. No tensor is cut for TP."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
+        """Make the Megatron tensor of HF tensors, which come in the row's order."""
         (part,) = parts
         return part
 
     def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
+        """Undo ``fuse``."""
         return [whole]
 
 
 @dataclass(frozen=True, slots=True)
-class FusedQKV:
+class FusedQKV(Layout):
     """q [N*D, ...], k [G*D, ...], v [G*D, ...] to [G * (N/G + 2) * D, ...]: each group's queries, its key, its value.
 
     A cut along axis 0 into equal parts then gives every rank whole groups.
@@ -63,7 +53,7 @@ class FusedQKV:
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
+class GateUp(Layout):
     """gate [F, H], up [F, H] to [2F, H], gate first."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
@@ -75,12 +65,8 @@ class GateUp:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedVocabulary:
-    """[V, H] to [V, H]; the padding rows that a TP cut adds behind are dropped by the inverse."""
-
-    def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
-        (part,) = parts
-        return part
+class PaddedVocabulary(Layout):
+    """[V, H] to [V, H]; ``split`` drops the padding rows that a TP cut adds at the end."""
 
     def split(self, whole: Tensor, hf: Mapping[str, Any]) -> list[Tensor]:
         return [whole[: hf["vocab_size"]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts, no_bias
+from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts
 from or1_megatron.weights.table import ModelFamily
 
 LLAMA = ModelFamily(
@@ -10,7 +10,5 @@ LLAMA = ModelFamily(
     before=(EMBEDDING,),
     layers=DENSE_LAYER,
     after=(FINAL_NORM, OUTPUT),
-    qk_norm=False,
-    qkv_bias=no_bias,
     conflicts=decoder_conflicts,
 )

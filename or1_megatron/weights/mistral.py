@@ -1,16 +1,16 @@
-"""Mistral: Llama's tensors; up to 7B-v0.1 attention looks at a sliding window only, which is not computed here."""
+"""Mistral: Llama's tensors. Up to 7B-v0.1 attention sees a sliding window only, which is not supported here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts, no_bias
+from or1_megatron.weights.decoder import DENSE_LAYER, EMBEDDING, FINAL_NORM, OUTPUT, decoder_conflicts
 from or1_megatron.weights.table import HFConfig, ModelFamily
 
 
 def _conflicts(hf: HFConfig) -> Iterator[str]:
     yield from decoder_conflicts(hf)
-    window = hf.get("sliding_window", 4096)  # what transformers takes where the key is missing
+    window = hf.get("sliding_window", 4096)  # transformers' default
     if window is not None and window < hf["max_position_embeddings"]:
         yield (
             f"sliding_window = {window} is not supported: it is shorter than max_position_embeddings = "
@@ -23,7 +23,5 @@ MISTRAL = ModelFamily(
     before=(EMBEDDING,),
     layers=DENSE_LAYER,
     after=(FINAL_NORM, OUTPUT),
-    qk_norm=False,
-    qkv_bias=no_bias,
     conflicts=_conflicts,
 )

@@ -17,7 +17,6 @@ QWEN2 = ModelFamily(
     before=(EMBEDDING,),
     layers=(*DENSE_LAYER, QKV_BIAS),
     after=(FINAL_NORM, OUTPUT),
-    qk_norm=False,
-    qkv_bias=lambda hf: True,
+    qkv_bias=True,
     conflicts=switched_window_conflicts,
 )

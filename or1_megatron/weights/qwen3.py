@@ -8,7 +8,6 @@ from or1_megatron.weights.decoder import (
     FINAL_NORM,
     OUTPUT,
     QK_NORM,
-    no_bias,
     switched_window_conflicts,
 )
 from or1_megatron.weights.table import ModelFamily
@@ -19,6 +18,5 @@ QWEN3 = ModelFamily(
     layers=(*DENSE_LAYER, *QK_NORM),
     after=(FINAL_NORM, OUTPUT),
     qk_norm=True,
-    qkv_bias=no_bias,
     conflicts=switched_window_conflicts,
 )

@@ -14,7 +14,6 @@ from or1_megatron.weights.decoder import (
     OUTPUT,
     QK_NORM,
     gated_mlp,
-    no_bias,
     switched_window_conflicts,
 )
 from or1_megatron.weights.slicing import Cut
@@ -22,7 +21,7 @@ from or1_megatron.weights.table import Experts, HFConfig, ModelFamily, Row
 
 
 def sparse(hf: HFConfig, layer: int) -> bool:
-    """Whether a layer has experts."""
+    """Return whether a layer has experts."""
     return layer not in (hf.get("mlp_only_layers") or ()) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
 
 
@@ -54,7 +53,6 @@ QWEN3_MOE = ModelFamily(
     layers=(*ATTENTION, *QK_NORM, *LAYER_MLP),
     after=(FINAL_NORM, OUTPUT),
     qk_norm=True,
-    qkv_bias=no_bias,
     conflicts=switched_window_conflicts,
     experts=_experts,
 )

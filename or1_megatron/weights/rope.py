@@ -1,6 +1,6 @@
-"""Rotary position embeddings as HF configs describe them: which frequencies, and how much sharper attention is.
+"""Rotary position embeddings as HF configs describe them: the frequencies, and the factor that sharpens attention.
 
-Shapes: D head dimension. Positions turn the pair (i, i + D/2) of a head by position * frequency[i].
+Shapes: D head dimension. A position turns the pair (i, i + D/2) of a head by position * frequency[i].
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NEEDED: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""The known types, and the keys that each cannot do without."""
+"""The known types, and the keys that each of them needs."""
 
 
 def rope_parameters(hf: HFConfig) -> dict[str, Any]:
-    """The parameters in one dictionary, from either of the places where HF configs have kept them.
+    """Return the parameters in one dictionary, from either of the places where HF configs keep them.
 
     ``rope_type`` and ``rope_theta`` are always there.
     """
@@ -34,7 +34,7 @@ def rope_parameters(hf: HFConfig) -> dict[str, Any]:
 
 
 def rope_conflicts(hf: HFConfig) -> Iterator[str]:
-    """What of a model's RoPE is not computed here; nothing when all is."""
+    """Yield a sentence for each RoPE setting of a model that is not supported."""
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if nested := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
@@ -51,13 +51,13 @@ def rope_conflicts(hf: HFConfig) -> Iterator[str]:
 
 
 def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
-    """([D/2] fp32 frequencies in radians per token, factor on the rotated queries and on the rotated keys).
+    """Return ([D/2] fp32 frequencies in radians per token, factor on the rotated queries and on the rotated keys).
 
     Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); Llama 3's bands
     (arXiv 2407.21783 and its released code); YaRN (arXiv 2309.00071, section 3.2 and 3.4).
 
     Raises:
-        ValueError: a kind of scaling that is not known, or that lacks a parameter.
+        ValueError: the scaling is of an unknown type, or lacks a parameter.
     """
     for problem in rope_conflicts(hf):
         raise ValueError(problem)
@@ -68,24 +68,16 @@ def rope_frequencies(hf: HFConfig) -> tuple[Tensor, float]:
     return _SCALED[rope["rope_type"]](plain, rope, hf)
 
 
-def _default(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    return plain, 1.0
-
-
-def _linear(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    return plain / rope["factor"], 1.0
-
-
 def _llama3(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """Slow frequencies are divided by ``factor``, fast ones stay, and in between the two are blended."""
-    turns = _original_positions(rope, hf) * plain / (2 * math.pi)  # of each pair over the original context
+    """Divide slow frequencies by ``factor``, keep fast ones, and blend the two in between."""
+    turns = _original_positions(rope, hf) * plain / (2 * math.pi)  # full turns of each pair over the original context
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * plain / rope["factor"] + kept * plain, 1.0
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any], hf: HFConfig) -> tuple[Tensor, float]:
-    """As llama3, with the blend linear in the pair's index; attention is sharpened by the factor returned."""
+    """As llama3, with a blend that is linear in the pair's index; the returned factor sharpens attention."""
     positions, pairs = _original_positions(rope, hf), len(plain)
     factor = rope["factor"] or hf["max_position_embeddings"] / positions
 
@@ -113,14 +105,14 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def _original_positions(rope: Mapping[str, Any], hf: HFConfig) -> int:
-    """The context length of pre-training, before the scaling."""
+    """Return the context length of pre-training, before the scaling."""
     outside = hf.get("original_max_position_embeddings")
     return int(outside or rope.get("original_max_position_embeddings") or hf["max_position_embeddings"])
 
 
 _SCALED: Final[dict[str, Callable[[Tensor, Mapping[str, Any], HFConfig], tuple[Tensor, float]]]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda plain, rope, hf: (plain, 1.0),
+    "linear": lambda plain, rope, hf: (plain / rope["factor"], 1.0),
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide what fits where."""
+"""The sizes of a model, from which memory, FLOPs and possible layouts follow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from or1_megatron.weights.families import experts_of
 from or1_megatron.weights.table import Experts
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
-"""Of one number, by dtype."""
+"""Bytes of one number, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a decoder that decide what fits where, from HF's config.json."""
+    """The sizes of a decoder, from HF's config.json."""
 
     layers: int
     hidden: int
@@ -30,7 +30,7 @@ class Shape:
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
-        """Raises KeyError for what ``weights.families.read_hf_config`` has not checked."""
+        """Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
         heads = hf["num_attention_heads"]
         return cls(
             layers=hf["num_hidden_layers"],
@@ -52,19 +52,19 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all weights, those of routed experts."""
+        """Weights of the routed experts."""
         if self.experts is None:
             return 0
         return len(self.experts.layers) * self.experts.count * 3 * self.hidden * self.experts.intermediate
 
     @property
     def multiplied_weights(self) -> int:
-        """Weights that multiply every token: all but an input embedding of its own (a tied one is the output layer) and
-        the experts that do not compute it."""
+        """Weights that multiply a token: all but the input embedding (unless it is also the output layer) and the
+        experts that do not compute the token."""
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def _decoder(self, whole: bool) -> int:
-        """Weights of all layers and the last norm; of experts, all (``whole``) or those that compute one token."""
+        """Weights of all layers and the last norm, with all experts (``whole``) or those that compute one token."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         every = self.layers * (attention + 2 * self.hidden) + self.hidden
         if self.experts is None:
@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def attention_width(self) -> int:
-        """Query channels of all layers."""
+        """Query channels of all layers together."""
         return self.layers * self.heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""How a whole Megatron tensor is cut over tensor-parallel ranks, and joined again. Pure functions on local tensors."""
+"""Cuts a whole Megatron tensor over tensor-parallel ranks, and joins it again. Pure functions on local tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class Cut(Enum):
-    """The ways in which tensor parallelism cuts a weight."""
+    """How tensor parallelism cuts a weight."""
 
     WHOLE = "whole"
-    """Every rank holds all of it (norms)."""
+    """Not cut: every rank holds all of it (norms)."""
     COLUMN = "column"
     """Axis 0, equal parts (linears that split their outputs, and their biases)."""
     ROW = "row"
     """Axis 1, equal parts (linears that split their inputs)."""
     HALVES = "halves"
-    """Each half of axis 0 cut by itself; a rank holds its part of the first above its part of the second (gate/up)."""
+    """Axis 0, each half cut by itself; a rank holds its part of the first half above that of the second (gate/up)."""
     VOCABULARY = "vocabulary"
     """Axis 0, padded with zero rows to a multiple of the ranks (embeddings, output layer)."""
 
 
 def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
-    """Rank ``rank``'s part of ``whole`` out of ``size``.
+    """Return rank ``rank``'s part of ``whole``, of ``size`` parts.
 
     Raises:
         ValueError: the axis is not divisible by ``size``.
@@ -46,7 +46,7 @@ def cut(whole: Tensor, how: Cut, rank: int, size: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], how: Cut) -> Tensor:
-    """The inverse of cut over all ranks (vocabulary padding stays on; the row's layout drops it)."""
+    """Undo ``cut`` over all ranks. Vocabulary padding stays; the row's layout drops it."""
     if how is Cut.WHOLE or len(parts) == 1:
         return parts[0]
     if how is Cut.HALVES:

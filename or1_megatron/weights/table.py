@@ -1,8 +1,8 @@
-"""The weight table: per model family, which HF tensors make which Megatron tensor, laid out and cut how.
+"""The weight table: for each model family, which HF tensors make which Megatron tensor, and how it is laid out and cut.
 
-One table serves the load from HF, the handoff to the engines, the export and the converters; nobody else writes a
-weight's name. Rows are written once per layer kind, with ``{layer}`` for the layer's number in the whole model and, in
-a mixture of experts, ``{expert}`` for the expert's number in the whole layer.
+The load from HF, the handoff to the engines, the export and the converters all use this table; weights are named
+nowhere else. A row is written once per kind of layer, with ``{layer}`` for the layer's number in the whole model and,
+in a mixture of experts, ``{expert}`` for the expert's number in the whole layer.
 """
 
 from __future__ import annotations
@@ -11,22 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from or1_megatron.weights.layout import Layout, Same
+from or1_megatron.weights.layout import Layout
 from or1_megatron.weights.slicing import Cut
 
 HFConfig = Mapping[str, Any]
-
-
-def _always(hf: HFConfig) -> bool:
-    return True
-
-
-def _every_layer(hf: HFConfig, layer: int) -> bool:
-    return True
-
-
-def _nothing(hf: HFConfig) -> Iterator[str]:
-    return iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +23,24 @@ class Row:
 
     hf: tuple[str, ...]
     axes: tuple[str, ...]
-    """Of each HF tensor, one letter per axis: see ``axis_sizes``."""
+    """For each HF tensor one letter per axis: see ``axis_sizes``."""
     megatron: str
     cut: Cut
-    layout: Layout = Same()
-    when: Callable[[HFConfig], bool] = _always
+    layout: Layout = Layout()
+    when: Callable[[HFConfig], bool] = lambda hf: True
     """Whether models with this HF config have the row."""
-    in_layer: Callable[[HFConfig, int], bool] = _every_layer
-    """Of a layer's rows: whether that layer has it. Models may mix dense layers and mixtures of experts."""
+    in_layer: Callable[[HFConfig, int], bool] = lambda hf, layer: True
+    """Whether this layer has the row: models may mix dense layers and mixtures of experts."""
     expert: int | None = None
-    """Of an expert's weight: the expert's number in its layer."""
+    """For a weight of an expert: the expert's number in its layer."""
 
     @property
     def per_expert(self) -> bool:
-        """Whether there is one such row for each expert."""
+        """Whether there is such a row for each expert."""
         return "{expert}" in self.megatron
 
     def at(self, layer: int, expert: int | None = None) -> Row:
-        """The row of one layer (and expert), placeholders filled in."""
+        """Return the row of one layer (and expert), with the placeholders filled in."""
         return replace(
             self,
             hf=tuple(name.format(layer=layer, expert=expert) for name in self.hf),
@@ -68,40 +56,36 @@ class Experts:
     count: int
     """Experts in a layer."""
     chosen: int
-    """Of them, those that compute a token."""
+    """Experts that compute a token."""
     intermediate: int
     """Width of one expert."""
     normalised: bool
     """Whether the chosen experts' weights are scaled to sum to one."""
     layers: tuple[int, ...]
-    """Those with experts; the others are dense."""
+    """The layers with experts; the others are dense."""
     shared: int | None = None
     """Width of the expert that computes every token, if there is one."""
 
 
-def _dense(hf: HFConfig) -> Experts | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Everything that distinguishes one family of HF models for the policy."""
+    """Everything that the policy must know of one family of HF models."""
 
     architecture: str
     """``architectures[0]`` of the HF config."""
     before: tuple[Row, ...]
     layers: tuple[Row, ...]
     after: tuple[Row, ...]
-    qk_norm: bool
+    conflicts: Callable[[HFConfig], Iterator[str]]
+    """Yields a sentence for each setting of a config that this package does not compute."""
+    qk_norm: bool = False
     """Whether queries and keys are normed, head by head."""
-    qkv_bias: Callable[[HFConfig], bool]
-    conflicts: Callable[[HFConfig], Iterator[str]] = _nothing
-    """What of a config of this family is not computed here, in words; nothing when all is."""
-    experts: Callable[[HFConfig], Experts | None] = _dense
-    """The mixture of experts; None for a dense model."""
+    qkv_bias: bool = False
+    experts: Callable[[HFConfig], Experts | None] = lambda hf: None
+    """Returns the mixture of experts; None for a dense model."""
 
     def rows(self, hf: HFConfig) -> Iterator[Row]:
-        """Every row of a model, in the model's order."""
+        """Yield every row of a model, in the model's order."""
         yield from (row for row in self.before if row.when(hf))
         mixture = self.experts(hf)
         for layer in range(hf["num_hidden_layers"]):
@@ -112,7 +96,7 @@ class ModelFamily:
         yield from (row for row in self.after if row.when(hf))
 
     def shapes(self, hf: HFConfig) -> dict[str, tuple[int, ...]]:
-        """Every HF tensor of a model, with the shape that its config implies."""
+        """Return every HF tensor of a model with the shape that its config implies."""
         size = axis_sizes(hf, self.experts(hf))
         return {
             name: tuple(size[axis] for axis in axes)
@@ -126,9 +110,10 @@ class ModelFamily:
 
 
 def axis_sizes(hf: HFConfig, experts: Experts | None = None) -> dict[str, int]:
-    """V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, 1 one.
+    """Return the size of each axis letter.
 
-    Of a mixture also E experts, X one expert's intermediate, S the shared expert's intermediate.
+    V vocabulary, H hidden, F intermediate, Q all query heads, K all key (or value) heads, D one head, 1 one. A mixture
+    of experts also has E experts, X one expert's intermediate, S the shared expert's intermediate.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared or 0}

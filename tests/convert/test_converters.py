@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.convert.job import ConvertError
-from or1_megatron.convert.rows import runs_of, targets
+from or1_megatron.convert.rows import megatron_tensors
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.runtime.manifest import CheckpointDamaged, check_manifest
@@ -73,11 +74,10 @@ def test_rows_go_where_the_layouts_put_them(architecture: str, make_model: Any, 
     hf = make_model(tmp_path / "hf", architecture)
     config, found = read_hf_config(hf), tensors(hf)
     family = family_of(config)
-    for row, target in zip(family.rows(config), targets(family, config), strict=True):
+    for row, made in zip(family.rows(config), megatron_tensors(family, config), strict=True):
         parts = [found[name] for name in row.hf]
-        assert runs_of(row, [len(part) for part in parts], config) == [source.runs for source in target.sources]
-        whole = torch.full(target.shape, torch.nan, dtype=torch.bfloat16)
-        for part, source in zip(parts, target.sources, strict=True):
+        whole = torch.full(made.shape, torch.nan, dtype=torch.bfloat16)
+        for part, source in zip(parts, made.sources, strict=True):
             for run in source.runs:
                 whole[run.row : run.row + run.rows] = part[run.hf_row : run.hf_row + run.rows]
         assert torch.equal(whole, row.layout.fuse(parts, config)), row.megatron
@@ -184,7 +184,7 @@ def test_what_is_wrong_with_an_hf_folder_is_named(qwen2: Path, tmp_path: Path) -
     file = next(folder.glob("*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    with pytest.raises(ModelError, match=f"{file.name} has .* bytes, but its header tells of .* cut"):
+    with pytest.raises(ModelError, match=f"{file.name} has .* bytes, but its header implies .* cut"):
         hf_to_megatron(folder, out, QUIET)
     file.unlink()
     with pytest.raises(ModelError, match=f"{file.name} is missing"):
@@ -235,21 +235,20 @@ def test_verify_finds_what_changed_on_the_way(
     qwen2: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit that flips in a file between its writing and its reading is put down to the tensor."""
-    from or1_megatron.convert import to_hf, to_megatron
+    from or1_megatron.convert import job
 
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
+    forget = job.forget
+
+    def flip_and_forget(paths: Iterable[Path]) -> None:
+        first, *rest = paths
+        content = bytearray(first.read_bytes())
         content[-5000] ^= 4
-        path.write_bytes(content)
+        first.write_bytes(content)
+        forget([first, *rest])
 
-    def flipping(module: Any, name: str) -> None:
-        forget = module.forget
-        monkeypatch.setattr(module, "forget", lambda paths: (paths := list(paths), flip(paths[0]), forget(paths)))
-
-    flipping(to_megatron, "there")
+    monkeypatch.setattr(job, "forget", flip_and_forget)
     with pytest.raises(ConvertError, match=r"__0_0\.distcp: output_layer.* differs from lm_head|differs from model"):
         hf_to_megatron(qwen2, tmp_path / "there", QUIET, verify=True)
-    flipping(to_hf, "back")
     with pytest.raises(ConvertError, match=r"safetensors: (model|lm_head)\S+ differs from the checkpoint's"):
         megatron_to_hf(converted, tmp_path / "back", QUIET, verify=True)
     assert not (tmp_path / "there").exists() and not (tmp_path / "back").exists()

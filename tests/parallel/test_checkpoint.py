@@ -117,8 +117,8 @@ def test_what_is_saved_of_a_parameter(told: Any) -> None:
 
 
 def test_a_flat_range_as_slices() -> None:
-    """Every range of small arrays: the slices, read in order, give numpy's flat range. There are at most 2 n - 1 of them
-    in n dimensions."""
+    """Every range of small arrays: the slices, read in order, give numpy's flat range; in n dimensions there are at
+    most 2 n - 1 of them."""
     assert list(slices_of((4, 5), 3, 16)) == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     for sizes in [(7,), (3, 4), (1, 3, 4), (2, 3, 2)]:
         whole = np.arange(np.prod(sizes)).reshape(sizes)

@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
 def cut(model: Path) -> str:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2_000_000])
-    return r"model\.safetensors has 2000000 bytes, but its header tells of 3266240; it is cut"
+    return r"model\.safetensors has 2000000 bytes, but its header implies 3266240; it is cut"
 
 
 def no_header(model: Path) -> str:

@@ -94,7 +94,7 @@ def test_a_shared_expert_is_rows_and_no_more(tmp_path: Path) -> None:
         architecture="Qwen2MoeForCausalLM",
         layers=(*layers, QKV_BIAS, *shared, replace(gate, in_layer=sparse)),
         qk_norm=False,
-        qkv_bias=lambda hf: True,
+        qkv_bias=True,
     )
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
