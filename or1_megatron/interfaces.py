@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What an objective is told of each of N counted tokens beside its log-prob and entropy; all [N] fp32, constant."""
+    """What an objective gets for each of N counted tokens besides log-prob and entropy. All [N] fp32, constant."""
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class TokenInputs:
 
 
 class Objective(Protocol):
-    """A loss that is pointwise in a token's log-prob and entropy. It is picklable: ranks receive it with the batch."""
+    """A loss that is pointwise in a token's log-prob and entropy. Picklable: it is sent to the ranks with the batch."""
 
     @property
     def temperature(self) -> float: ...
@@ -85,10 +85,10 @@ class Objective(Protocol):
         entropies: torch.Tensor,
         tokens: TokenInputs,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Log-probs and entropies [N] fp32 of counted tokens. Returns (loss summed over them, named detached sums).
+        """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] fp32 of counted tokens.
 
-        Sums, never means: the policy divides once, by the batch's ``token_count``. Over micro-batches and ranks the
-        named values are summed, save those whose name begins with ``max_``: of these the largest is taken. N may be 0.
+        Return sums, never means: the policy divides once, by the batch's ``token_count``. Named values are added over
+        micro-batches and ranks; of those whose name begins with ``max_`` the largest is taken. N may be 0.
         """
         ...
 
@@ -97,42 +97,42 @@ class Policy(Protocol):
     """The trained model, spread over all trainer ranks. Each method runs on every rank in lockstep."""
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
-        """Log-prob and entropy of the counted tokens; no gradient."""
+        """Return log-prob and entropy of the counted tokens, without gradient."""
         ...
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
-        """The same of the frozen reference (``algorithm.kl``). RuntimeError when there is none."""
+        """Score with the frozen reference (``algorithm.kl``). RuntimeError when there is none."""
         ...
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        """One optimizer step on the batch's global token mean of the objective."""
+        """Make one optimizer step on the batch's global token mean of the objective."""
         ...
 
     def restart_optimizer(self) -> None:
-        """As if no SGD step had been made: moments of 0, the learning rate's schedule from its beginning."""
+        """Set the moments to 0 and restart the learning-rate schedule."""
         ...
 
     def hand_off(self, version: int) -> HandoffReport:
-        """Give the current weights to every engine, as ``version``, and prove it."""
+        """Send the current weights to every engine as ``version``, and check that they arrived."""
         ...
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Begin to save parameters, optimizer, RNG and ``state`` (JSON-able, of the loop) as ``folder``.
+        """Start to save parameters, optimizer, RNG and ``state`` (the loop's, JSON-able) as ``folder``.
 
-        Returns once they are copied; they are written, aside and then renamed, while training goes on. A save that is
-        still being written is waited for.
+        Returns once they are copied; they are written aside while training goes on, then renamed. Waits for an earlier
+        save that is still being written.
         """
         ...
 
     def finish_save(self, wait: bool) -> float | None:
-        """Seconds that the save which has completed since the last call took to write; None when none has.
+        """Return how many seconds the save that completed since the last call took to write; None when none did.
 
-        Raises what it failed of. With ``wait``, waits for a save that is still being written.
+        Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """
         ...
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """The inverse of save, of a checkpoint that is known to be intact; returns the loop's state."""
+        """Load a checkpoint that is known to be intact; returns the loop's state."""
         ...
 
     def export_hf(self, folder: Path) -> None:
@@ -150,27 +150,27 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Judges responses of one ability ("math", "code")."""
+    """Judges responses to problems of one ability ("math", "code")."""
 
     def start(self) -> None:
-        """Begin to start what verdicts will need, without waiting for it; else the first verdicts do."""
+        """Start what verdicts need, in the background. Without this call the first verdicts start it."""
         ...
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError, saying what was expected, when the problem's ground truth cannot be used."""
+        """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""
         ...
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Never raises for anything that the response holds."""
+        """Return the verdict. Nothing in the response makes it raise."""
         ...
 
     def close(self) -> None:
-        """End what the verifier has started."""
+        """Stop the processes that the verifier has started."""
         ...
 
 
 class Rollouts(Protocol):
-    """Samples and verifies: the loop's view of the RolloutManager, which is a process of its own."""
+    """Samples and verifies. The RolloutManager behind it is a process of its own."""
 
     def roll_out(
         self,
@@ -180,27 +180,26 @@ class Rollouts(Protocol):
         seed: int,
         refill: RefillRule | None = None,
     ) -> None:
-        """Start sampling ``group_size`` responses to each prompt; returns at once. Each is verified as it ends.
+        """Start sampling ``group_size`` responses to each prompt and return. Each is verified when it ends.
 
-        With ``refill`` only of as many of the first prompts as that needs: ``collect`` gives the shortest run of them,
-        or all.
+        With ``refill``, ``collect`` returns the groups of the shortest prefix of the prompts that satisfies it, or all.
         """
         ...
 
     def wait_decoded(self) -> None:
-        """Block until the last response of the current roll-out has been sampled."""
+        """Wait until the last response of the current roll-out has been sampled."""
         ...
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
-        """Block until every response has its verdict; groups come in the order of the prompts."""
+        """Wait until every response has its verdict, and return the groups in the order of the prompts."""
         ...
 
     def abandon(self) -> None:
-        """Give up the current roll-out, if there is one; back when the engines are idle."""
+        """Cancel the current roll-out, if there is one, and wait until the engines are idle."""
         ...
 
     def progress(self) -> tuple[int, int]:
-        """(responses finished, responses asked for) of the current roll-out; never blocks."""
+        """Return (responses finished, responses requested) of the current roll-out, without waiting."""
         ...
 
 
@@ -209,19 +208,19 @@ class ProblemStream(Protocol):
 
     @property
     def left(self) -> int:
-        """Different problems that ``take`` can give."""
+        """How many different problems ``take`` can return."""
         ...
 
     def take(self, count: int) -> list[Prompt]:
-        """Of different problems. What is taken first does not depend on ``count``."""
+        """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
         ...
 
     def mix(self, repeats: Sequence[int]) -> None:
-        """From now on each source appears so often per epoch; a change begins a new epoch."""
+        """Set how often each source appears per epoch; a change starts a new epoch."""
         ...
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on; returns how many are left. ValueError when none would be."""
+        """Leave these problems out from now on, and return how many are left. ValueError when none would be."""
         ...
 
     def state(self) -> Mapping[str, Any]: ...
@@ -305,24 +304,23 @@ class EngineControl(Protocol):
 class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
-    Raised by the loop between verbs; a port that blocks for long (Rollouts, Evaluator) may raise it from within, once
-    the stop flag is up.
+    The loop raises it between verbs; a port that waits for long (Rollouts, Evaluator) may raise it too.
     """
 
 
 class EnginesLost(UserError, RuntimeError):
-    """Engines, or what manages them and verifies, cannot go on.
+    """The engines, the RolloutManager or the verifiers are gone.
 
-    Once the run has been asked to stop this ends nothing that would not end anyway: a node that is taken away takes its
-    engines with it, often before the ranks have saved.
+    A run that has been asked to stop still saves: a pre-empted node often loses its engines before the ranks have
+    saved.
     """
 
 
 class Evaluator(Protocol):
-    """Measures the engines' current weights on held-out problems; leaves no trace in the training stream."""
+    """Measures the engines' current weights on held-out problems, without any effect on training."""
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """avg@k as ``settings`` say: k is ``samples`` for a ``whole`` evaluation, else ``samples_during``.
+        """Measure avg@k with k = ``samples`` for a ``whole`` evaluation, else ``samples_during``.
 
         The same weights and settings give the same result at every call.
         """
@@ -330,10 +328,10 @@ class Evaluator(Protocol):
 
 
 class Observer(Protocol):
-    """Watches the loop: console, rollout store. Nothing that it does may change the run."""
+    """Watches the loop (console, rollout store) without changing the run."""
 
     def verb_started(self, step: int, verb: str) -> None:
-        """``step`` is the number of rollout steps done so far."""
+        """``step``: rollout steps done so far."""
         ...
 
     def rolled_out(
@@ -344,20 +342,20 @@ class Observer(Protocol):
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """All groups of a finished step (the first is step 1); ``kept`` are those that were not rejected.
+        """Take all groups of a finished step (the first is step 1); ``kept`` are those that were not rejected.
 
-        ``scores``: of the kept groups' responses, in order, by the policy when the step first met them; None: unknown.
+        ``scores``: the policy's first scores of the kept groups' responses in this step, in order; None: unknown.
         """
         ...
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
     def alarmed(self, text: str) -> None:
-        """Something looks wrong: which step, what was seen against what, and what to do about it."""
+        """Take an alarm: which step, what was seen against what, and what to do about it."""
         ...
 
     def resumed(self, step: int) -> None:
-        """A checkpoint of ``step`` has been loaded: what was recorded of later steps is void."""
+        """Discard the records of steps after ``step``, whose checkpoint has been loaded."""
         ...
 
 

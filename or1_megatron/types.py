@@ -1,9 +1,8 @@
 """The records that flow through one training step.
 
 Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
-record. No field means "not yet filled in": a record is made when everything in it is known. Arrays are NumPy so that
-records cross process borders without torch; shapes use ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens
-and ``S`` packed sequences.
+record, made when everything in it is known. Arrays are NumPy, so that records cross process borders without torch.
+Shapes: ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens, ``S`` packed sequences.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "timeout", "error"]
-"""How a verdict came about. Only ``right`` carries reward 1; ``timeout`` and ``error`` say that the verifier itself
-failed on the sample, and are counted apart from wrong answers."""
+"""How a verdict came about. Only ``right`` has reward 1; ``timeout`` and ``error`` mean that the verifier itself failed
+on the sample, and are not counted as wrong answers."""
 
 Aggregation = Literal["token_mean", "response_mean", "micro_batch_mean"]
-"""How the tokens' losses become one (RECIPE section 1): ``rl.batch.pack`` makes weights of it whose mean is 1."""
+"""How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
 
 
 def _pickled_by_fields(kind: type[T]) -> type[T]:
-    """For what goes to and from engines and verifiers by the thousand.
+    """Pickle a record as its class and field values, in a third of the time.
 
-    A frozen dataclass with slots finds out its fields anew for every object that is pickled or read: thrice the time.
+    By default a frozen dataclass with slots looks up its fields for every object. These records go to and from engines
+    and verifiers by the thousand.
     """
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     values = attrgetter(*names)
@@ -57,10 +57,10 @@ class Message:
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row of a problem set, in the terms of Skywork-OR1-RL-Data (its schema is in docs/schemas.md).
+    """One row of a problem set, with the fields of Skywork-OR1-RL-Data (docs/schemas.md).
 
     ``id`` is stable across files and runs (a hash of source and prompt); ``ground_truth`` is the raw string of the
-    row's ``reward_model``; ``origin`` is ``file:line``, for messages that must name the row.
+    row's ``reward_model``; ``origin`` is ``file:line``, for error messages.
     """
 
     id: str
@@ -75,7 +75,7 @@ class Problem:
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem made ready for the engines: the chat template applied, and tokenised."""
+    """A problem as the engines get it: chat template applied, tokenised."""
 
     problem: Problem
     token_ids: Int32Array  # [p]
@@ -94,7 +94,7 @@ class Sampling:
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to be sampled: which prompt, which of its group's samples, how, and with what seed."""
+    """One response to sample: which prompt, which sample of its group, how, and with what seed."""
 
     prompt: Prompt
     sample_index: int
@@ -138,7 +138,7 @@ class FailedRequest:
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """The weights version that sampled response tokens ``first_token`` and on, up to the next span."""
+    """The weights version that sampled the response tokens from ``first_token`` to the next span."""
 
     version: int
     first_token: int
@@ -163,7 +163,7 @@ class Completion:
     engine: int
     seed: int
     started_s: float
-    """When the engine took the request up, seconds since the epoch."""
+    """When the engine started on the request, seconds since the epoch."""
     finished_s: float
 
     @property
@@ -174,7 +174,7 @@ class Completion:
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the verifier says of one completion: reward in {0, 1}, why, and how long it took."""
+    """The verifier's judgement of one completion: reward in {0, 1}, why, and how long it took."""
 
     reward: float
     status: VerdictStatus
@@ -203,17 +203,21 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """A roll-out is over when, of its first prompts in their order, ``kept`` groups satisfy ``keeps`` (picklable)."""
+    """End a roll-out at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
+
+    ``keeps`` must be picklable.
+    """
 
     kept: int
     keeps: Callable[[Group], bool]
     expected_rejected: float = 0.0
-    """Share of groups that probably will not; how far the engines are sent ahead depends on it, the result does not."""
+    """Expected share of groups that are not kept. It sets how many prompts are started early; the result never depends
+    on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantagedGroup:
-    """A group whose responses have their advantages, one number each, shared by all tokens of the response."""
+    """A group with one advantage per response, shared by all its tokens."""
 
     group: Group
     advantages: Float32Array  # [M]
@@ -226,7 +230,7 @@ class Sample:
     prompt_ids: Int32Array  # [p]
     response_ids: Int32Array  # [n]
     advantage: float
-    loss_mask: BoolArray  # [n], the response tokens that the loss counts; all of them in the recipe
+    loss_mask: BoolArray  # [n], the response tokens that enter the loss; all of them in the recipe
     engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: nothing reads them
     policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
@@ -237,12 +241,12 @@ class MicroBatch:
     """Packed rows for one forward/backward: sequences laid end to end, then padding to a static length T.
 
     Position t holds token ``token_ids[t]`` and predicts ``target_ids[t]``, the next token of the same sequence. The
-    per-token arrays are aligned with the *predicting* position, so a response token's values stand one to the left of
-    it. ``loss_mask`` is 1 where the target is a response token that the loss counts. ``sample_index`` [S] maps each
-    packed sequence to its place in the list of samples that was batched. Sequence k lies at ``cu_seqlens[k]``; its
-    first ``lengths[k]`` positions hold its tokens, those up to ``cu_seqlens[k + 1]`` the padding that context
-    parallelism asks for. The row's own padding belongs to one last sequence that ``cu_seqlens`` includes and
-    ``sample_index`` does not.
+    per-token arrays are aligned with the *predicting* position, so a response token's values stand one to its left.
+    ``loss_mask`` is 1 where the target is a *counted* token: a response token that enters the loss. ``sample_index``
+    [S] maps each packed sequence to its place in the list of samples that was batched. Sequence k starts at
+    ``cu_seqlens[k]``; its tokens take ``lengths[k]`` positions, and padding for context parallelism takes the rest up
+    to ``cu_seqlens[k + 1]``. The row's own padding is one last sequence, in ``cu_seqlens`` but not in
+    ``sample_index``.
     """
 
     token_ids: Int64Array  # [T]
@@ -256,15 +260,15 @@ class MicroBatch:
     engine_log_probs: Float32Array | None = None  # [T], these three as in ``Sample``
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
-    weights: Float32Array | None = None  # [T], of the aggregation, mean 1 over the batch's counted tokens; None: all 1
+    weights: Float32Array | None = None  # [T], for the aggregation, mean 1 over the batch's counted tokens; None: all 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One optimizer step's samples cut for every data-parallel rank: equal micro-batch counts, equal padded lengths.
+    """One SGD step's samples, cut for every data-parallel rank: equal micro-batch counts, equal padded lengths.
 
-    ``token_count`` is T_k of the loss (RECIPE eq. 3.1): counted tokens over all micro-batches of all ranks. Under every
-    aggregation it is what the weighted sum is divided by.
+    ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. The
+    weighted sum of token losses is divided by it under every aggregation.
     """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]
@@ -283,23 +287,23 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one optimizer step did. ``sums`` are the objective's named sums over all counted tokens of the batch."""
+    """The result of one SGD step. ``sums`` are the objective's named sums over all counted tokens of the batch."""
 
     sums: Mapping[str, float]
     token_count: int
     grad_norm: float
     learning_rate: float
     skipped: bool
-    """True when loss or gradient were not finite and the parameters were left as they were."""
+    """True when loss or gradient was not finite, so that the parameters were left unchanged."""
     forward_backward_s: float
     optimizer_s: float
     scores: TokenScores | None = None
-    """Of the batch's samples, on the parameters before the step, as its own forward pass met them; None: not told."""
+    """The batch's samples scored by the step's own forward pass, on the parameters before it; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
-    """What one weight handoff did, and how the engines' probe compares with the policy's."""
+    """The result of one weight handoff, and how far the engines' log-probs on a fixed probe are from the policy's."""
 
     version: int
     bytes_sent: int
@@ -312,7 +316,7 @@ class HandoffReport:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """How one roll-out went, from the RolloutManager's clock."""
+    """Times and counts of one roll-out, by the RolloutManager's clock."""
 
     decode_s: float
     """Wall time during which at least one engine was decoding (the union over engines)."""
@@ -325,12 +329,12 @@ class RolloutReport:
     """From the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Begun for a refill that turned out not to need them, and thrown away."""
+    """Started for a refill that did not need them, and thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Accuracy on held-out problems, avg@``samples``. Of several sets: the mean of theirs, each counting the same."""
+    """Accuracy on held-out problems, avg@``samples``. With several sets: the mean over sets, weighted equally."""
 
     accuracy: float
     """Mean reward over all responses."""
@@ -339,10 +343,10 @@ class EvaluationResult:
     truncation_ratio: float
     mean_length_tokens: float
     problems: int
-    """Of all sets."""
+    """Over all sets."""
     samples: int
-    """k of avg@k; of several sets with different ones, the largest."""
+    """k of avg@k; the largest where sets differ."""
     decode_s: float
     wall_s: float
     sets: Mapping[str, EvaluationResult] = field(default_factory=dict)
-    """By name, where there are several."""
+    """Results by set name, where there are several sets."""
