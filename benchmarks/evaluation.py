@@ -33,11 +33,11 @@ import ray
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.commands import evaluate_model
+from or1_megatron.commands import eval as or1_eval
 from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.evaluate.run import chat_seed
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.rollout.engine_sampler import LINGER_S, EngineSampler
 from or1_megatron.types import Prompt, Request, Sampling
@@ -89,7 +89,7 @@ def bare_s(engines: Sequence[Any], batches: Sequence[bytes]) -> float:
 
 
 def evaluation(data: Path, samples: int, how: EvaluationSettings, out: Path) -> None:
-    evaluate_model.evaluate_model(str(MODEL), str(data), samples, out, how, QUIET, Path("none"))
+    or1_eval.evaluate_model(str(MODEL), str(data), samples, out, how, QUIET, Path("none"))
 
 
 def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: EvaluationSettings, out: Path) -> float:
@@ -102,7 +102,7 @@ def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: Evaluati
         up_s.append(time.perf_counter())
         yield sampler
 
-    with mock.patch.object(evaluate_model, "open_model", running):
+    with mock.patch.object(or1_eval, "open_model", running):
         evaluation(data, samples, how, out)
     return time.perf_counter() - up_s[0]
 
@@ -123,7 +123,7 @@ def engines_cpu_s() -> float:
 def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measured:
     """Seconds (bare, evaluation) of each round, and CPU beside the engines, verifiers' starts included, per theirs."""
     bare, whole, shares = [], [], []
-    with evaluate_model.open_model(str(MODEL), settings(0), out, QUIET) as sampler:
+    with or1_eval.open_model(str(MODEL), settings(0), out, QUIET) as sampler:
         assert isinstance(sampler, EngineSampler)
         for turn in range(rounds + 1):  # the first warms up
             batches = pickled(data, samples, turn)
@@ -148,7 +148,7 @@ def measure_starting(data: Path, samples: int, rounds: int, out: Path) -> Measur
     for turn in range(rounds):
         batches = pickled(data, samples, turn)
         started_s = time.perf_counter()
-        with evaluate_model.open_model(str(MODEL), settings(turn), out, QUIET) as sampler:
+        with or1_eval.open_model(str(MODEL), settings(turn), out, QUIET) as sampler:
             assert isinstance(sampler, EngineSampler)
             bare_s(sampler.engines, batches)
         between_s = time.perf_counter()

@@ -13,15 +13,15 @@ import typer
 
 from or1_megatron.commands.ablate import ablate
 from or1_megatron.commands.cli_check_parity import check_parity
+from or1_megatron.commands.cli_data import data
+from or1_megatron.commands.cli_eval import evaluate
 from or1_megatron.commands.cli_plan_handoff import plan_handoff
 from or1_megatron.commands.cli_replay import replay
 from or1_megatron.commands.cli_verify import verify
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
-from or1_megatron.commands.data import data_commands
 from or1_megatron.commands.doctor import doctor
 from or1_megatron.commands.errors import explained
-from or1_megatron.commands.eval import eval_command
 from or1_megatron.commands.picture import picture
 from or1_megatron.commands.report import report_command
 from or1_megatron.commands.rollouts import rollouts
@@ -54,10 +54,10 @@ def main(
 
 for command in (train, check_parity, replay, plan_handoff, config, doctor, rollouts, picture, verify):
     app.command()(command)
-app.add_typer(data_commands(explained), name="data")
+app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")
 app.command()(ablate)
-app.command(name="eval")(eval_command(explained))
+app.command(name="eval")(evaluate)
 app.command(name="report")(report_command(explained))
 
 

@@ -1,51 +1,197 @@
-"""``or1 eval``."""
+"""``or1 eval``: a model's engines or endpoint, verifiers, and the evaluation between them."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import hashlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Explained = Callable[..., AbstractContextManager[None]]
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.convert.to_hf import megatron_to_hf
+from or1_megatron.data.problems import check_ground_truths
+from or1_megatron.data.verifier_threads import VerifierThreads
+from or1_megatron.evaluate.benchmarks import load_set, published
+from or1_megatron.evaluate.outcome import check_verdicts, summarise
+from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
+from or1_megatron.evaluate.run import evaluate, missing_count
+from or1_megatron.evaluate.settings import EvaluationSettings
+from or1_megatron.interfaces import Sampler
+from or1_megatron.report.figures.evaluation import draw_evaluation, show_evaluation
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
+from or1_megatron.runtime.files import write_atomically
+from or1_megatron.types import Problem, Sampling
+from or1_megatron.verify.registry import ABILITIES, build_verifiers
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
 
-_DAY = "%Y-%m-%d"
+_LIST_TIMEOUT_S = 10.0
 
 
-def eval_command(explained: Explained) -> Callable[..., None]:
-    """The command. ``explained`` turns errors into messages (cli.explained)."""
+def evaluate_model(
+    model: str,
+    data: str,
+    samples: int,
+    out: Path,
+    settings: EvaluationSettings,
+    console: Console,
+    sets: Path,
+    since: datetime.date | None = None,
+    before: datetime.date | None = None,
+) -> dict[str, Any]:
+    """Evaluate ``model`` (an HF folder, a Megatron checkpoint, or an endpoint's URL) on ``data``; return the results.
 
-    def evaluate(
-        model: Annotated[str, typer.Option(help="An HF folder, a Megatron checkpoint, or http://host:port/v1.")],
-        data: Annotated[str, typer.Option(help="aime24, aime25, livecodebench, a problem file or folder, a hub id.")],
-        out: Annotated[Path, typer.Option(help="Responses, results, picture; the same command goes on in it.")],
-        k: Annotated[int, typer.Option(min=1, help="Samples per problem.")] = 1,
-        config: Annotated[Path | None, typer.Option(help="A file of configs/eval; else the paper's settings.")] = None,
-        overrides: Annotated[
-            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="E.g. --set max_response_tokens=8192.")
-        ] = None,
-        since: Annotated[
-            datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems from this day on.")
-        ] = None,
-        before: Annotated[
-            datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems before this day.")
-        ] = None,
-        sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
-    ) -> None:
-        """avg@k and pass@k of MODEL on DATA, with intervals, by response length and by context budget."""
-        from or1_megatron.runtime.run_folder import USER_OS_ERRORS
+    ``out`` gets responses.jsonl as they come, then results.json and results.svg. After a kill the same call resumes and
+    samples only what is missing; a larger ``samples`` adds to what there is.
 
-        with explained(*USER_OS_ERRORS):
-            from or1_megatron.commands.evaluate_model import evaluate_model
-            from or1_megatron.config.load import load_as
-            from or1_megatron.evaluate.settings import EvaluationSettings
+    Raises:
+        DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
+        EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
+    """
+    name, problems = load_set(data, sets, since, before)
+    asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
+    started_s = time.perf_counter()
+    with closing(_verifiers(problems, settings)) as verifiers:
+        with verifiers.borrowed() as at_hand:
+            check_ground_truths(problems, at_hand)
+        with closing(ResponseStore(out, asked)) as store, _bar(console) as bar:
+            task = bar.add_task(name)
 
-            settings = load_as(EvaluationSettings, config, overrides or ())
-            days = [None if day is None else day.date() for day in (since, before)]
-            evaluate_model(model, data, k, out, settings, Console(), sets, *days)
+            def show(judged: int, wanted: int) -> None:
+                bar.update(task, completed=judged, total=wanted)
 
-    return evaluate
+            opened: AbstractContextManager[Sampler | None] = nullcontext()
+            if missing_count(problems, samples, store):  # else the model is not started
+                verifiers.start()  # its processes load while the engines do
+                opened = open_model(model, settings, out, console)
+            with opened as sampler:
+                responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
+    results = _results(model, name, responses, settings, (since, before), time.perf_counter() - started_s)
+    write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
+    write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
+    show_evaluation(results, published(name), console)
+    return results
+
+
+def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
+    config = VerifyConfig(timeout_s=settings.verify_timeout_s, workers=settings.verify_workers)
+    abilities = frozenset(problem.ability for problem in problems) & ABILITIES
+    return VerifierThreads(lambda: build_verifiers(config, abilities), settings.verify_workers)
+
+
+@contextmanager
+def open_model(model: str, settings: EvaluationSettings, out: Path, console: Console) -> Iterator[Sampler]:
+    """Open a sampler over the model; it ends with the context."""
+    sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
+    if model.startswith(("http://", "https://")):
+        yield OpenAISampler(_endpoint(model, settings), sampling)
+        return
+    folder = _hf_folder(Path(model), out, console)
+    with _engines(folder, settings, sampling) as sampler:
+        yield sampler
+
+
+def _hf_folder(model: Path, out: Path, console: Console) -> Path:
+    """Return the folder itself, or one made of a Megatron checkpoint, which is kept for the next call."""
+    if (model / "config.json").is_file():
+        return model
+    if not model.is_dir():
+        raise EvaluationError(
+            f"--model {model}: no such folder; expected an HF folder, a Megatron checkpoint, or the URL of an "
+            "OpenAI-compatible server (http://host:8000/v1)"
+        )
+    made = out / "model"
+    if not (made / "config.json").is_file():
+        megatron_to_hf(model, made, console)
+    return made
+
+
+@contextmanager
+def _engines(folder: Path, settings: EvaluationSettings, sampling: Sampling) -> Iterator[Sampler]:
+    from or1_megatron.data.template import ChatTemplate, load_tokenizer
+    from or1_megatron.rollout.engine_sampler import start_engine_sampler
+
+    positions = Shape.of(read_hf_config(folder)).positions
+    longest_prompt = min(settings.max_prompt_tokens, positions - settings.max_response_tokens)
+    if longest_prompt < 1:
+        raise EvaluationError(
+            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
+            f"max_position_embeddings = {positions}; lower it (--set max_response_tokens=...)"
+        )
+    tokenise = ChatTemplate(load_tokenizer(folder)).token_ids
+    with start_engine_sampler(folder, settings.dtype, settings.engines, tokenise, sampling, longest_prompt) as sampler:
+        yield sampler
+
+
+def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
+    key = None
+    if settings.api_key_variable is not None:
+        key = os.environ.get(settings.api_key_variable)
+        if not key:
+            raise EvaluationError(
+                f"environment variable {settings.api_key_variable}, which should hold the key, is not set"
+            )
+    name = settings.model or _first_model(url, key)
+    return Endpoint(url, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
+
+
+def _first_model(url: str, key: str | None) -> str:
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_LIST_TIMEOUT_S) as reply:
+            return str(json.loads(reply.read())["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise EvaluationError(
+            f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
+            "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
+        ) from None
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    text = json.dumps([[problem.id, problem.ground_truth] for problem in problems])
+    return f"{len(problems)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
+    """Return what a response depends on: not how many engines or requests serve it."""
+    names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
+    fields = settings.model_dump(mode="json", include=names)
+    return {("endpoint_model" if name == "model" else name): value for name, value in fields.items()}
+
+
+def _results(
+    model: str,
+    data: str,
+    responses: Sequence[Sequence[Response]],
+    settings: EvaluationSettings,
+    window: tuple[datetime.date | None, datetime.date | None],
+    wall_s: float,
+) -> dict[str, Any]:
+    outcome = summarise(responses, settings.max_response_tokens)
+    check_verdicts(outcome, settings.max_error_fraction)
+    return {
+        "model": model,
+        "data": data,
+        "since": None if window[0] is None else window[0].isoformat(),
+        "before": None if window[1] is None else window[1].isoformat(),
+        **_request_settings(settings),
+        "wall_s": wall_s,
+        "outcome": outcome.as_json(),
+    }
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

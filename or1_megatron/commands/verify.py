@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,12 +17,11 @@ from rich.table import Table
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.data.problems import read_problem
 from or1_megatron.data.rows import DataError, shown
-from or1_megatron.interfaces import Verifier
+from or1_megatron.data.verifier_threads import VerifierThreads, judged
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.registry import build_verifiers, known_abilities
 
 _ADDED = ("reward", "status", "detail")
-_AHEAD = 4  # rows given out per worker before the oldest verdict is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +57,21 @@ def verify_file(
             )
     done = _resumed(out, recorded)
     tally: dict[str, Counter[str]] = {}
-    judges = _Judges(config.model_copy(update={"workers": workers}), abilities)
-    try:
-        judges.check(item.problem for item in recorded)
-        with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(workers) as executor:
-            for item, judged in zip(recorded, done, strict=False):
-                _count(tally, item, judged["status"])
-            for item, verdict in _judged(judges, executor, recorded[len(done) :], workers * _AHEAD):
+    of_workers = config.model_copy(update={"workers": workers})
+    with closing(_KeepGoing(lambda: build_verifiers(of_workers, abilities), workers)) as threads:
+        _check(threads, (item.problem for item in recorded))
+        with out.open("a", encoding="utf-8") as file:
+            for item, row in zip(recorded, done, strict=False):
+                _count(tally, item, row["status"])
+            for item, verdict in judged(
+                recorded[len(done) :], lambda it: threads.verdict(it.problem, it.response, it.truncated)
+            ):
                 row = {**item.row, "reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 _count(tally, item, verdict.status)
                 if explain:
                     _explain(console, item, verdict)
-    finally:
-        judges.close()
     console.print(_table(tally))
     return tally
 
@@ -110,64 +108,24 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                     raise DataError(f"{path}:{number}: not a JSON object ({error}), found {shown(line[:80])}") from None
 
 
-class _Judges:
-    """A set of verifiers for each thread: most verifiers do one thing at a time."""
+def _check(threads: VerifierThreads, problems: Iterable[Problem]) -> None:
+    """Raise DataError for the first ground truth that cannot be used."""
+    seen = set()
+    for problem in problems:
+        key = (problem.ability, problem.ground_truth)
+        if key not in seen and (why := threads.check(problem)):
+            raise DataError(f"{problem.origin}: field 'ground_truth': {why}")
+        seen.add(key)
 
-    def __init__(self, config: VerifyConfig, abilities: Iterable[str]) -> None:
-        self._config, self._abilities = config, frozenset(abilities)
-        self._own = threading.local()
-        self._all: list[Mapping[str, Verifier]] = []
-        self._lock = threading.Lock()
 
-    def check(self, problems: Iterable[Problem]) -> None:
-        """Raises DataError for the first ground truth that cannot be used."""
-        verifiers, seen = self._mine(), set()
-        for problem in problems:
-            key = (problem.ability, problem.ground_truth)
-            if key not in seen:
-                seen.add(key)
-                try:
-                    verifiers[problem.ability].check_ground_truth(problem)
-                except ValueError as error:
-                    raise DataError(f"{problem.origin}: field 'ground_truth': {error}") from None
+class _KeepGoing(VerifierThreads):
+    """Turns what a verifier raises into a verdict, so that one row never ends the rest."""
 
-    def judge(self, item: Recorded) -> Verdict:
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         try:
-            return self._mine()[item.problem.ability].verify(item.problem, item.response, item.truncated)
-        except Exception as error:  # one sample never ends the rest
+            return super().verify(problem, response, truncated)
+        except Exception as error:
             return Verdict(0.0, "error", "", f"the verifier raised {type(error).__name__}: {error}"[:1000], 0.0)
-
-    def close(self) -> None:
-        for verifiers in self._all:
-            for verifier in verifiers.values():
-                verifier.close()
-
-    def _mine(self) -> Mapping[str, Verifier]:
-        if not hasattr(self._own, "verifiers"):
-            self._own.verifiers = build_verifiers(self._config, self._abilities)
-            with self._lock:
-                self._all.append(self._own.verifiers)
-        verifiers: Mapping[str, Verifier] = self._own.verifiers
-        return verifiers
-
-
-def _judged(
-    judges: _Judges, executor: ThreadPoolExecutor, items: Iterable[Recorded], ahead: int
-) -> Iterator[tuple[Recorded, Verdict]]:
-    """In the order of the items."""
-    waiting: deque[tuple[Recorded, Future[Verdict]]] = deque()
-    try:
-        for item in items:
-            waiting.append((item, executor.submit(judges.judge, item)))
-            if len(waiting) >= ahead:
-                first, verdict = waiting.popleft()
-                yield first, verdict.result()
-        while waiting:
-            first, verdict = waiting.popleft()
-            yield first, verdict.result()
-    finally:
-        for _, verdict in waiting:
-            verdict.cancel()
 
 
 def _resumed(out: Path, recorded: list[Recorded]) -> list[Mapping[str, Any]]:

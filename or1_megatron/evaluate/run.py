@@ -1,17 +1,22 @@
-"""Sample, judge and keep: k responses to every problem, each judged while others decode."""
+"""Sample k responses to every problem, judge each while others are sampled, and store them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
-from or1_megatron.data.pipeline.sampling import chat_seed
-from or1_megatron.data.pipeline.verdicts import Judge, judged
+from or1_megatron.data.chat import Replies, chat_seed
+from or1_megatron.data.verifier_threads import judged
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Problem, Verdict
 
+Judge = Callable[[Problem, str, bool], Future[Verdict]]
+"""(problem, response, truncated) to a verdict to come."""
+
 Progress = Callable[[int, int], None]
-"""(judged, asked for in all); called as responses are kept."""
+"""(responses stored, responses wanted); called as responses are stored."""
 
 
 def evaluate(
@@ -21,15 +26,15 @@ def evaluate(
     judge: Judge,
     store: ResponseStore,
     seed: int,
-    progress: Progress = lambda judged, wanted: None,
+    progress: Progress = lambda stored, wanted: None,
 ) -> list[list[Response]]:
-    """[P][samples] responses, those that the store has already taken from it.
+    """Return [P][samples] responses; only those that the store lacks are sampled.
 
-    Samples are asked for round by round, so that the samples of one problem are spread over engines and time.
-    ``sampler`` may be None when nothing is missing.
+    Requests go out round by round, so that the samples of one problem are spread over engines and time. ``sampler``
+    may be None when nothing is missing.
 
     Raises:
-        EvaluationError: the model did not answer everything; what it did answer is kept.
+        EvaluationError: some requests failed; the other responses are stored.
     """
     by_id = {problem.id: problem for problem in problems}
     wanted = len(problems) * samples
@@ -39,36 +44,35 @@ def evaluate(
         for problem in problems
         if not store.has(problem.id, sample)
     ]
-    kept = wanted - len(missing)
-    progress(kept, wanted)
+    stored = wanted - len(missing)
+    progress(stored, wanted)
 
     def keep(response: Response) -> None:
-        nonlocal kept
+        nonlocal stored
         store.add(response)
-        kept += 1
-        progress(kept, wanted)
+        stored += 1
+        progress(stored, wanted)
 
-    failures: list[str] = []
-    refused: list[FailedRequest] = []
+    replies = Replies(())
     if missing:
         assert sampler is not None, "responses are missing, but there is no sampler"
-        completions = _completions(sampler.sample(missing), by_id, refused, failures)
-        for problem, completion, verdict in judged(completions, judge):
-            keep(_response(problem, completion, verdict))
-    if refused and not kept:  # says something of the request, not of the problems
+        replies = Replies(sampler.sample(missing))
+        for completion, verdict in judged(replies, lambda it: judge(by_id[it.request.key], it.text, it.truncated)):
+            keep(_response(by_id[completion.request.key], completion, verdict))
+    if replies.refused and not stored:  # the requests are wrong, not the problems
         raise EvaluationError(
-            f"every request was refused, {len(refused)} so far (first: {refused[0].reason}); expected that only "
-            "prompts which are too long are: is max_response_tokens too much for the model, or max_prompt_tokens too "
-            "little for the problems?"
+            f"every request was refused, {len(replies.refused)} so far (first: {replies.refused[0].reason}); expected "
+            "that only prompts which are too long are: is max_response_tokens too much for the model, or "
+            "max_prompt_tokens too little for the problems?"
         )
-    for reply in refused:
-        keep(_unasked(by_id[reply.request.key], reply))
+    for refused in replies.refused:
+        keep(_unasked(by_id[refused.request.key], refused))
     rows = [[store.get(problem.id, sample) for sample in range(samples)] for problem in problems]
     complete = [[response for response in row if response is not None] for row in rows]
     if any(len(row) < samples for row in complete):
-        reason = f" (first: {failures[0]})" if failures else ""
+        reason = f" (first: {replies.failures[0]})" if replies.failures else ""
         raise EvaluationError(
-            f"{wanted - kept} of {wanted} responses did not come{reason}; those that did are kept: run the same "
+            f"{wanted - stored} of {wanted} responses did not come{reason}; those that did are kept: run the same "
             "command again to ask for the rest"
         )
     return complete
@@ -76,22 +80,6 @@ def evaluate(
 
 def missing_count(problems: Sequence[Problem], samples: int, store: ResponseStore) -> int:
     return sum(not store.has(problem.id, sample) for problem in problems for sample in range(samples))
-
-
-def _completions(
-    replies: Iterator[ChatCompletion | FailedRequest],
-    problems: Mapping[str, Problem],
-    refused: list[FailedRequest],
-    failures: list[str],
-) -> Iterator[tuple[Problem, ChatCompletion]]:
-    """Yield the completions; append what failed to ``refused`` or ``failures``."""
-    for reply in replies:
-        if isinstance(reply, ChatCompletion):
-            yield problems[reply.request.key], reply
-        elif reply.permanent:
-            refused.append(reply)
-        else:
-            failures.append(reply.reason)
 
 
 def _response(problem: Problem, completion: ChatCompletion, verdict: Verdict) -> Response:
@@ -113,20 +101,7 @@ def _response(problem: Problem, completion: ChatCompletion, verdict: Verdict) ->
     )
 
 
-def _unasked(problem: Problem, reply: FailedRequest) -> Response:
-    return Response(
-        problem_id=problem.id,
-        sample=reply.request.sample_index,
-        source=problem.source,
-        ability=problem.ability,
-        ground_truth=problem.ground_truth,
-        prompt=problem.messages[-1].content,
-        response="",
-        tokens=None,
-        truncated=False,
-        reward=0.0,
-        status="unasked",
-        answer="",
-        detail=reply.reason,
-        seed=reply.request.seed,
-    )
+def _unasked(problem: Problem, refused: FailedRequest) -> Response:
+    completion = ChatCompletion(refused.request, "", truncated=False)
+    verdict = Verdict(0.0, "error", "", refused.reason, 0.0)
+    return replace(_response(problem, completion, verdict), status="unasked")

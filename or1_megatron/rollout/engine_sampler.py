@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pickle
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_thread import Harvest
-from or1_megatron.rollout.pool import EngineError
+from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.types import (
     ChatCompletion,
     ChatRequest,
@@ -33,6 +39,36 @@ _AHEAD_S = 0.5
 _CACHED_PROMPTS = 4096
 
 Tokenise = Callable[[tuple[Message, ...]], Int32Array]
+
+
+@contextmanager
+def start_engine_sampler(
+    model: Path,
+    dtype: Literal["float32", "bfloat16"],
+    config: RolloutConfig,
+    tokenise: Tokenise,
+    sampling: Sampling,
+    max_prompt_tokens: int,
+) -> Iterator[EngineSampler]:
+    """Start a Ray and engines of its own on the HF folder ``model``; both end with the context.
+
+    Raises:
+        ClusterError, EngineError: Ray or an engine did not start.
+    """
+    run_id = f"sampler-{uuid.uuid4().hex[:8]}"
+    longest = max_prompt_tokens + sampling.max_response_tokens
+    start_ray(None, run_id)
+    try:
+        pool = EnginePool(config, model, dtype, longest, run_id, on_cpu=not torch.cuda.is_available())
+        try:
+            pool.wait_ready()
+            yield EngineSampler(
+                pool.handles, config.max_concurrent, tokenise, sampling, max_prompt_tokens, config.step_timeout_s
+            )
+        finally:
+            pool.close()
+    finally:
+        stop_ray()
 
 
 class _EngineQueue:

@@ -1,4 +1,4 @@
-"""A whole build: the steps in order, each cached by what goes into it, then the dataset and one ledger of all."""
+"""A whole build: the steps in order, each cached by its input, then the dataset and its state in ``build.json``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from or1_megatron.data.pipeline.normalise import normalise
 from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.pipeline.sampling import OpenSampler
 from or1_megatron.data.pipeline.statements import Statements
-from or1_megatron.data.pipeline.steps import Manifest, Say, Step, run_step
-from or1_megatron.data.pipeline.verdicts import MakeVerifiers
+from or1_megatron.data.pipeline.steps import MakeVerifiers, Manifest, PipelineStep, Say, run_step
 from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.files import write_atomically
 
@@ -34,7 +33,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class Done:
-    """A step of the build, as ``build.json`` lists it. ``cached``: its result was there already."""
+    """A step of the build, as ``build.json`` lists it. ``cached``: its result was there before."""
 
     manifest: Manifest
     cached: bool
@@ -43,11 +42,11 @@ class Done:
 def build(
     recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler, say: Say, until: str | None = None
 ) -> list[Done]:
-    """Run what has not been run, and write the dataset. With ``until``, stop behind that step, without a dataset.
+    """Run what has not been run, and write the dataset. With ``until``, stop after that step, without a dataset.
 
     Raises:
-        DataError: of a source, a step that leaves nothing, a model that does not answer. Finished work is kept.
-        SandboxUnavailable and the like: what ``make`` raises.
+        DataError: a source cannot be used, a step leaves nothing, or a model does not answer. Finished work is kept.
+        SandboxUnavailable and the like: from ``make``.
     """
     names = ["normalise", *(step.name for step in steps_of(recipe, make, open_sampler))]
     if until is not None and until not in names:
@@ -71,9 +70,9 @@ def build(
     return done
 
 
-def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[Step]:
-    """The recipe's steps behind ``normalise``, in order."""
-    steps: list[Step] = [Statements(recipe.statements)]
+def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep]:
+    """Return the recipe's steps after ``normalise``, in order."""
+    steps: list[PipelineStep] = [Statements(recipe.statements)]
     if recipe.answers is not None:
         steps.append(Answers(recipe.answers, make))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]
@@ -92,7 +91,7 @@ def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> 
 
 
 def prune(out: Path) -> list[str]:
-    """Delete the results of steps that the newest build does not use; their folders' names."""
+    """Delete the results of steps that the newest build does not use; return their folders' names."""
     state = read_state(out)
     with _locked(out):
         used = {Path(step["folder"]).name for step in state["steps"]}
@@ -103,7 +102,7 @@ def prune(out: Path) -> list[str]:
 
 
 def read_state(out: Path) -> dict[str, Any]:
-    """``build.json`` of the newest build in a folder. Raises DataError when there is none."""
+    """Read ``build.json`` of the newest build in a folder. Raises DataError when there is none."""
     path = out / STATE
     try:
         state = json.loads(path.read_text())
@@ -116,17 +115,17 @@ def read_state(out: Path) -> dict[str, Any]:
 
 
 def manifests(out: Path) -> list[Manifest]:
-    """Of the newest build's steps, in order."""
+    """Return the manifests of the newest build's steps, in order."""
     return [Manifest(**step) for step in read_state(out)["steps"]]
 
 
-def _run(recipe: Recipe, number: int, step: Step, done: Sequence[Done], say: Say) -> tuple[Manifest, bool]:
+def _run(recipe: Recipe, number: int, step: PipelineStep, done: Sequence[Done], say: Say) -> tuple[Manifest, bool]:
     try:
         return run_step(recipe.out, number, step, done[-1].manifest, say)
     except DataError:
         folder = f"steps/{number:02d}-{step.name}-*"
         finished = sorted(recipe.out.glob(f"{folder}/manifest.json"), key=lambda path: path.stat().st_mtime)
-        if finished:  # it came to its end and left nothing: its ledger must be found
+        if finished:  # it finished and left nothing: its ledger must be found
             stored = json.loads(finished[-1].read_text())
             stored["folder"] = str(finished[-1].parent.relative_to(recipe.out))
             _write_state(recipe, [*done, Done(Manifest(**stored), False)], finished=False)
@@ -152,7 +151,7 @@ def _write_state(recipe: Recipe, done: Sequence[Done], finished: bool) -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Raises DataError when another build works in the folder."""
+    """Hold the folder's lock. Raises DataError when another build holds it."""
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

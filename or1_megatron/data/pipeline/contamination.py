@@ -1,4 +1,4 @@
-"""Decontamination: no problem of the given evaluation sets, whole or in large part, stays in the training set."""
+"""Decontamination: exclude problems of the given evaluation sets, whole or in large part."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from or1_megatron.data.pipeline.normalise import published_rows, source_digest
 from or1_megatron.data.pipeline.recipe import DecontaminationConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
+from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.pipeline.text import comparable, ngram_hashes, text_key, words
 
 
@@ -25,10 +26,10 @@ class _Evaluated:
     grams: frozenset[int]
 
 
-class Decontamination:
-    """``steps.Step``. A match is an equal normalised text, or a shared part of the n-grams of the shorter text.
+class Decontamination(PipelineStep):
+    """Matches equal normalised texts, and texts that share enough of the n-grams of the shorter one.
 
-    Of the shorter one, so that a problem is found inside a longer statement and a part of a problem is found too.
+    The shorter text counts, so that a problem is found inside a longer statement, and a part of a problem too.
     """
 
     name = "decontaminate"
@@ -86,7 +87,7 @@ class Decontamination:
         return None if index is None else {"match": "normalised text", **self._named(index)}
 
     def _overlapping(self, grams: frozenset[int]) -> dict[str, Any] | None:
-        """The evaluation problem with the largest shared part, if that is large enough."""
+        """Return the evaluation problem with the largest shared part, if that is large enough."""
         counts = Counter(owner for gram in grams for owner in self._owners.get(gram, ()))
         best, share = -1, 0.0
         for owner, count in counts.items():

@@ -1,36 +1,31 @@
-"""Difficulty: each model answers each problem N times; what every model solves always or never goes."""
+"""Difficulty: each model answers each problem N times; problems that every model solves always or never go."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.pipeline.recipe import DifficultyConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
 from or1_megatron.data.pipeline.results import ResultStore
-from or1_megatron.data.pipeline.sampling import (
-    REFUSED,
-    ModelRun,
-    ModelStep,
-    OpenSampler,
-    chat_seed,
-    result_key,
-    statuses,
-)
-from or1_megatron.data.pipeline.verdicts import MakeVerifiers, VerifierThreads, judged
+from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, OpenSampler, result_key, statuses
+from or1_megatron.data.pipeline.steps import MakeVerifiers
 from or1_megatron.data.problems import DIFFICULTY_TRIES
 from or1_megatron.data.rows import DataError
+from or1_megatron.data.verifier_threads import VerifierThreads, judged
 from or1_megatron.types import ChatRequest
 
 
 class Difficulty(ModelStep):
-    """``steps.Step``. A result is the status of an answer's verdict."""
+    """Stores the status of each answer's verdict as the result."""
 
     name = "difficulty"
-    code = ("data/pipeline/difficulty.py", "data/pipeline/sampling.py")
+    code = ("data/pipeline/difficulty.py", "data/pipeline/sampling.py", "data/chat.py")
 
     def __init__(self, config: DifficultyConfig, results: Path, open_sampler: OpenSampler, make: MakeVerifiers) -> None:
         super().__init__(config, results, open_sampler)
@@ -60,15 +55,17 @@ class Difficulty(ModelStep):
         return [ChatRequest(key, n, row.messages, chat_seed(self._config.seed, key, n)) for n in missing]
 
     def _sample_missing(self, model: ModelRun) -> None:
-        """Verify each answer as it comes. Raises DataError when a verifier failed, which says nothing of an answer."""
+        """Verify each answer as it comes. Raises DataError when a verifier failed: the answer was not judged then."""
         found = {
             ability for shard in model.shards for (column,) in read_column(shard, ("ability",)) for ability in column
         }
-        config = self._config
+        make = partial(self._make, self._config.timeout_s, frozenset(found))
         broken: list[str] = []
-        with closing(VerifierThreads(self._make, config.timeout_s, frozenset(found), config.workers)) as judges:
+        with closing(VerifierThreads(make, self._config.workers)) as verifiers:
             completions = model.completions(lambda row: self._requests(row, model.store), REFUSED)
-            for _, completion, verdict in judged(((row.problem(), each) for row, each in completions), judges.verdict):
+            for (_, completion), verdict in judged(
+                completions, lambda it: verifiers.verdict(it[0].problem(), it[1].text, it[1].truncated)
+            ):
                 if verdict.status == "error":
                     broken.append(verdict.detail)
                 else:
@@ -88,7 +85,7 @@ class Difficulty(ModelStep):
 
 
 def _decided(row: Candidate, measured: Mapping[str, Sequence[str]]) -> Outcome:
-    """Kept where at least one model is right in some of its tries and wrong in others."""
+    """Keep the problem when at least one model is right in some of its tries and wrong in others."""
     counts = {
         model: (len(found) - found.count("right"), len(found))
         for model, found in measured.items()
@@ -108,7 +105,7 @@ def _decided(row: Candidate, measured: Mapping[str, Sequence[str]]) -> Outcome:
 
 
 def of_sixteen(failures: int, tries: int) -> int:
-    """Failures as ``model_difficulty`` counts them, in 16: 0 and 16 only for none and all."""
+    """Scale failures to 16 tries, as ``model_difficulty`` counts them; 0 and 16 only for none and all."""
     if failures in (0, tries):
         return DIFFICULTY_TRIES if failures else 0
     return min(max(round(failures * DIFFICULTY_TRIES / tries), 1), DIFFICULTY_TRIES - 1)

@@ -1,4 +1,4 @@
-"""Duplicates within and across the sets: the first of them, in the order of the sources, stays."""
+"""Duplicates within and across the sets: the first one, in the order of the sources, stays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
+from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.pipeline.text import (
     UInt64Array,
     band_keys,
@@ -24,9 +25,9 @@ from or1_megatron.data.pipeline.text import (
     text_key,
 )
 
-_TEXT_BYTES = 256 << 20  # of statements compared at once
+_TEXT_BYTES = 256 << 20  # statements compared at once
 _BATCH_ROWS = 2048
-_MOST_COMPARED = 8  # rows with which one is compared: those that share most bands, or templates would be quadratic
+_MOST_COMPARED = 8  # rows that one is compared with, those that share most bands; else templates would be quadratic
 
 _CODE = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
 
@@ -40,11 +41,10 @@ class Original(NamedTuple):
     ground_truth: str
 
 
-class FirstStays:
-    """What the kinds of duplicates share: ``_find`` says which row repeats which, ``apply`` excludes them."""
+class DuplicateStep(PipelineStep):
+    """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them."""
 
-    name: str
-    code: tuple[str, ...] = _CODE
+    code = _CODE
     reason: str
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class FirstStays:
         self._original_of, self._originals = {}, {}
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
-        """Row to (the earlier row that it repeats, similarity)."""
+        """Return row -> (the earlier row that it repeats, similarity)."""
         raise NotImplementedError
 
     def _judged(self, row: Candidate, number: int) -> Outcome:
@@ -83,7 +83,7 @@ class FirstStays:
         return Exclusion(row, self.reason, evidence)
 
 
-class ExactDuplicates(FirstStays):
+class ExactDuplicates(DuplicateStep):
     """Statements that are equal once formatting, numbering and white space are taken off."""
 
     name = "exact_duplicates"
@@ -102,8 +102,8 @@ class ExactDuplicates(FirstStays):
         return {row: (original, 1.0) for original, row in _equal_pairs(keys)}
 
 
-class NearDuplicates(FirstStays):
-    """MinHash finds who may be alike, the Jaccard similarity of the shingles decides.
+class NearDuplicates(DuplicateStep):
+    """MinHash finds rows that may be alike; the Jaccard similarity of their shingles decides.
 
     Two statements with other numbers, or other words of those that turn a meaning (largest, smallest, odd, even, ...),
     are different problems however alike they look. A row is compared with rows that stay, so of a chain of ever less

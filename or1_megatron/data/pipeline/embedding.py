@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from or1_megatron.data.pipeline.duplicates import FirstStays
+from or1_megatron.data.pipeline.duplicates import DuplicateStep
 from or1_megatron.data.pipeline.recipe import EmbeddingConfig
 from or1_megatron.data.pipeline.records import read_column
 from or1_megatron.data.rows import DataError
@@ -24,8 +24,8 @@ _BLOCK_ROWS = 4096
 _LONGEST_TOKENS = 512
 
 
-class EmbeddingDuplicates(FirstStays):
-    """Every pair of the chosen abilities is compared, block by block: N² / 2 products of vectors.
+class EmbeddingDuplicates(DuplicateStep):
+    """Compares every pair of the chosen abilities, block by block: N² / 2 products of vectors.
 
     The vectors are in memory in half precision: 1M problems of dimension 768 are 1.5 GB.
     """
@@ -67,7 +67,7 @@ class EmbeddingDuplicates(FirstStays):
 
 
 def _first_alike(vectors: np.ndarray, threshold: float) -> dict[int, tuple[int, float]]:
-    """Place to (the most similar earlier place that stays, cosine), where that reaches the threshold."""
+    """Return place -> (the most similar earlier place that stays, cosine), where the threshold is reached."""
     found: dict[int, tuple[int, float]] = {}
     stays = np.ones(len(vectors), dtype=bool)
     for start in range(0, len(vectors), _BLOCK_ROWS):
@@ -93,7 +93,7 @@ def _first_alike(vectors: np.ndarray, threshold: float) -> dict[int, tuple[int, 
 
 
 def load_embedder(config: EmbeddingConfig) -> Embed:
-    """Raises DataError when the model or its library is not there."""
+    """Load the model. Raises DataError when it or its library is not there."""
     if not config.model.is_dir():
         raise DataError(f"duplicates.embedding.model: {config.model}: no such folder; expected a local model")
     if config.backend == "sentence_transformers":
@@ -134,7 +134,7 @@ def _sentence_transformers(config: EmbeddingConfig) -> Embed:
         ) from None
     try:
         model = SentenceTransformer(str(config.model), local_files_only=True)
-    except Exception as error:  # of many types, by what is missing
+    except Exception as error:  # its type depends on what is missing
         raise DataError(f"duplicates.embedding.model: {config.model} cannot be loaded: {error}") from None
 
     def embed(texts: Sequence[str]) -> Float32Array:

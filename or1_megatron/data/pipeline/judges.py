@@ -1,4 +1,4 @@
-"""Judges: several models vote, several times each, on how a problem is put; with too few votes for it, it goes."""
+"""Judges: several models vote, several times each, on how a problem is stated; with too few votes for it, it goes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.pipeline.recipe import JudgesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.results import ResultStore
-from or1_megatron.data.pipeline.sampling import (
-    REFUSED,
-    ModelRun,
-    ModelStep,
-    OpenSampler,
-    chat_seed,
-    result_key,
-    statuses,
-)
+from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, OpenSampler, result_key, statuses
 from or1_megatron.data.rows import DataError
 from or1_megatron.types import ChatRequest, Message
 
@@ -32,7 +25,7 @@ CRITERIA = (
     ("formatted", "the formatting is good: formulas, symbols and text are readable and nothing is garbled"),
     ("focused", "there are no distractions: no hints, solutions, advertising, translation notes or unrelated text"),
 )
-"""The paper's four; the wording is ours."""
+"""The paper's four criteria, in our words."""
 
 UNREADABLE = "unreadable"
 """A result: an answer that holds no vote."""
@@ -55,7 +48,7 @@ _GARBAGE_SHOWN = 3
 
 
 def question(row: Candidate) -> tuple[Message, ...]:
-    """What a judge is asked about a problem."""
+    """Return the messages that ask a judge about a problem."""
     criteria = "\n".join(f"- {name}: {meaning}." for name, meaning in CRITERIA)
     lines = "\n".join(f"{name}: yes or no" for name, _ in CRITERIA)
     kind = "programming" if row.ability == "code" else "mathematics"
@@ -64,9 +57,9 @@ def question(row: Candidate) -> tuple[Message, ...]:
 
 
 def read_vote(answer: str) -> str:
-    """The four criteria as y and n, such as "yyny"; UNREADABLE unless each is answered after the reasoning.
+    """Return the four criteria as y and n, such as "yyny"; UNREADABLE unless each is answered after the reasoning.
 
-    What is said last counts.
+    The last answer to a criterion counts.
     """
     said = answer.rpartition("</think>")[2]
     found = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
@@ -74,10 +67,10 @@ def read_vote(answer: str) -> str:
 
 
 class Judges(ModelStep):
-    """``steps.Step``. A result is a vote, and at which attempt it was given."""
+    """Stores each vote, with the attempt at which it was given, as the result."""
 
     name = "judges"
-    code = ("data/pipeline/judges.py", "data/pipeline/sampling.py")
+    code = ("data/pipeline/judges.py", "data/pipeline/sampling.py", "data/chat.py")
 
     def __init__(self, config: JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
         super().__init__(config, results, open_sampler)
@@ -91,7 +84,7 @@ class Judges(ModelStep):
         return [self._judged(row) for row in rows]
 
     def _sample_missing(self, model: ModelRun) -> None:
-        """A vote that cannot be read is asked for again, with another seed, up to ``retries`` times."""
+        """Sample a vote that cannot be read again, with another seed, up to ``retries`` times."""
         garbage: list[str] = []
         for attempt in range(self._config.retries + 1):
             refused = {"vote": REFUSED, "attempt": attempt}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from or1_megatron.data.chat import Replies
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, SampledModel
 from or1_megatron.data.pipeline.records import Candidate, read_candidates
 from or1_megatron.data.pipeline.results import ResultStore
+from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
+from or1_megatron.types import ChatCompletion, ChatRequest, Sampling
 
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
 """(model, sampling, longest prompt in tokens) to a sampler; its engines end with the context."""
@@ -25,11 +27,12 @@ REFUSED = "refused"
 """A result: the model refuses the request for good, e.g. because the prompt is too long."""
 
 
-class ModelStep:
-    """A ``steps.Step`` that samples models. Results lie in a folder of their own, by model and request settings: only
-    missing responses are sampled, and a killed or failed step resumes after the last stored result."""
+class ModelStep(PipelineStep):
+    """Base of the steps that sample models.
 
-    name: str
+    Results lie in a folder of their own, by model and request settings: only missing responses are sampled, and a
+    killed or failed step resumes after the last stored result.
+    """
 
     def __init__(self, config: DifficultyConfig | JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
         self._results, self._open_sampler = results, open_sampler
@@ -44,11 +47,15 @@ class ModelStep:
     def prepare(self, shards: Sequence[Path]) -> None:
         """Sample what is missing of every model. Raises DataError when requests failed."""
         for model in self._models:
-            how = {**self._request_settings(), **identity(model)}
-            store = self._stores[model.name] = ResultStore(self._results, model.name, how)
+            self._prepare_model(model, shards)
+
+    def _prepare_model(self, model: SampledModel, shards: Sequence[Path]) -> None:
+        request_settings = {**self._request_settings(), **identity(model)}
+        store = self._stores[model.name] = ResultStore(self._results, model.name, request_settings)
+        with ExitStack() as opened:
             opening = partial(self._open_sampler, model, self._sampling, self._longest_prompt)
-            with _OpenedWhenNeeded(opening) as sampler:
-                self._sample_missing(ModelRun(self.name, model.name, sampler, shards, store))
+            sampler = cache(lambda: opened.enter_context(opening()))
+            self._sample_missing(ModelRun(self.name, model.name, sampler, shards, store))
 
     def close(self) -> None:
         for store in self._stores.values():
@@ -70,7 +77,8 @@ class ModelRun:
 
     step: str
     name: str
-    sampler: Sampler
+    sampler: Callable[[], Sampler]
+    """Opens the sampler at the first call: where nothing is missing, no engine starts."""
     shards: Sequence[Path]
     store: ResultStore
 
@@ -93,26 +101,24 @@ class ModelRun:
                     waiting[found[0].key] = (row, len(found))
                 yield from found
 
-        completed, failures, refusals = 0, list[str](), list[FailedRequest]()
-        for reply in self.sampler.sample(requests()):
-            row, count = waiting.pop(reply.request.key)
+        unsent = requests()
+        if (first := next(unsent, None)) is None:
+            return
+        replies, completed = Replies(self.sampler().sample(chain([first], unsent))), 0
+        for completion in replies:
+            row, count = waiting.pop(completion.request.key)
             if count > 1:
-                waiting[reply.request.key] = (row, count - 1)
-            if isinstance(reply, ChatCompletion):
-                completed += 1
-                yield row, reply
-            elif reply.permanent:
-                refusals.append(reply)
-            else:
-                failures.append(reply.reason)
-        if refusals and not completed and not self.store:
+                waiting[completion.request.key] = (row, count - 1)
+            completed += 1
+            yield row, completion
+        if replies.refused and not completed and not self.store:
             raise DataError(
-                f"step '{self.step}': '{self.name}' refuses every request, {len(refusals)} so far (first: "
-                f"{refusals[0].reason}); expected it to refuse none but prompts that are too long"
+                f"step '{self.step}': '{self.name}' refuses every request, {len(replies.refused)} so far (first: "
+                f"{replies.refused[0].reason}); expected it to refuse none but prompts that are too long"
             )
-        for refusal in refusals:
-            self.store.add(refusal.request.key, refusal.request.sample_index, refused)
-        if failures:
+        for failed in replies.refused:
+            self.store.add(failed.request.key, failed.request.sample_index, refused)
+        if failures := replies.failures:
             raise DataError(
                 f"step '{self.step}': {len(failures)} of {len(failures) + completed} requests to '{self.name}' were "
                 f"not answered (first: {failures[0]}); the answers that came are kept: run the same command again to "
@@ -120,38 +126,9 @@ class ModelRun:
             )
 
 
-class _OpenedWhenNeeded:
-    """A sampler that opens at the first request: where none is left, no engine starts."""
-
-    def __init__(self, open_sampler: Callable[[], AbstractContextManager[Sampler]]) -> None:
-        self._open_sampler = open_sampler
-        self._opened = ExitStack()
-        self._sampler: Sampler | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self._opened.__exit__(*failure)
-
-    def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
-        waiting = iter(requests)
-        if (one := next(waiting, None)) is None:
-            return
-        if self._sampler is None:
-            self._sampler = self._opened.enter_context(self._open_sampler())
-        yield from self._sampler.sample(chain([one], waiting))
-
-
 def result_key(row: Candidate) -> str:
     """Return the key of a problem's results: another answer or other tests make it another problem."""
     return f"{row.id}-{hashlib.sha256(row.ground_truth.encode()).hexdigest()[:8]}"
-
-
-def chat_seed(*parts: object) -> int:
-    """Return a seed in [0, 2**31), which every endpoint takes; neighbouring parts give unrelated seeds."""
-    text = ",".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def identity(model: SampledModel) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""What can be told from a statement alone: proofs, choices that are missing, links, figures, nothing to answer."""
+"""Exclude by the statement alone: proofs, missing choices, links, figures, statements without an answer."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.pipeline.recipe import StatementsConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
+from or1_megatron.data.pipeline.steps import PipelineStep
 
 _SENTENCE = r"(?:^|[.!?;:)\n]\s*(?:\(?[a-z0-9]{1,3}[.)]\s*)?)"  # also behind "(a)" or "2."
 _PROVE = re.compile(
@@ -61,8 +61,8 @@ _CHOICE_WORDS = ("which", "choose", "select", "option", "choice")
 _SHOWN_CHARS = 120
 
 
-class Statements:
-    """``steps.Step``: no state, one look at each statement."""
+class Statements(PipelineStep):
+    """Looks at each statement once."""
 
     name = "statements"
     code = ("data/pipeline/statements.py",)
@@ -73,14 +73,8 @@ class Statements:
     def settings(self) -> Mapping[str, Any]:
         return self._config.model_dump(mode="json")
 
-    def prepare(self, shards: Sequence[Path]) -> None:
-        pass
-
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         return [self._judged(row) for row in rows]
-
-    def close(self) -> None:
-        pass
 
     def _judged(self, row: Candidate) -> Outcome:
         found = self._of_any(row) or (self._of_math(row) if row.ability == "math" else _of_code(row, self._config))
@@ -127,7 +121,7 @@ def _has(lower: str, parts: Sequence[str]) -> bool:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """The answer, where there is just one; "" without any."""
+    """Return the answer, where there is just one; "" without any."""
     if not ground_truth:
         return ""
     try:
@@ -138,7 +132,7 @@ def _only_answer(ground_truth: str) -> str:
 
 
 def _chooses(text: str, answer: str, kind: str) -> str:
-    """What says that one of several choices is asked for; "" when nothing does."""
+    """Return the words that ask for one of several choices; "" when there are none."""
     if kind == "MCQ":
         return "question_type MCQ"
     if _has(text.lower(), _CHOICE_WORDS) and (chosen := _CHOOSES.search(text)):

@@ -1,4 +1,4 @@
-"""What a step is, and how one is run: shard by shard, each shard's result on disk before the next is begun."""
+"""A step of the build, and how it runs: shard by shard, each shard's result on disk before the next begins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig
 from or1_megatron.data.pipeline.records import (
     Candidate,
     Exclusion,
@@ -22,6 +24,8 @@ from or1_megatron.data.pipeline.records import (
     write_ledger,
 )
 from or1_megatron.data.rows import DataError
+from or1_megatron.data.verifier_threads import VerifierThreads
+from or1_megatron.interfaces import Verifier
 from or1_megatron.runtime.files import write_atomically
 
 MANIFEST = "manifest.json"
@@ -29,34 +33,78 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 
+MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
+"""(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
 
-class Step(Protocol):
-    """One step. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
 
-    @property
-    def name(self) -> str: ...
+class PipelineStep:
+    """Base of the steps. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
 
-    @property
-    def code(self) -> tuple[str, ...]:
-        """Files and folders of this package, relative to it, whose change makes an earlier result invalid."""
-        ...
+    name: str
+    code: tuple[str, ...]
+    """Files and folders of this package, relative to it, whose change makes an earlier result invalid."""
 
     def settings(self) -> Mapping[str, Any]:
-        """JSON-able: whatever else the result depends on."""
-        ...
+        """Return what else the result depends on, as JSON-able values."""
+        raise NotImplementedError
 
-    def prepare(self, shards: Sequence[Path]) -> None: ...
+    def prepare(self, shards: Sequence[Path]) -> None:
+        """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """An outcome for each row; ``first`` is the number of the first among all rows of the input."""
-        ...
+        """Return an outcome for each row; ``first`` is the number of the first among all rows of the input."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what ``prepare`` has made."""
+
+
+class VerifierStep(PipelineStep):
+    """Base of the steps that judge the candidates of one ability with a verifier; others pass.
+
+    Without a candidate of that ability no verifier is made, and so no sandbox is needed.
+    """
+
+    ability: str
+    verifiers: VerifierThreads
+
+    def __init__(self, config: AnswersConfig | CodeConfig, make: MakeVerifiers) -> None:
+        self._config, self._make = config, make
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._config.model_dump(mode="json", exclude={"workers"})
+
+    def prepare(self, shards: Sequence[Path]) -> None:
+        make = partial(self._make, self._config.timeout_s, frozenset({self.ability}))
+        self.verifiers = VerifierThreads(make, self._config.workers)
+
+    def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
+        outcomes = [self.check(row) if row.ability == self.ability else row for row in rows]
+        to_judge = [
+            (place, row)
+            for place, row in enumerate(outcomes)
+            if isinstance(row, Candidate) and row.ability == self.ability and row.solutions
+        ]
+        for place, excluded in self.judge(to_judge):
+            outcomes[place] = excluded
+        return outcomes
+
+    def check(self, row: Candidate) -> Outcome:
+        """Exclude a candidate whose ground truth cannot be used, or that lacks a solution where one is required."""
+        raise NotImplementedError
+
+    def judge(self, rows: Sequence[tuple[int, Candidate]]) -> Iterator[tuple[int, Exclusion]]:
+        """Yield the place of each candidate to exclude by its solutions, and the exclusion."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if hasattr(self, "verifiers"):
+            self.verifiers.close()
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a finished step has done; written last, so a step without it is not finished."""
+    """The result of a finished step; written last, so a step without it is not finished."""
 
     step: str
     key: str
@@ -69,7 +117,7 @@ class Manifest:
     shards: Mapping[str, int]
     """File name to bytes, of candidates and ledgers."""
     digest: str
-    """Of the candidates that went on: the next step's input."""
+    """SHA-256 of the candidates that went on: the next step's input."""
     seconds: float = 0.0
     folder: str = field(default="", compare=False)
 
@@ -81,7 +129,7 @@ class Manifest:
 
 
 def step_key(name: str, settings: Mapping[str, Any], code: Sequence[str], inputs: Any) -> str:
-    """The cache key: the step's name and settings, the code that implements it, and what goes in."""
+    """Return the cache key: a hash of the step's name, settings, code and input."""
     shared = ("data/pipeline/records.py", "data/pipeline/steps.py")
     text = json.dumps([name, settings, _code_digest((*code, *shared)), inputs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -97,7 +145,7 @@ def _code_digest(parts: Sequence[str]) -> str:
 
 
 def read_manifest(out: Path, folder: str, key: str) -> Manifest | None:
-    """Of a step that is finished and whose files are all there, with the sizes that they had; else None."""
+    """Return the manifest of a finished step whose files are all there in their full size; else None."""
     try:
         stored = json.loads((out / folder / MANIFEST).read_text())
         manifest = Manifest(**{**stored, "folder": folder})
@@ -107,10 +155,10 @@ def read_manifest(out: Path, folder: str, key: str) -> Manifest | None:
     return manifest if whole and manifest.key == key else None
 
 
-def run_step(out: Path, number: int, step: Step, before: Manifest, say: Say) -> tuple[Manifest, bool]:
-    """(what the step has done, whether that was so already). Raises DataError when nothing is left.
+def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: Say) -> tuple[Manifest, bool]:
+    """Return (the step's manifest, whether the step had finished before). Raises DataError when nothing is left.
 
-    A killed step goes on behind its last finished shard.
+    A killed step resumes after its last finished shard.
     """
     key = step_key(step.name, step.settings(), step.code, before.digest)
     folder = f"steps/{number:02d}-{step.name}-{key}"
@@ -141,7 +189,7 @@ def run_step(out: Path, number: int, step: Step, before: Manifest, say: Say) -> 
     return manifest, False
 
 
-def _apply_to_shard(step: Step, shard: Path, first: int, folder: Path) -> None:
+def _apply_to_shard(step: PipelineStep, shard: Path, first: int, folder: Path) -> None:
     rows = [row for batch in read_candidates(shard) for row in batch]
     outcomes = step.apply(rows, first)
     assert len(outcomes) == len(rows)
@@ -151,13 +199,13 @@ def _apply_to_shard(step: Step, shard: Path, first: int, folder: Path) -> None:
 
 
 def write_shard(folder: Path, name: str, step: str, kept: Sequence[Candidate], excluded: Sequence[Exclusion]) -> None:
-    """The ledger first: a shard whose candidates are there is done."""
+    """Write the ledger first: a shard whose candidates are there is done."""
     write_ledger(folder / name.replace("part-", "ledger-"), step, excluded)
     write_candidates(folder / name, kept)
 
 
 def _is_done(folder: Path, shard: Path) -> bool:
-    """Whether a shard's result can be read; a torn one is made again."""
+    """Return whether a shard's result can be read; a torn one is made again."""
     import pyarrow as pa
 
     try:

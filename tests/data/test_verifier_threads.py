@@ -10,19 +10,15 @@ from concurrent.futures import Future
 
 import pytest
 
-from or1_megatron.data.pipeline.verdicts import VerifierThreads, judged
-from or1_megatron.types import ChatCompletion, ChatRequest, Message, Problem, Verdict
+from or1_megatron.data.verifier_threads import VerifierThreads, judged
+from or1_megatron.types import Message, Problem, Verdict
 from or1_megatron.verify.math.verifier import MathVerifier
 
 PROBLEM = Problem("p", "s", "math", (Message("user", "?"),), '["x^2 + 2x"]', {}, "file:1")
 
 
-def completions(count: int) -> Iterator[tuple[Problem, ChatCompletion]]:
-    for sample in range(count):
-        yield (
-            PROBLEM,
-            ChatCompletion(ChatRequest("p", sample, PROBLEM.messages, sample), "</think>\\boxed{x(x + 2)}", False),
-        )
+def numbers(count: int) -> Iterator[int]:
+    yield from range(count)
     raise ConnectionError("the engine died")
 
 
@@ -30,7 +26,7 @@ def test_what_came_before_a_failure_is_judged_and_in_order() -> None:
     """No verdict is made before the last answer has come; then all are, the first one last."""
     waiting: list[Future[Verdict]] = []
 
-    def judge(problem: Problem, response: str, truncated: bool) -> Future[Verdict]:
+    def judge(number: int) -> Future[Verdict]:
         waiting.append(Future())
         if len(waiting) == 4:
             for place, future in reversed(list(enumerate(waiting))):
@@ -39,19 +35,19 @@ def test_what_came_before_a_failure_is_judged_and_in_order() -> None:
 
     found = []
     with pytest.raises(ConnectionError, match="the engine died"):
-        for _, completion, verdict in judged(completions(4), judge):
-            found.append((completion.request.sample_index, verdict.answer))
+        for number, verdict in judged(numbers(4), judge):
+            found.append((number, verdict.answer))
     assert found == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
 
 
 def test_processes_start_before_the_first_verdict_and_one_serves_check_and_verdicts() -> None:
     made: list[MathVerifier] = []
 
-    def make(timeout_s: float, abilities: frozenset[str]) -> dict[str, MathVerifier]:
-        made.append(MathVerifier(timeout_s))
+    def make() -> dict[str, MathVerifier]:
+        made.append(MathVerifier(20.0))
         return {"math": made[-1]}
 
-    threads = VerifierThreads(make, 20.0, frozenset({"math"}), 1)
+    threads = VerifierThreads(make, 1)
     assert not made
     threads.start()
     pids = [verifier.worker_pid for verifier in made]

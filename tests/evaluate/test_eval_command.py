@@ -21,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.commands.evaluate_model import evaluate_model
+from or1_megatron.commands.eval import evaluate_model
 from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems

@@ -1,0 +1,101 @@
+"""``or1 data ...``: its subcommands and options. ``data`` builds, ``data.pipeline`` does the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from or1_megatron.commands.errors import explained
+
+data = typer.Typer(no_args_is_help=True, help="Build a training set from published ones, and look into it.")
+
+_FOLDER = typer.Option("--build", help="The build's folder: 'out' of its recipe.")
+_DEFAULT = Path("runs/dataset")
+
+
+@data.command()
+def build(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this step, e.g. decontaminate.")] = None,
+) -> None:
+    """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
+    with explained():
+        from or1_megatron.commands.data import build_dataset
+
+        build_dataset(recipe, tuple(overrides or ()), _say, until)
+
+
+@data.command()
+def why(
+    problem: Annotated[str, typer.Argument(help="Its id or the first digits of it, or where it was: file:line.")],
+    folder: Annotated[Path, _FOLDER] = _DEFAULT,
+) -> None:
+    """Print which step excluded a problem, the reason and the evidence; or that it was kept."""
+    with explained():
+        from or1_megatron.data.pipeline.ledger import Entry
+        from or1_megatron.data.pipeline.ledger import why as look_up
+
+        for row in look_up(folder, problem):
+            print(f"{row.id}  {row.source}  ({row.ability}, {row.origin})")
+            print(f"  {' '.join(row.statement.split())[:200]}")
+            if isinstance(row, Entry):
+                print(f"  excluded by step '{row.step}': {row.reason}")
+                for name, value in row.evidence.items():
+                    print(f"    {name}: {value if isinstance(value, str) else json.dumps(value)}")
+            else:
+                print("  kept" + (f"; failures in 16: {row.difficulty}" if row.difficulty else ""))
+                if row.notes.get("votes"):
+                    print(f"    votes: {json.dumps(row.notes['votes'])}")
+
+
+@data.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT,
+    out: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder.")] = None,
+) -> None:
+    """Draw the build as one HTML page: the funnel, the sources, lengths and difficulty."""
+    with explained():
+        from or1_megatron.data.pipeline.page import write_page
+
+        path = out or folder / "report.html"
+        write_page(folder, path)
+        print(path)
+
+
+@data.command()
+def prune(folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT) -> None:
+    """Delete results of steps that the newest build does not use. Models' answers and votes stay."""
+    with explained():
+        from or1_megatron.data.pipeline.build import prune as delete
+
+        for name in delete(folder):
+            print(f"deleted {name}")
+
+
+@data.command()
+def benchmark(
+    names: Annotated[list[str], typer.Argument(help="aime24, aime25, livecodebench.")],
+    out: Annotated[Path, typer.Option(help="Folder for NAME.jsonl: EVAL of the recipes.")] = Path("data/eval"),
+    sets: Annotated[Path, typer.Option(help="Where files of these sets lie; else they come from the hub.")] = Path(
+        "data/benchmarks"
+    ),
+) -> None:
+    """Write evaluation sets as the report used them: AIME24's ending, LiveCodeBench's months."""
+    with explained():
+        from or1_megatron.evaluate.benchmarks import write_set
+
+        for name in names:
+            path, count = write_set(name, out, sets)
+            print(f"{path}: {count} problems")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

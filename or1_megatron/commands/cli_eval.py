@@ -1,0 +1,42 @@
+"""``or1 eval``: its options. ``eval`` does the work."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+
+_DAY = "%Y-%m-%d"
+
+
+def evaluate(
+    model: Annotated[str, typer.Option(help="An HF folder, a Megatron checkpoint, or http://host:port/v1.")],
+    data: Annotated[str, typer.Option(help="aime24, aime25, livecodebench, a problem file or folder, a hub id.")],
+    out: Annotated[Path, typer.Option(help="Responses, results, picture; the same command resumes it.")],
+    k: Annotated[int, typer.Option(min=1, help="Samples per problem.")] = 1,
+    config: Annotated[Path | None, typer.Option(help="A file of configs/eval; else the paper's settings.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="E.g. --set max_response_tokens=8192.")
+    ] = None,
+    since: Annotated[
+        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems from this day on.")
+    ] = None,
+    before: Annotated[
+        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems before this day.")
+    ] = None,
+    sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
+) -> None:
+    """Measure avg@k and pass@k of MODEL on DATA, with intervals, by response length and by context budget."""
+    with explained():
+        from or1_megatron.commands.eval import evaluate_model
+        from or1_megatron.config.load import load_as
+        from or1_megatron.evaluate.settings import EvaluationSettings
+
+        settings = load_as(EvaluationSettings, config, overrides or ())
+        days = [None if day is None else day.date() for day in (since, before)]
+        evaluate_model(model, data, k, out, settings, Console(), sets, *days)
