@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from or1_megatron.config.schema import ModelConfig, ParallelConfig
+from or1_megatron.config.schema import ModelConfig
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
 from or1_megatron.rl.batch import pack
@@ -195,12 +195,12 @@ def check_parity(
         settings = {"sequences": sequences, "longest": longest, "seed": seed, "tolerance": tolerance}
         task.write_text(json.dumps({"model": model.model_dump(mode="json"), "layouts": names, **settings}))
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # torch's and Megatron's, once per rank
-        ranks = max(case.parallel.ranks for case in possible)
         status = run_ranks(
             "or1_megatron.commands.check_parity",
             [str(task), str(found)],
-            ParallelConfig(ranks=ranks, threads_per_rank=1),
-            _GRACE_S,
+            ranks=max(case.parallel.ranks for case in possible),
+            threads_per_rank=1,
+            grace_s=_GRACE_S,
             task="the comparison",
             way_on=".",
         )

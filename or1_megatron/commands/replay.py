@@ -69,7 +69,15 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="or1-replay-") as scratch:
         found = Path(scratch, "found.json")
         arguments = [str(folder), str(settings.hf), parallel.model_dump_json(), str(found)]
-        status = run_ranks("or1_megatron.parallel.replay", arguments, parallel, _GRACE_S, task="the replay", way_on=".")
+        status = run_ranks(
+            "or1_megatron.parallel.replay",
+            arguments,
+            ranks=parallel.ranks,
+            threads_per_rank=parallel.threads_per_rank,
+            grace_s=_GRACE_S,
+            task="the replay",
+            way_on=".",
+        )
         if status or not found.is_file():
             return status or 1
         text = found.read_text()

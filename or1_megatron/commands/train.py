@@ -64,12 +64,18 @@ def train(
             for line in lacking(loaded):
                 print(f"or1: not there yet: {line}", file=sys.stderr)
             return
-        from or1_megatron.runtime.launch import launch_training
+        from or1_megatron.runtime.launch import run_ranks
 
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
         check_inputs(loaded)
-        code = launch_training(config, overrides, loaded.parallel, loaded.checkpoint)
+        code = run_ranks(
+            "or1_megatron.trainer.run",
+            [str(config), *(part for override in overrides for part in ("--set", override))],
+            ranks=loaded.parallel.ranks,
+            threads_per_rank=loaded.parallel.threads_per_rank,
+            grace_s=loaded.checkpoint.signal_grace_s,
+        )
     raise typer.Exit(code)
 
 

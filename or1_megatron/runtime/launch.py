@@ -16,15 +16,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
 import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from or1_megatron.config.schema import CheckpointConfig, ParallelConfig
 
 PASSED_ON: Final = {
     signal.SIGTERM: signal.SIGTERM,
@@ -42,34 +39,33 @@ _MARK: Final = "OR1_LAUNCH"
 _AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
 
 
-def launch_training(
-    config_path: Path, overrides: Sequence[str], parallel: ParallelConfig, checkpoint: CheckpointConfig
-) -> int:
-    """Run ``parallel.ranks`` ranks of ``or1_megatron.trainer.run`` until they end; main thread only.
-
-    Returns the exit code for the shell: 0, a failed rank's own code (128 + n for one that signal n killed), or
-    128 + n after signal n. Nothing of the ranks is left when it returns.
-    """
-    arguments = [str(config_path)] + [part for override in overrides for part in ("--set", override)]
-    return run_ranks("or1_megatron.trainer.run", arguments, parallel, checkpoint.signal_grace_s)
-
-
 def run_ranks(
     module: str,
     arguments: Sequence[str],
-    parallel: ParallelConfig,
+    *,
+    ranks: int,
+    threads_per_rank: int | None,
     grace_s: float,
     task: str = "training",
-    way_on: str = ". Run the same command again to go on from the last checkpoint.",
+    way_on: str = ". Run the same command again to continue from the last checkpoint.",
 ) -> int:
-    """``launch_training`` for any module; ``task`` and ``way_on`` are for the message when a rank fails."""
-    threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // parallel.ranks)
+    """Run ``ranks`` processes of ``module`` with ``arguments`` until they end. Main thread only.
+
+    Args:
+        threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
+        grace_s: seconds that the ranks have to save and exit after a signal.
+        task, way_on: words of the message that is printed when a rank fails.
+
+    Returns the exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n
+    if signal n stopped this process. No process of the ranks is left when it returns.
+    """
+    threads = threads_per_rank or max(1, (os.cpu_count() or 1) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or torchrun sets 1, and says so at length
-    shepherd = _Shepherd(module, parallel.ranks, grace_s)
+    shepherd = _Shepherd(module, ranks, grace_s)
     os.environ[_MARK] = shepherd.mark  # the ranks and all that they start inherit it
     logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # how a rank ended is said here, in one line
     previous = {number: signal.signal(number, shepherd.heard) for number in PASSED_ON}
-    options = ["--standalone", "--nproc-per-node", str(parallel.ranks), "--max-restarts", "0"]
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # An empty list of signals is not possible; those of PASSED_ON must not be among them.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
     try:

@@ -111,9 +111,8 @@ def test_a_traceback_comes_through_torchrun(tmp_path: Path) -> None:
 
 LAUNCH = """
 import sys
-from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.runtime.launch import run_ranks
-sys.exit(run_ranks("lockstep_worker", sys.argv[1:], ParallelConfig(ranks=3, threads_per_rank=1), grace_s=30))
+sys.exit(run_ranks("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30))
 """
 
 

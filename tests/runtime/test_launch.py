@@ -47,10 +47,9 @@ open(f"{folder}/{rank}.heard", "w").write(f"{heard} helper={answer}")
 
 DRIVER = """
 import sys
-from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.runtime import launch
 launch.KILL_MARGIN_S = 0.0
-sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ParallelConfig(ranks=2), grace_s=float(sys.argv[3])))
+sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ranks=2, threads_per_rank=None, grace_s=float(sys.argv[3])))
 """
 
 
