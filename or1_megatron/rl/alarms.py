@@ -1,8 +1,7 @@
-"""Alarms in words: what looks wrong in a step's metrics, against what, and what to do about it.
+"""Alarms: sentences that say what looks wrong in a step's metrics, compared with what, and what to do about it.
 
-Each rule looks at every step; an alarm is told once per episode, which lasts until the rule has been calm for
-``CALM_STEPS`` steps. Which signatures there are is the report's (RECIPE section 5); it gives no thresholds, so those
-are ours.
+Every rule looks at every step. An alarm is raised once per episode; an episode ends after ``CALM_STEPS`` calm steps.
+The failure signatures are the report's (RECIPE section 5); it gives no thresholds, so those are ours.
 """
 
 from __future__ import annotations
@@ -11,34 +10,34 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig
 from or1_megatron.schemas.metrics import ALARMS
 
 CALM_STEPS: Final = 5
 MEDIAN_STEPS: Final = 50
-"""Steps behind the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
+"""Steps in the running median of the gradient norm; the first alarm needs FIRST_NORMS of them."""
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
-"""Accuracies are compared as means of this many steps against as many before: 20 steps of 64 prompts have a standard
-error of about 0.012, and both accuracies move with the same noise, in the same direction."""
+"""The mean accuracy of this many steps is compared with the mean of as many before. 20 steps of 64 prompts have a
+standard error of about 0.012, and the same noise moves both accuracies in the same direction."""
 TREND_CHANGE: Final = 0.03
 PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
 LEARNT: Final = 0.9
-"""Training accuracy at which low entropy and a plateau are what one expects."""
+"""Training accuracy above which low entropy and a plateau are expected."""
 COLLAPSE_STEPS: Final = 100
-"""Within so many steps entropy falls when the settings are at fault (the report, ablations 4 and 6)."""
+"""Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""(mean, largest) |engine - policy| log-prob, nats, that is still rounding. Measured against transformers: fp32 at most
-2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens lies far above."""
+"""Up to this (mean, largest) |engine - policy| log-prob, nats, a difference is rounding. Measured against transformers:
+fp32 at most 2e-5, bf16 0.02 to 0.2 per token; the largest of a step's millions of tokens is far higher."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What the rules look at."""
+    """One step as the rules see it."""
 
     step: int
     """Rollout step of the run, from 1."""
@@ -49,27 +48,21 @@ class StepSeen:
     metrics: Mapping[str, float]
 
 
-class AlarmRule(Protocol):
-    """Looks at every step in turn; what it remembers is JSON-able."""
+class AlarmRule:
+    """Looks at every step in turn. Its state is JSON-able; a rule that remembers nothing has None."""
 
     def look(self, seen: StepSeen) -> str | None:
-        """What is wrong, in words; None: nothing."""
-        ...
+        """Return what is wrong, in words; None when nothing is."""
+        raise NotImplementedError
 
-    def state(self) -> Any: ...
-
-    def restore(self, state: Any) -> None: ...
-
-
-class _Stateless:
     def state(self) -> Any:
         return None
 
     def restore(self, state: Any) -> None:
-        pass
+        """Take over what ``state`` returned."""
 
 
-class GradNormRule:
+class GradNormRule(AlarmRule):
     """Norm > factor * median of the last MEDIAN_STEPS steps."""
 
     def __init__(self, factor: float) -> None:
@@ -100,8 +93,8 @@ class GradNormRule:
         self._norms = list(state)
 
 
-class MismatchRule(_Stateless):
-    """Mean or largest |engine - policy| log-prob above what rounding gives; a number that is not finite counts too."""
+class MismatchRule(AlarmRule):
+    """Mean or largest |engine - policy| log-prob is above what rounding gives, or not finite."""
 
     def __init__(self, mean: float, largest: float, dtype: str) -> None:
         self._mean, self._largest, self._dtype = mean, largest, dtype
@@ -118,7 +111,7 @@ class MismatchRule(_Stateless):
         )
 
 
-class EntropyRule(_Stateless):
+class EntropyRule(AlarmRule):
     """e_k < limit while training accuracy is below LEARNT."""
 
     def __init__(self, limit: float) -> None:
@@ -146,20 +139,23 @@ class EntropyRule(_Stateless):
         )
 
 
-class _StageHistory:
-    """Values of the last steps of the current stage; forgotten when the next begins."""
+class _TrendRule(AlarmRule):
+    """Compares the last ``half`` steps of the current stage with the ``half`` before them."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    half: int
+
+    def __init__(self) -> None:
         self._stage = 0
         self._rows: list[list[float]] = []
 
-    def add(self, stage: int, row: Sequence[float]) -> list[list[float]] | None:
-        """The rows with this one, oldest first, once there are enough."""
+    def trends(self, stage: int, row: Sequence[float]) -> list[tuple[float, float]] | None:
+        """Add a step's values and return each one's (mean before, mean now); None while the stage is too young."""
         if stage != self._stage:
             self._stage, self._rows = stage, []
-        self._rows = [*self._rows, list(row)][-self._steps :]
-        return self._rows if len(self._rows) == self._steps else None
+        self._rows = [*self._rows, list(row)][-2 * self.half :]
+        if len(self._rows) < 2 * self.half:
+            return None
+        return [(fmean(values[: self.half]), fmean(values[self.half :])) for values in zip(*self._rows, strict=True)]
 
     def state(self) -> Any:
         return {"stage": self._stage, "rows": [list(row) for row in self._rows]}
@@ -168,61 +164,50 @@ class _StageHistory:
         self._stage, self._rows = state["stage"], [list(row) for row in state["rows"]]
 
 
-def _halves(values: Sequence[float]) -> tuple[float, float]:
-    """(mean of the older half, mean of the newer half)."""
-    half = len(values) // 2
-    return fmean(values[:half]), fmean(values[half:])
+class NonTruncatedRule(_TrendRule):
+    """Over 2 * TREND_STEPS steps of a stage accuracy rises and non-truncated accuracy falls, by TREND_CHANGE each."""
 
-
-class NonTruncatedRule(_StageHistory):
-    """Over 2 * TREND_STEPS steps of one stage accuracy rises, non-truncated accuracy falls, by TREND_CHANGE each."""
-
-    def __init__(self) -> None:
-        super().__init__(2 * TREND_STEPS)
+    half = TREND_STEPS
 
     def look(self, seen: StepSeen) -> str | None:
         names = ("accuracy/all", "accuracy/non_truncated")
         row = [seen.metrics[name] for name in names if name in seen.metrics]
         if len(row) < 2:  # every response was truncated
             return None
-        rows = self.add(seen.stage_index, row)
-        if rows is None:
+        trends = self.trends(seen.stage_index, row)
+        if trends is None:
             return None
-        before, now = _halves([row[0] for row in rows])
-        whole_before, whole_now = _halves([row[1] for row in rows])
+        (before, now), (whole_before, whole_now) = trends
         if now - before < TREND_CHANGE or whole_before - whole_now < TREND_CHANGE:
             return None
-        tokens = seen.stage.max_response_tokens
         truncated = seen.metrics.get("truncation/ratio", math.nan)
-        early = seen.stage_step <= COLLAPSE_STEPS
         advice = (
             f"Expected in the first ~{COLLAPSE_STEPS} steps of a stage with a short context: wait"
-            if early
+            if seen.stage_step <= COLLAPSE_STEPS
             else "This long into a stage it is not expected: compare accuracy in the full context on held-out "
             "problems; if that falls too, raise max_response_tokens or go to the next stage"
         )
         return (
             f"training accuracy rose from {before:.3f} to {now:.3f} while that of non-truncated responses fell from "
             f"{whole_before:.3f} to {whole_now:.3f} (means of {TREND_STEPS} steps and the {TREND_STEPS} before): the "
-            f"policy learns to be short rather than right. Step {seen.stage_step} of the stage, T = {tokens}, "
-            f"{truncated:.1%} truncated. {advice}"
+            f"policy learns to be short rather than right. Step {seen.stage_step} of the stage, T = "
+            f"{seen.stage.max_response_tokens}, {truncated:.1%} truncated. {advice}"
         )
 
 
-class PlateauRule(_StageHistory):
+class PlateauRule(_TrendRule):
     """Accuracy gains less than PLATEAU_GAIN from PLATEAU_STEPS steps to the next, in the first half of stage 1."""
 
-    def __init__(self) -> None:
-        super().__init__(2 * PLATEAU_STEPS)
+    half = PLATEAU_STEPS
 
     def look(self, seen: StepSeen) -> str | None:
         accuracy = seen.metrics.get("accuracy/all")
         if accuracy is None or seen.stage_index > 0:
             return None
-        rows = self.add(seen.stage_index, [accuracy])
-        if rows is None or 2 * seen.stage_step > seen.stage.steps:
+        trends = self.trends(seen.stage_index, [accuracy])
+        if trends is None or 2 * seen.stage_step > seen.stage.steps:
             return None
-        before, now = _halves([row[0] for row in rows])
+        ((before, now),) = trends
         if now >= LEARNT or now - before >= PLATEAU_GAIN:
             return None
         stage = seen.stage
@@ -239,7 +224,7 @@ class Alarms:
     """All rules, and which of them are in an episode."""
 
     def __init__(self, config: SafetyConfig, dtype: str) -> None:
-        """``dtype``: of the policy's parameters, for what the mismatch may be."""
+        """``dtype`` of the policy's parameters sets the default limits of the mismatch."""
         mean, largest = _MISMATCH[dtype]
         self._rules: dict[str, AlarmRule] = {
             "grad_norm": GradNormRule(config.grad_norm_factor),
@@ -250,10 +235,10 @@ class Alarms:
         }
         assert self._rules.keys() == ALARMS.keys()
         self._remaining = dict.fromkeys(ALARMS, 0)
-        """Calm steps that still belong to the episode; 0: none is on."""
+        """Calm steps left until the rule's episode ends; 0: it is in none."""
 
     def look(self, seen: StepSeen) -> tuple[list[str], dict[str, float]]:
-        """(alarms that begin with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
+        """Return (the alarms that start with this step, in words; ``alarm/<name>``: 1 in an episode, else 0)."""
         told = []
         for name, rule in self._rules.items():
             wrong = rule.look(seen)
@@ -269,7 +254,7 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Take over what ``state`` returned."""
         self._remaining = dict(state["remaining"])
         for name, rule in self._rules.items():
             rule.restore(state["rules"][name])

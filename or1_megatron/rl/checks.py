@@ -1,4 +1,4 @@
-"""What must hold of a roll-out before it may train the policy."""
+"""Conditions that end a run, each with a message that says what to change."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from or1_megatron.types import AdvantagedGroup, Group
 
 
 class VerificationFailing(UserError, RuntimeError):
-    """The verifier fails on so many responses that their rewards of 0 would teach the wrong thing."""
+    """The verifier failed on so many responses that their rewards of 0 would teach the wrong thing."""
 
 
 class StaleRollout(UserError, RuntimeError):
-    """A response was sampled, in part or whole, from other weights than those about to be updated."""
+    """A response was sampled, in part or whole, from weights older than ``max_staleness`` allows, or newer."""
 
 
-class PastTheEnd(UserError, ValueError):
-    """The run to be resumed has done more steps than its stages now have."""
-
-
-class StageOver(UserError, ValueError):
-    """A stage that has ended is to have had another number of steps."""
+class ResumeError(UserError, ValueError):
+    """A checkpoint that the present configuration, or this version of the program, cannot continue."""
 
 
 class NoPromptsLeft(UserError, ValueError):
@@ -30,40 +26,32 @@ class NoPromptsLeft(UserError, ValueError):
 
 
 class AllRejected(UserError, RuntimeError):
-    """So many rollout steps in a row without a group to learn from that going on makes no sense."""
-
-
-class PreviousStageUnfinished(UserError, ValueError):
-    """A stage is to begin from a run whose own stage has not ended."""
-
-
-class OldState(UserError, ValueError):
-    """A checkpoint of a version of this program that kept another state of the loop."""
+    """No group was kept in too many rollout steps in a row."""
 
 
 def check_state(state: Mapping[str, object], expected: Collection[str]) -> None:
-    """Raise OldState when the loop's state in a checkpoint lacks something."""
+    """Raise ResumeError when the loop's state in a checkpoint lacks one of the ``expected`` keys."""
     if missing := [name for name in expected if name not in state]:
         step = state.get("steps_done", "unknown")
-        raise OldState(
+        raise ResumeError(
             f"the checkpoint of step {step} was written by an older version: its loop.json lacks {', '.join(missing)}. "
             "Its weights can be used all the same: or1 convert megatron-to-hf, and a new run from there"
         )
 
 
 def check_stage_over(stage: StageConfig, end: str, steps: int) -> None:
-    """Raise StageOver when a stage that ended with its last step, after ``steps``, is now longer or shorter."""
+    """Raise ResumeError when a stage that ended with its last step, after ``steps``, is now longer or shorter."""
     if end == "steps" and steps != stage.steps:
-        raise StageOver(
+        raise ResumeError(
             f"stage '{stage.name}' ended after {steps} steps, and its steps are now {stage.steps}; put {steps} back, "
             "or start a new run with another run.dir"
         )
 
 
 def check_stage_steps(stage: StageConfig, done: int) -> None:
-    """Raise PastTheEnd when the stage under way has done more steps than it now has."""
+    """Raise ResumeError when the current stage has done more steps than it now has."""
     if done > stage.steps:
-        raise PastTheEnd(
+        raise ResumeError(
             f"the newest checkpoint is of step {done} of stage '{stage.name}', whose steps are now {stage.steps}; give "
             f"it at least {done} (with exactly {done} it ends there), or start a new run with another run.dir"
         )
@@ -82,23 +70,28 @@ def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
 
 def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: int) -> None:
     """Raise AllRejected when ``in_a_row`` steps, of which the last is given, had every group rejected."""
-    if in_a_row < limit:
-        return
+    if in_a_row >= limit:
+        right, wrong, other = count_rejected(rejected)
+        raise AllRejected(
+            f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): "
+            f"of the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, {other} left without "
+            "spread by the truncation mask. The policy learns nothing from them. All wrong: give easier problems or a "
+            "longer max_response_tokens; all right: give harder problems; either: a larger group_size; or raise the "
+            "limit. The same command resumes from the last checkpoint"
+        )
+
+
+def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
+    """Return how many rejected groups are (all right, all wrong, mixed: the truncation mask left no spread)."""
     right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
     wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
-    raise AllRejected(
-        f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): of "
-        f"the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, "
-        f"{len(rejected) - right - wrong} left without spread by the truncation mask. Nothing is learnt from them: "
-        "all wrong wants easier problems or a longer max_response_tokens, all right harder ones, and either a larger "
-        "group_size; or raise the limit. The same command goes on from the last checkpoint"
-    )
+    return right, wrong, len(rejected) - right - wrong
 
 
 def check_steps(done: int, total: int) -> None:
-    """Raise PastTheEnd when a checkpoint is of a later step than the schedule's last."""
+    """Raise ResumeError when a checkpoint is of a later step than the schedule's last."""
     if done > total:
-        raise PastTheEnd(
+        raise ResumeError(
             f"the newest checkpoint is of step {done}, but the stages now have {total} steps in all; "
             f"give stages.*.steps at least {done}, or start a new run with another run.dir"
         )
@@ -107,7 +100,7 @@ def check_steps(done: int, total: int) -> None:
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
     """Raise VerificationFailing when the share of verdicts ``error`` is above ``max_error_fraction``.
 
-    Other statuses, time-outs too, say something of the response, and are not held against the verifier.
+    Other statuses, time-outs included, are caused by the response and not by the verifier.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     errors = [verdict for verdict in verdicts if verdict.status == "error"]
@@ -119,9 +112,9 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
 
 
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
-    """By how many versions the oldest token is behind ``version``, the weights about to be updated.
+    """Return how many versions the oldest token is behind ``version``, the weights about to be updated.
 
-    Raises StaleRollout when that is more than ``max_staleness``, or a token is of later weights, or of unknown ones.
+    Raises StaleRollout when that is more than ``max_staleness``, or a token is from newer or unknown weights.
     """
     oldest = version
     for group in groups:

@@ -1,23 +1,22 @@
 """The training loop as a list of verbs (``Loop.train_step``).
 
-``steps_done`` counts finished rollout steps over all stages, and is at the same time the version of the weights: step
-k + 1 samples from version k and ends by handing version k + 1 to the engines. That holds for a step without any SGD
-step too (every group rejected): the handoff is made all the same, so that version, step and checkpoint never part.
+``steps_done`` counts finished rollout steps over all stages. It is also the version of the weights: step k + 1 samples
+from version k and ends by handing version k + 1 to the engines. A step without any SGD step (every group rejected)
+makes its handoff too, so that version, step and checkpoint always agree.
 
-Stopping: up to the first SGD step a step can be abandoned, since nothing but the stream and the ledger has moved; the
-state saved is then the one before the step, and the resumed run repeats it with the same seed. From the first SGD step
-on the step is finished, but its handoff and its evaluation are left to the resumed run.
+Stopping: up to its first SGD step a step can be abandoned, because only the stream and the ledger have moved. The state
+before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
+is finished, but its handoff and its evaluation are left to the resumed run.
 
 Staleness (``max_staleness`` 1): step k + 1 is sampled while step k trains, all of it from version k, and decoded before
-version k + 1 is handed over, so that a response never mixes versions and is one behind the policy that it trains. The
-first step of a stage, and the first after a resume, is sampled from the policy itself.
+version k + 1 is handed over. So a response never mixes versions and is one version behind the policy that it trains.
+The first step of a stage, and the first after a resume, is sampled from the policy itself.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
@@ -43,7 +42,7 @@ from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, first_scores, score
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.verbs import stopping_verb, unless_stopping, verb
+from or1_megatron.rl.verbs import deferred_verb, stopping_verb, unless_stopping, verb
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -60,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """MAGIC (RECIPE): see ``train_step``."""
+    """MAGIC (RECIPE); ``train_step`` is the algorithm."""
 
     def __init__(self, config: LoopConfig, ports: Ports) -> None:
         self.config = config
@@ -76,28 +75,26 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
-        self._staleness = 0  # of the present step's oldest token, in versions
-        self._ahead: RolloutReport | None = None  # of the roll-out that this step made for the next
-        self._seconds: dict[str, float] = {}  # per verb, with "step" and "other"
+        self._staleness = 0  # of the current step's oldest token, in versions
+        self._ahead: RolloutReport | None = None  # the next step's roll-out, when it was made during this one
+        self._seconds: dict[str, float] = {}  # per verb, and "step" and "other"
 
     def run(self) -> LoopResult:
-        """Train to the end of the schedule, or until asked to stop; from the newest checkpoint when there is one."""
+        """Train to the end of the schedule, or until asked to stop. Resumes from the newest checkpoint, if any."""
         try:
             self.start()
             while not self.schedule.over(self.steps_done):
                 self.train_step()
         except Stopped:
-            logger.warning(
-                "stopped within step %d: going back to the state after %d", self.steps_done + 1, self.steps_done
-            )
+            logger.warning("stopped within step %d: saving the state after %d", self.steps_done + 1, self.steps_done)
             self.saving.write(self.steps_done, best=False)
         with self.ports.timer("save"):
             self.saving.finish(wait=True)
-        self._lap([])  # the last save and export belong to no row, but to the run
+        self._lap([])  # the last save and export are in no row of metrics, but in the run's totals
         return self.result()
 
     def train_step(self) -> None:
-        """One rollout step: the recipe, a verb a line."""
+        """Make one rollout step: the recipe, one verb per line."""
         filtered = self.begin_stage()
         index, stage = self.schedule.current, self.schedule.at(self.steps_done)
         prompts = self.take_problems(stage)
@@ -113,31 +110,42 @@ class Loop:
         updates = self.update(batches, stage, reading)
         self.control_entropy(reading)
         self.finish_ahead()
-        self.steps_done += 1  # the policy is a new one now; what follows speaks of it
+        self.steps_done += 1  # everything below is about the updated policy
         handoff = self.hand_off()
         evaluation = self.evaluate()
-        mismatch = scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates)
         step = StepRecord(
-            index, stage, filtered, groups, kept, rejected, rollout, reading, mismatch, batches, updates, handoff
+            stage_index=index,
+            stage=stage,
+            filtered=filtered,
+            groups=groups,
+            kept=kept,
+            rejected=rejected,
+            rollout=rollout,
+            reading=reading,
+            mismatch=scored.mismatch if scored.mismatch or self._staleness else measured_mismatch(updates),
+            batches=batches,
+            updates=updates,
+            handoff=handoff,
+            staleness=self._staleness,
+            scores=first_scores(scored, updates),
         )
-        step = replace(step, staleness=self._staleness, scores=first_scores(scored, updates))
         metrics = self.measure(step, evaluation)
-        if self._evaluation_due() == "whole":  # the run ends here on a plateau, which could not be known before
+        if self._evaluation_due() == "whole":  # ``measure`` found a plateau: the run ends here
             evaluation = self.evaluate() or evaluation
         self.report(step, metrics, evaluation)
         self.save()
         self.export()
 
     def start(self) -> None:
-        """Resume, bring the engines to the policy's weights, and make the evaluation that is due, if any.
+        """Resume, hand the weights to the engines, and make the evaluation that is due, if any.
 
         Row 0 of the metrics is the evaluation before training. A resumed run adds to the row of its step only the
         evaluation that a stop had left out.
         """
         self.resume()
-        self.ports.timer.lap()  # what came before is not the loop's time
+        self.ports.timer.lap()  # start-up is not the loop's time
         if self.finished:
-            self.export()  # a kill may have come between the last save and the export
+            self.export()  # the run may have been killed between its last save and the export
             return
         self.saving.snapshot = self.state()
         if self.hand_off() is None:
@@ -156,7 +164,7 @@ class Loop:
 
     @stopping_verb
     def begin_stage(self) -> Filtered | None:
-        """At a stage's start: its mixture, its filters (RECIPE section 3; the first has none), what it begins afresh.
+        """At a stage's start, apply its mixture, restarts and filters (RECIPE section 3; the first stage has none).
 
         Raises NoPromptsLeft when the filters leave fewer prompts than a step takes.
         """
@@ -185,19 +193,19 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """D_R prompts, and those that a refill may need; none when the step has been sampled ahead."""
+        """Take D_R prompts, and those that a refill may need; none when the step has been sampled ahead."""
         return [] if self.supply.has_ahead else self.supply.take(stage)
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
-        """Sample gs responses to each prompt; back when the last one is decoded."""
+        """Sample gs responses to each prompt and wait until the last one is decoded."""
         if not self.supply.has_ahead:
             self.supply.ask(prompts, stage, self.steps_done)
             self.ports.rollouts.wait_decoded()
 
     @stopping_verb
     def verify(self) -> tuple[list[Group], RolloutReport]:
-        """Wait for the verdicts that are still out. Raises VerificationFailing and StaleRollout."""
+        """Wait for the remaining verdicts. Raises VerificationFailing and StaleRollout."""
         groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
         self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)
@@ -205,14 +213,14 @@ class Loop:
 
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
-        """With staleness allowed, begin with the next step, if it is sure to be of the same stage."""
+        """Start the next step's roll-out, where staleness is allowed and that step is sure to be of the same stage."""
         self._ahead = None
         if self.config.max_staleness and self.schedule.surely_goes_on(self.steps_done):
             self.supply.ask_ahead(stage, self.steps_done + 1)
 
     @verb
     def finish_ahead(self) -> None:
-        """Wait until the next step is decoded, before its engines' weights go; on a stop it is given up."""
+        """Wait until the next step is decoded, before the handoff replaces its weights; on a stop abandon it."""
         if not self.supply.asked_ahead:
             return
         try:
@@ -225,7 +233,7 @@ class Loop:
 
     @stopping_verb
     def observe(self, index: int, groups: Sequence[Group]) -> None:
-        """Pass rates of all groups: before any is rejected."""
+        """Record the pass rates of all groups, before any is rejected."""
         self.ledger.record(index, groups)
 
     @stopping_verb
@@ -234,7 +242,7 @@ class Loop:
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-        """(kept, rejected). Raises AllRejected after too many steps in a row of which nothing was kept."""
+        """Return (kept, rejected). Raises AllRejected after too many steps in a row without a kept group."""
         kept, rejected = reject(groups, self.config.algorithm.advantage)
         self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
         check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
@@ -242,13 +250,13 @@ class Loop:
 
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
-        """The kept groups as samples, after what forward passes the step needs."""
+        """Make the forward passes that the step needs and return the kept groups as samples."""
         stale = self._staleness > 0
         return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
-        """e_k of the rollout buffer, rejected groups included unless asked otherwise, and the coefficients from it."""
+        """Estimate e_k on the rollout buffer, and derive the step's coefficients from it."""
         of_kept = [group.group for group in kept]
         entropy, sampled = estimate(groups, of_kept, scored.entropies, self.config.algorithm.entropy)
         alpha = self.controller.alpha(entropy)
@@ -256,67 +264,61 @@ class Loop:
 
     @stopping_verb
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
-        """One batch per SGD step; none when every group was rejected."""
+        """Pack one batch per SGD step; none when every group was rejected."""
         mini_batches = stage.prompts_per_step // stage.prompts_per_update
         aggregation = self.config.algorithm.loss.aggregation
         return make_batches(samples, mini_batches, stage.reuse, self.config.layout, aggregation)
 
     @stopping_verb
     def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
-        """The SGD steps, all with the same coefficients. Raises TooManySkipped."""
+        """Make the SGD steps, all with the same coefficients. Raises TooManySkipped."""
         objective = make_objective(self.config.algorithm, stage, reading.alpha, reading.clip_high, self._staleness > 0)
         step = self.steps_done + 1
         return [self.guard.update(SgdStep(step, i, batch, objective)) for i, batch in enumerate(batches)]
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
-        """c_k -> c_{k+1}, once per rollout step; and epsilon_high's next, where it is steered."""
+        """Advance c_k to c_{k+1}, and epsilon_high where it is controlled, once per rollout step."""
         self.controller.advance(reading.entropy)
         self.clip_high.advance(reading.entropy)
 
-    @verb
+    @deferred_verb
     def hand_off(self) -> HandoffReport | None:
-        """None on a stop: the resumed run begins with a handoff, and the engines may be gone with their node."""
-        if self.ports.stop():
-            return None
-        try:
-            return self.ports.policy.hand_off(self.steps_done)
-        except EnginesLost as error:
-            unless_stopping(self, error)
-            return None
+        """Hand the weights to the engines; a resumed run starts with a handoff anyway."""
+        return self.ports.policy.hand_off(self.steps_done)
 
-    @verb
+    @deferred_verb
     def evaluate(self) -> EvaluationResult | None:
-        """avg@k of the new weights, when it is due; a stop leaves it to the resumed run."""
+        """Measure avg@k of the new weights, when it is due."""
         due = self._evaluation_due()
-        if self.ports.evaluator is None or due == "no" or self.ports.stop():
+        if self.ports.evaluator is None or due == "no":
             return None
-        try:
-            result = self.ports.evaluator.evaluate(self.evaluations.settings(self.steps_done), due == "whole")
-        except Stopped:
-            return None
-        except EnginesLost as error:
-            unless_stopping(self, error)
-            return None
+        result = self.ports.evaluator.evaluate(self.evaluations.settings(self.steps_done), due == "whole")
         self.evaluations.record(self.steps_done, result)
         self.ports.observer.evaluated(self.steps_done, result)
         return result
 
     @verb
     def measure(self, step: StepRecord, evaluation: EvaluationResult | None) -> dict[str, float]:
-        """The step's metrics but its times and its evaluation; all of them are shown to the stage's plateau rule."""
+        """Return the step's metrics except its times and evaluation, and update alarms and the stage's plateau rule."""
         metrics = step_metrics(step, self.config.hardware) | {
             "sgd/skipped_in_a_row": float(self.guard.in_a_row),
             "groups/steps_rejected_in_a_row": float(self._rejected_in_a_row),
         }
         if self.config.safety.alarms:
-            metrics |= self._look_for_alarms(step, metrics)
+            stage_step = self.schedule.stage_step(self.steps_done)
+            texts, found = self.alarms.look(
+                StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
+            )
+            for text in texts:
+                self._alarm(text)
+            metrics |= found
         self.schedule.read(metrics if evaluation is None else metrics | evaluation_metrics(evaluation))
         return metrics
 
     @verb
     def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
-        """Rollouts to the observer, one row of metrics to the tracker."""
+        """Give the rollouts to the observer and one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
         row = dict(metrics) | self.saving.told_write_s()
         if evaluation is not None:
@@ -326,10 +328,10 @@ class Loop:
 
     @verb
     def save(self) -> None:
-        """Note the state that a stop goes back to; write a checkpoint of it when one is due.
+        """Remember the state that a stop saves, and start to write a checkpoint of it when one is due.
 
         Due: every n steps, at the end, on a stop, and when the evaluation is the best so far. Returns when the state is
-        copied: it is written while training goes on, and waited for before the next one and at the end of the run.
+        copied; it is written while training goes on. The next save and the end of the run wait for it.
         """
         self.saving.finish(wait=False)
         self.saving.snapshot = self.state()
@@ -341,7 +343,7 @@ class Loop:
 
     @verb
     def export(self) -> None:
-        """The HF folder, at the end of the run and every n steps if asked."""
+        """Write the HF folder, at the end of the run and every n steps if configured."""
         every, folder = self.config.checkpoint.export_hf_every_steps, self.config.export_folder
         if self.finished:
             self.ports.policy.export_hf(folder)
@@ -350,7 +352,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """All steps are done, and the evaluation after them."""
+        """Whether all steps and the evaluation after them are done."""
         return self.schedule.over(self.steps_done) and self._evaluation_due() == "no"
 
     def result(self) -> LoopResult:
@@ -368,7 +370,7 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint; a run of one stage without any begins with the previous stage's."""
+        """Load the newest checkpoint; without any, a run of a single stage loads the previous stage's."""
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
@@ -381,7 +383,7 @@ class Loop:
             self._seconds = {}
 
     def state(self) -> dict[str, Any]:
-        """Everything of the loop that a checkpoint needs, JSON-able."""
+        """Return the loop's part of a checkpoint, JSON-able."""
         return {
             "steps_done": self.steps_done,
             "schedule": self.schedule.state(),
@@ -398,7 +400,7 @@ class Loop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Take over what ``state`` returned."""
         check_state(state, self.state().keys() - {"clip_high", "rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
@@ -413,29 +415,20 @@ class Loop:
         self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])
 
-    def _look_for_alarms(self, step: StepRecord, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Tell the alarms that begin with this step; returns ``alarm/...``."""
-        stage_step = self.schedule.stage_step(self.steps_done)
-        seen = StepSeen(self.steps_done, step.stage_index, stage_step, step.stage, metrics)
-        told, found = self.alarms.look(seen)
-        for text in told:
-            self._alarm(text)
-        return found
-
     def _alarm(self, text: str) -> None:
-        logger.info("%s", text)  # not a warning: the observer shows it
+        logger.info("%s", text)  # not as a warning: the observer shows it
         self.ports.observer.alarmed(text)
 
     def _evaluation_due(self) -> Due:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
 
     def _sampled(self, step: StepRecord) -> list[RolloutReport]:
-        """The roll-outs of this lap: a step that was sampled ahead had its own in the lap before."""
+        """Return the roll-outs of this lap; a step that was sampled ahead had its own in the lap before."""
         own = [] if self._staleness else [step.rollout]
         return own if self._ahead is None else [*own, self._ahead]
 
     def _lap(self, busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]) -> dict[str, float]:
-        """The time metrics since the last row, added to the run's totals."""
+        """Return the time metrics since the last row, and add them to the run's totals."""
         times = time_metrics(*self.ports.timer.lap(), busy, self._ahead)
         for name, spent_s in times.items():
             if name.startswith("time/"):

@@ -1,19 +1,20 @@
-"""The pure functions that compute a run's metrics; ``schemas.metrics`` has their units and meanings.
+"""Pure functions that compute a run's metrics; ``schemas.metrics`` has their units and meanings.
 
-A metric that a step cannot give (no truncated-free response, no SGD step, no evaluation due) is left out of its row;
+A metric that a step cannot measure (every response truncated, no SGD step, no evaluation due) is left out of its row;
 it is never a NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import get_args
 
 import numpy as np
 
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.rl.batch import real_tokens
+from or1_megatron.rl.checks import count_rejected
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.types import (
     AdvantagedGroup,
@@ -32,17 +33,17 @@ from or1_megatron.types import (
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What MFU is measured against; given only where the trainer runs on GPUs."""
+    """The trainer's GPUs, for MFU; there is none on CPU."""
 
     gpus: int
     peak_flops_per_gpu: float | None
-    """None: not known of this GPU; there is no MFU then."""
+    """None: unknown for this GPU, so that MFU is not reported."""
     parameters: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """|engine - policy| log-prob over the sampled tokens that are trained on."""
+    """How far engine and policy differ in the log-probs of the sampled tokens that are trained on, nats."""
 
     mean_abs: float
     max_abs: float
@@ -52,41 +53,41 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """What the online filter did at a stage boundary."""
+    """How many problems the online filter dropped at a stage boundary, and how many are left."""
 
     solved: int
     outside: int
-    """Dropped for their pass rate, beside those."""
+    """Not solved, but outside the stage's pass rates."""
     left: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything that happened in one rollout step, as its metrics need it."""
+    """Everything about one rollout step that its metrics need."""
 
     stage_index: int
     stage: StageConfig
     filtered: Filtered | None
-    """None when no filter was due."""
+    """None: no filter was due."""
     groups: Sequence[Group]
     kept: Sequence[AdvantagedGroup]
     rejected: Sequence[AdvantagedGroup]
     rollout: RolloutReport
     reading: EntropyReading
     mismatch: Mismatch | None
-    """None when no SGD step was made."""
+    """None: no SGD step was made."""
     batches: Sequence[Batch]
     updates: Sequence[UpdateReport]
     handoff: HandoffReport | None
-    """None: it was left out, since the run stops here."""
+    """None: skipped, because the run stops here."""
     staleness: int = 0
-    """By how many versions the oldest sampled token was behind the policy."""
+    """Versions by which the oldest sampled token was behind the policy."""
     scores: TokenScores | None = None
-    """Of the kept groups' responses, by the policy when the step first met them."""
+    """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
 
 
 def step_metrics(step: StepRecord, hardware: Hardware | None = None) -> dict[str, float]:
-    """All metrics of a step but its times and its evaluation."""
+    """Return all metrics of a step except its times and its evaluation."""
     metrics: dict[str, float] = {
         "stage/index": step.stage_index,
         "stage/max_response_tokens": step.stage.max_response_tokens,
@@ -103,18 +104,14 @@ def step_metrics(step: StepRecord, hardware: Hardware | None = None) -> dict[str
         **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
     }
-    if step.filtered is not None:
-        metrics["filter/solved"], metrics["filter/left"] = step.filtered.solved, step.filtered.left
-        metrics["filter/outside"] = step.filtered.outside
-    if step.mismatch is not None:
-        metrics["mismatch/mean_abs"] = step.mismatch.mean_abs
-        metrics["mismatch/max_abs"] = step.mismatch.max_abs
-        metrics["mismatch/kl"] = step.mismatch.kl
+    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch)):
+        if found is not None:
+            metrics |= {f"{group}/{name}": value for name, value in asdict(found).items()}
     return metrics
 
 
 def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
-    """Over all responses, whether or not their group is rejected."""
+    """Return the metrics over all responses, those of rejected groups included."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     truncated = np.concatenate([group.truncated for group in groups])
     lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])
@@ -140,35 +137,38 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
 
 
 def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
-    """Nothing where there was no handoff; of the probe nothing where it was not due."""
+    """Return the handoff's metrics, without the probe's where it was not due; none without a handoff."""
     if report is None:
         return {}
-    metrics: dict[str, float] = {
-        "handoff/bytes": report.bytes_sent,
-        "handoff/transfer_s": report.transfer_s,
-        "handoff/probe_s": report.probe_s,
-    }
-    if report.probe_max_abs_diff is not None:
-        metrics["handoff/probe_max_abs_diff"] = report.probe_max_abs_diff
-    if report.probe_mean_abs_diff is not None:
-        metrics["handoff/probe_mean_abs_diff"] = report.probe_mean_abs_diff
-    return metrics
+    return _measured(
+        {
+            "handoff/bytes": report.bytes_sent,
+            "handoff/transfer_s": report.transfer_s,
+            "handoff/probe_s": report.probe_s,
+            "handoff/probe_max_abs_diff": report.probe_max_abs_diff,
+            "handoff/probe_mean_abs_diff": report.probe_mean_abs_diff,
+        }
+    )
+
+
+def _measured(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Leave out what was not measured."""
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def rejection_metrics(kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup]) -> dict[str, float]:
-    all_right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
-    all_wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
+    right, wrong, other = count_rejected(rejected)
     return {
         "groups/kept": len(kept),
         "groups/rejected": len(rejected),
-        "groups/rejected_all_right": all_right,
-        "groups/rejected_all_wrong": all_wrong,
-        "groups/rejected_other": len(rejected) - all_right - all_wrong,
+        "groups/rejected_all_right": right,
+        "groups/rejected_all_wrong": wrong,
+        "groups/rejected_other": other,
     }
 
 
 def refill_metrics(step: StepRecord) -> dict[str, float]:
-    """Nothing in a stage without refill."""
+    """Return the refill's metrics; none in a stage without refill."""
     if step.stage.refill_prompts == 0:
         return {}
     wanted = step.stage.prompts_per_step
@@ -180,7 +180,7 @@ def refill_metrics(step: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str, float]:
-    """Means over all counted tokens of the step's SGD steps; the sums of skipped ones are not finite and stay out."""
+    """Return means over all counted tokens of the step's SGD steps, without skipped ones: their sums are not finite."""
     done = [update for update in updates if not update.skipped]
     metrics: dict[str, float] = {
         "sgd/steps": len(updates),
@@ -198,7 +198,7 @@ def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str
             "policy/ratio_min": 1.0 / max(update.sums["max_inverse_ratio"] for update in done),
             "policy/clip_fraction": mean["clipped"],
             **{f"policy/clip_fraction_{side}": mean[f"clipped_{side}"] for side in ("low", "high", "dual")},
-            # On policy the objective's k3 compares with the engine, and is reported under mismatch.
+            # On policy the objective's k3 compares with the engine and is reported under mismatch.
             "policy/approx_kl": 0.0 if on_policy else mean["approx_kl"],
             "policy/grad_norm": float(np.mean([update.grad_norm for update in done])),
             "policy/learning_rate": done[-1].learning_rate,
@@ -216,7 +216,7 @@ def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str
 
 
 def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
-    """On policy: engine against policy, as the one SGD step saw it. None when it was skipped or there was none."""
+    """Return engine against policy as an on-policy update measured it. None when it was skipped, or there was none."""
     done = [update for update in updates if not update.skipped]
     if not done:
         return None
@@ -229,7 +229,7 @@ def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
 
 
 def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float32Array]) -> Mismatch:
-    """The same from a separate pass, over at least one token."""
+    """Return engine against policy from a scoring pass, over at least one token."""
     engine = np.concatenate([sample.engine_log_probs for sample in samples]).astype(np.float64)
     difference = np.concatenate(policy_log_probs).astype(np.float64) - engine
     return Mismatch(
@@ -242,7 +242,7 @@ def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float3
 def throughput_metrics(
     batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: Hardware | None
 ) -> dict[str, float]:
-    """Training speed; nothing when no SGD step was made. MFU leaves attention's own FLOPs out."""
+    """Return the training speed; nothing when no SGD step was made. MFU leaves out attention's own FLOPs."""
     train_s = sum(update.forward_backward_s + update.optimizer_s for update in updates)
     if train_s <= 0:
         return {}
@@ -257,22 +257,17 @@ def throughput_metrics(
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    metrics = {f"evaluation/{name}": value for name, value in _measured(result).items()}
-    for title, of_set in result.sets.items():
-        metrics |= {f"evaluation/{title}/{name}": value for name, value in _measured(of_set).items()}
-    return metrics
-
-
-def _measured(result: EvaluationResult) -> dict[str, float]:
-    metrics = {
-        "accuracy": result.accuracy,
-        "truncation_ratio": result.truncation_ratio,
-        "mean_length": result.mean_length_tokens,
-        "samples": result.samples,
-    }
-    if result.non_truncated_accuracy is not None:
-        metrics["non_truncated_accuracy"] = result.non_truncated_accuracy
-    return metrics
+    """Return the metrics of an evaluation, and of each of its sets where there are several."""
+    metrics: dict[str, float | None] = {}
+    for prefix, found in [("", result), *((f"{title}/", of_set) for title, of_set in result.sets.items())]:
+        metrics |= {
+            f"evaluation/{prefix}accuracy": found.accuracy,
+            f"evaluation/{prefix}non_truncated_accuracy": found.non_truncated_accuracy,
+            f"evaluation/{prefix}truncation_ratio": found.truncation_ratio,
+            f"evaluation/{prefix}mean_length": found.mean_length_tokens,
+            f"evaluation/{prefix}samples": found.samples,
+        }
+    return _measured(metrics)
 
 
 def time_metrics(
@@ -281,11 +276,12 @@ def time_metrics(
     busy: Sequence[RolloutReport | EvaluationResult | UpdateReport],
     ahead: RolloutReport | None = None,
 ) -> dict[str, float]:
-    """``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``, ``engine/utilization``.
+    """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share`` and
+    ``engine/utilization``.
 
-    other = wall - (an engine is decoding) - (forward, backward, optimizer); ``busy`` are the reports of this lap that
-    say so. A ``score`` pass is a forward pass and counts as such. ``ahead``: which of them was decoded while the policy
-    trained; the two begin together, and the shorter is not counted twice.
+    other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, which
+    have these times; a ``score`` pass counts as forward. ``ahead``: the one of them that was decoded while the policy
+    trained. The two start together, so the shorter of them is not counted twice.
     """
     useful_s, engine_s = seconds.get("score", 0.0), 0.0
     if ahead is not None:

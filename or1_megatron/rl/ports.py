@@ -27,7 +27,7 @@ class Begin:
     """A person has named this very checkpoint: the stage before counts as ended there."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Let the schedule, restored from the checkpoint, begin stage ``index``. PreviousStageUnfinished: it cannot."""
+        """Let the schedule, restored from the checkpoint, begin stage ``index``. ResumeError: it cannot."""
         if self.chosen and schedule.current == self.index - 1:
             schedule.end_here()
         check_previous(schedule, self.index, steps_done, self.checkpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.rl.checks import PreviousStageUnfinished, check_stage_over, check_stage_steps, check_steps
+from or1_megatron.rl.checks import ResumeError, check_stage_over, check_stage_steps, check_steps
 from or1_megatron.rl.plateau import Plateau
 from or1_megatron.types import Group
 
@@ -95,7 +95,7 @@ class StageSchedule:
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """The inverse of ``state``. StageOver, PastTheEnd: stages that had fewer or more steps than they now have."""
+        """The inverse of ``state``. ResumeError: stages that had fewer or more steps than they now have."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
@@ -118,12 +118,12 @@ class StageSchedule:
 
 
 def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpoint: Path) -> None:
-    """Raise PreviousStageUnfinished unless the step after ``checkpoint`` is the first of stage ``index``."""
+    """Raise ResumeError unless the step after ``checkpoint`` is the first of stage ``index``."""
     if not schedule.over(steps_done) and schedule.index(steps_done) == index and schedule.begins(steps_done):
         return
     found, wanted = schedule.stages[schedule.current], schedule.stages[index - 1]
     done = schedule.stage_step(steps_done)
-    raise PreviousStageUnfinished(
+    raise ResumeError(
         f"stage {index + 1} ('{schedule.stages[index].name}') begins where stage {index} ('{wanted.name}', "
         f"{wanted.steps} steps) has ended, but {checkpoint} is of step {done} of stage '{found.name}'; finish stage "
         f"{index} first (or1 train ... --stage {index}), end it there with --set stages.{index - 1}.steps={done}, or "

@@ -1,4 +1,4 @@
-"""A verb of the loop is one word: the method's name, its timer's and its metric's (``time/<verb>``)."""
+"""The verbs of the loop. A verb's name is that of its method, its timer and its metric (``time/<verb>``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
-    """A method that is announced to the observer and timed, under its own name. Verbs do not call verbs."""
+    """Announce the method to the observer and time it, under its name. Verbs do not call verbs."""
     name = method.__name__
     assert name in VERBS, f"{name} is not in schemas.metrics.VERBS"
 
@@ -35,9 +35,10 @@ def verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop
 
 
 def stopping_verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
-    """A verb before which the run may be stopped (Stopped is raised): up to there the step can be abandoned.
+    """Make the method a verb before which a run that has been asked to stop raises Stopped.
 
-    Engines that are lost in it, with a stop under way, stop the run just so.
+    Up to there the step can be abandoned. A run that loses its engines in the verb, after it was asked to stop, raises
+    Stopped too.
     """
     timed = verb(method)
 
@@ -54,8 +55,29 @@ def stopping_verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concate
     return checked
 
 
+def deferred_verb(method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
+    """Make the method a verb that a run which has been asked to stop leaves to the resumed run: it returns None.
+
+    Engines that are lost in it while the run is stopping end nothing: they may be gone with their node.
+    """
+
+    @wraps(method)
+    def attempted(self: Loop, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if self.ports.stop():
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Stopped:
+            return None
+        except EnginesLost as error:
+            unless_stopping(self, error)
+            return None
+
+    return verb(attempted)
+
+
 def unless_stopping(loop: Loop, error: EnginesLost) -> None:
-    """Raise ``error``, unless the run has been asked to stop: then note it, for what remains to be done is saving."""
+    """Raise ``error``; only log it when the run has been asked to stop, since saving needs no engines."""
     if not loop.ports.stop():
         raise error
     logger.warning("the run is stopping, and its engines are lost: %s", error)

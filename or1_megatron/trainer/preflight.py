@@ -10,7 +10,7 @@ from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice, cuda_here
-from or1_megatron.rl.checks import PreviousStageUnfinished, check_state
+from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
@@ -27,7 +27,7 @@ def check_inputs(config: Config) -> None:
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
-        PreviousStageMissing, PreviousStageUnfinished: a stage cannot begin, for want of the one before it.
+        PreviousStageMissing, ResumeError: a stage cannot begin, for want of the one before it.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError, DataError, SandboxUnavailable, VerifierBroken: of the model, the problems, or the means to verify
             them.
@@ -55,7 +55,7 @@ def lacking(config: Config) -> list[str]:
     found = []
     try:
         begin_of(config, RunFolder(config.run.folder))
-    except (PreviousStageMissing, PreviousStageUnfinished, ConfigError) as error:
+    except (PreviousStageMissing, ResumeError, ConfigError) as error:
         found.append(str(error))
     for model in (config.model.hf, config.algorithm.kl.reference):
         try:
@@ -77,7 +77,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
         whole: read all of the checkpoint, to see that it is as it was saved.
 
     Raises:
-        PreviousStageMissing, PreviousStageUnfinished: the stage before has left no checkpoint, or has not ended.
+        PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         ConfigError: its run had another configuration, in more than a new stage may change.
         CheckpointDamaged, CheckpointUnreadable: with ``whole``.
     """

@@ -29,7 +29,7 @@ from or1_megatron.config.schema import (
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.batch import BatchLayout
-from or1_megatron.rl.checks import PastTheEnd, StaleRollout, VerificationFailing
+from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
@@ -593,6 +593,6 @@ def test_resuming_past_the_end_is_refused(tmp_path: Path) -> None:
     """A checkpoint of step 3 where the stages now have 2 steps: it cannot be gone on with, and nothing is trained."""
     World(tmp_path, [STAGE]).loop.run()
     shorter = World(tmp_path, [STAGE.model_copy(update={"steps": 2})])
-    with pytest.raises(PastTheEnd, match="checkpoint is of step 3, but the stages now have 2 steps"):
+    with pytest.raises(ResumeError, match="checkpoint is of step 3, but the stages now have 2 steps"):
         shorter.loop.run()
     assert not shorter.policy.updates

@@ -19,7 +19,7 @@ from test_loop import PROBLEMS, STAGE, World
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluationConfig
 from or1_megatron.data.stream import MixtureStream, Source
-from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, OldState, PreviousStageUnfinished
+from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, ResumeError
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.ports import Begin
@@ -83,7 +83,7 @@ def test_a_stage_run_is_resumed_from_itself(tmp_path: Path) -> None:
 def test_a_stage_begins_only_where_the_one_before_ended(tmp_path: Path) -> None:
     World(tmp_path, changes={"stage_count": 1}, every_steps=1).loop.run()
     too_soon = World(tmp_path / "no", changes=begin(tmp_path, 2, 1))
-    with pytest.raises(PreviousStageUnfinished, match=r"step_000002 is of step 2 of stage 'short'.*stages\.0\.steps=2"):
+    with pytest.raises(ResumeError, match=r"step_000002 is of step 2 of stage 'short'.*stages\.0\.steps=2"):
         too_soon.loop.run()
     chosen = World(tmp_path / "yes", changes=begin(tmp_path, 2, 1, chosen=True))
     assert chosen.loop.run().steps == 5 and chosen.loop.state()["schedule"]["ends"] == ["chosen"]
@@ -409,5 +409,5 @@ def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
     del state["schedule"]
     file.write_text(json.dumps(state))
     write_manifest(file.parent)
-    with pytest.raises(OldState, match=r"of step 3 was written by an older version: its loop.json lacks schedule\."):
+    with pytest.raises(ResumeError, match=r"of step 3 was written by an older version: its loop.json lacks schedule\."):
         World(tmp_path, [STAGE], evaluated=False).loop.run()
