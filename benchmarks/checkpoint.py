@@ -61,8 +61,9 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.parallel.saver import CheckpointSaver
     from or1_megatron.parallel.sharded_state import local_shards
-    from or1_megatron.rl.batch import BatchLayout, pack
+    from or1_megatron.rl.batch import pack
     from or1_megatron.rl.loss import ClippedPolicyLoss
+    from or1_megatron.rl.packing import BatchLayout
     from or1_megatron.types import Sample
 
     torch.set_num_threads(1)

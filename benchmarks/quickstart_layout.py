@@ -33,8 +33,9 @@ def worker(layout: dict[str, int], row_tokens: int, out: Path) -> None:
     from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
-    from or1_megatron.rl.batch import BatchLayout, pack
+    from or1_megatron.rl.batch import pack
     from or1_megatron.rl.loss import ClippedPolicyLoss
+    from or1_megatron.rl.packing import BatchLayout
     from or1_megatron.types import Sample
 
     torch.set_num_threads(1)

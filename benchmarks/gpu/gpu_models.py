@@ -13,7 +13,8 @@ import torch
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Batch, Sample
 
 

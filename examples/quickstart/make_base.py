@@ -27,8 +27,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
 from or1_megatron.rl.loss import CrossEntropy
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the folder of an example is not a package

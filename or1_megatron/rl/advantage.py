@@ -1,6 +1,6 @@
-"""Group advantages, the truncation masks, and the rejection of groups that teach nothing (RECIPE sections 1 and 3).
+"""Group advantages, truncation masks, and rejection of groups without advantage (RECIPE sections 1 and 3).
 
-The order matters: advantages are computed on whole groups, before anything is rejected, cut, split or padded.
+Advantages are computed on whole groups, before anything is rejected, cut, split or padded.
 
 Shapes: M responses of a group.
 """
@@ -17,12 +17,12 @@ from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 
 def normalised(rewards: NDArray[np.float64], ddof: int, eps: float) -> NDArray[np.float64]:
-    """A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"). [n] -> [n].
+    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"). [n] -> [n].
 
     Worked example, ddof 1: r = (1, 0, 0, 0): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2,
     A = (3/2, -1/2, -1/2, -1/2).
 
-    Equal rewards give exact zeros, and so do fewer than two of them: neither has a spread to measure.
+    Equal rewards give exact zeros, and so do fewer than two rewards.
     """
     if rewards.size < 2 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
@@ -31,10 +31,10 @@ def normalised(rewards: NDArray[np.float64], ddof: int, eps: float) -> NDArray[n
 
 
 def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:
-    """The group's advantages [M], one per response, under the configured truncation mask (RECIPE section 3).
+    """Return the group's advantages [M], one per response, under the configured truncation mask (RECIPE section 3).
 
-    ``none``: over all responses; ``before``: truncated ones stay out of mean and std and get 0; ``after``: they count
-    in mean and std, then get 0. Raises ValueError when a truncated response carries a reward: the verifier must give 0.
+    ``none``: over all responses; ``before``: truncated ones are left out of mean and std and get 0; ``after``: they
+    count in mean and std, then get 0. Raises ValueError when a truncated response has a reward other than 0.
     """
     rewards, truncated = group.rewards.astype(np.float64), group.truncated
     if rewards[truncated].any():
@@ -53,14 +53,14 @@ def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:
 
 
 def assign_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[AdvantagedGroup]:
-    """Every group with its advantages, in the same order."""
+    """Return every group with its advantages, in the same order."""
     return [AdvantagedGroup(group, group_advantages(group, config)) for group in groups]
 
 
 def reject(
     groups: Sequence[AdvantagedGroup], config: AdvantageConfig
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
-    """(kept, rejected), each in the order given. Rejected: all advantages zero (RECIPE section 1).
+    """Return (kept, rejected), each in the order given. Groups whose advantages are all zero are rejected (RECIPE 1).
 
     With ``reject_uniform_groups`` off, all are kept.
     """

@@ -9,8 +9,8 @@ Worked example of one row: prompt (5, 6), response (7, 8), advantage 0.5, engine
     advantages        0   .5   .5    0  |  0    0     the last position predicts nothing
     engine_log_probs  0   -1   -2    0  |  0    0     policy_log_probs and reference_log_probs likewise
 
-With ``sequence_alignment`` 3 the sequence reaches to 6 (cu_seqlens (0, 6)) and its positions go on as 4, 5; its
-``lengths`` entry is 4 in both. Which sample lies in which row is planned in ``rl.packing``.
+With ``sequence_alignment`` 3 the sequence extends to 6 (cu_seqlens (0, 6)) and its padding has positions 4, 5; its
+``lengths`` entry is 4 in both cases. ``rl.packing`` plans which sample goes to which row.
 
 Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequences of a row.
 """
@@ -29,25 +29,13 @@ from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, Float32Array
 Item = TypeVar("Item")
 
 LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs")
-"""Of a sample; there for all of a batch or for none."""
-
-__all__ = [
-    "LOG_PROBS",
-    "BatchLayout",
-    "check_log_probs",
-    "log_probs_of",
-    "make_batches",
-    "pack",
-    "real_tokens",
-    "split",
-    "to_samples",
-]
+"""Optional fields of a sample. All samples of a batch have the same ones."""
 
 
 def to_samples(group: AdvantagedGroup) -> list[Sample]:
-    """The group's responses, in order, as the policy trains on them.
+    """Return the group's responses, in order, as training samples.
 
-    Every response token is counted, those of truncated responses too, under every truncation mask (eq. 3.1 as written).
+    Every response token is counted, also of truncated responses and under every truncation mask (eq. 3.1 as written).
     """
     return [
         Sample(
@@ -62,10 +50,10 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
 
 
 def split(groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
-    """Whole groups into exactly ``mini_batches`` (D_R / D_T) runs of neighbours, as equal as can be, larger ones first:
-    the mini-batches after rejection of RECIPE section 1.
+    """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger ones first.
 
-    Fewer groups than that: one per mini-batch; none: no mini-batch. 7 groups into 3: 3, 2, 2.
+    These are the mini-batches after rejection of RECIPE section 1. 7 groups into 3: 3, 2, 2. Fewer groups than
+    mini-batches give one mini-batch per group.
     """
     parts = min(mini_batches, len(groups))
     if parts == 0:
@@ -82,17 +70,18 @@ def make_batches(
     layout: BatchLayout,
     aggregation: Aggregation = "token_mean",
 ) -> list[Batch]:
-    """One Batch per SGD step: the groups' samples in mini-batches, ``reuse`` passes over them in the same order."""
+    """Return one Batch per SGD step: the groups' samples in mini-batches, ``reuse`` times in the same order."""
     parts = split(groups, mini_batches)
     return [pack([sample for group in part for sample in group], layout, aggregation) for part in parts] * reuse
 
 
 def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregation = "token_mean") -> Batch:
-    """All samples as rows of one length T for every rank; none is dropped and none is cut.
+    """Pack all samples into rows of one length T for every rank; none is dropped or cut.
 
-    As few rows as hold them, the same number for every rank, balanced by cost over rows and ranks, costliest rows
-    first; a rank for which no sample is left gets rows of padding alone. Deterministic.
-    Raises ValueError when there is nothing to count, a prompt is empty, or a sample is longer than the budget.
+    Every rank gets the same number of rows, as few as hold the samples, balanced by cost, costliest first. A rank may
+    get rows that are all padding. Deterministic.
+
+    Raises ValueError when no token is counted, a prompt is empty, or a sample is longer than the budget.
     """
     lengths = np.array([sample.prompt_ids.size + sample.response_ids.size for sample in samples], dtype=np.int64)
     _check(samples, lengths, layout)
@@ -108,12 +97,12 @@ def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregatio
 
 
 def log_probs_of(source: Sample | MicroBatch) -> dict[str, Float32Array]:
-    """Those of ``LOG_PROBS`` that are there."""
+    """Return the fields of ``LOG_PROBS`` that are not None."""
     return {name: values for name in LOG_PROBS if (values := getattr(source, name)) is not None}
 
 
 def real_tokens(batch: Batch) -> int:
-    """Prompt and response tokens of a batch, padding left out."""
+    """Count the prompt and response tokens of a batch, without padding."""
     return sum(int(row.lengths.sum()) for rank in batch.ranks for row in rank)
 
 
@@ -127,12 +116,11 @@ def check_log_probs(samples: Sequence[Sample], log_probs: Sequence[Float32Array]
 def _weights(
     aggregation: Aggregation, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
 ) -> NDArray[np.float64] | None:
-    """Each sample's weight of its tokens, so that sum(weight * loss) / T_k is the aggregation asked for. None: all 1.
+    """Return the token weight of each sample, for which sum(weight * loss) / T_k is the aggregation. None: all 1.
 
-    With n_i counted tokens of sample i and R samples that have any, ``response_mean``, the mean over responses of their
-    token means (GRPO, arXiv 2402.03300, eq. 3), gives T_k / (R n_i). With N rows that count anything, and T_m tokens in
-    row m, ``micro_batch_mean`` gives T_k / (N T_m) to row m: it depends on the cut into rows. Rows of padding alone,
-    and samples without a counted token, are not averaged over: they have no mean.
+    ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
+    tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``micro_batch_mean``: with T_m counted
+    tokens in row m, and N rows that have any, the weight is T_k / (N T_m), which depends on the cut into rows.
 
     Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
     mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Both in one row: micro-batch weights 1; a row each: 2 and 2/3.
@@ -177,8 +165,11 @@ def _fill(
     row_tokens: int,
     sequence_alignment: int,
 ) -> MicroBatch:
-    """One row (see the module's example), with the samples' weights. Padding is token 0: at the end of a sequence with
-    its positions going on, at the end of the row in a last sequence of its own, positions from 0."""
+    """Fill one row (see the module's example), with the samples' weights.
+
+    Padding is token 0. At the end of a sequence it continues the sequence's positions; at the end of the row it is a
+    sequence of its own, with positions from 0.
+    """
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(row_tokens, dtype=np.bool_)
     advantages = np.zeros(row_tokens, dtype=np.float32)

@@ -1,9 +1,9 @@
-"""An update set aside on disk, so that ``or1 replay`` can make it again at any layout.
+"""Dumps of single updates, which ``or1 replay`` repeats at any layout.
 
 step_000012_update_0/
   samples.npz   the batch's samples, unpacked
-  dump.json     objective, what was seen, model and layout, versions; written last
-  weights/      HF folder of the parameters that the update was made on (safety.dump_weights)
+  dump.json     objective, results, model and layout, versions; written last
+  weights/      HF folder of the parameters before the update (safety.dump_weights)
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Reason = Literal["skipped", "asked"]
 
 
 class DumpError(UserError, ValueError):
-    """A dump that cannot be read; the message names file, what was found and what was expected."""
+    """A dump cannot be read; the message names the file, what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateDump:
-    """One update: what it was given, what came out, on which weights.
+    """One update: its inputs and its results.
 
-    ``log_probs`` are the policy's own of the counted tokens, per sample, from a forward pass on the same weights.
+    ``log_probs``: per sample, the policy's log-probs of the counted tokens, by a forward pass on the same weights.
     ``context``: sections of the resolved configuration (``model``, ``parallel``, ``optimizer``), and ``versions``.
     """
 
@@ -65,10 +65,9 @@ class UpdateDump:
 
 
 def unpack(batch: Batch) -> list[Sample]:
-    """The samples that were packed, in their order: the inverse of ``rl.batch.pack``.
+    """Return the samples that were packed, in their order: the inverse of ``rl.batch.pack``.
 
-    A response that begins with tokens that the loss does not count comes back with these as part of its prompt, which
-    changes nothing of what is computed.
+    Response tokens before the first counted one come back as part of the prompt, which changes no result.
     """
     samples: list[Sample | None] = [None] * batch.sample_count
     for row in (row for rank in batch.ranks for row in rank):
@@ -89,13 +88,13 @@ def unpack(batch: Batch) -> list[Sample]:
 
 
 def first_not_finite(log_probs: Sequence[Float32Array]) -> dict[int, int]:
-    """Sample to the first of its counted tokens whose log-prob is not finite; samples that have none are left out."""
+    """Map each sample with a log-prob that is not finite to its first such token, by the counted tokens."""
     bad = {index: ~np.isfinite(values) for index, values in enumerate(log_probs)}
     return {index: int(found.argmax()) for index, found in bad.items() if found.any()}
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that compute; what is not installed is left out."""
+    """Return the versions of Python and of the packages that compute, without those that are not installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -106,28 +105,22 @@ def versions() -> dict[str, str]:
 
 
 class DumpStore:
-    """The dumps of a run: written aside and renamed; of those that were not asked for the newest ``keep`` stay."""
+    """The dumps of a run, written aside and renamed. Those that were asked for stay, and the newest ``keep`` others."""
 
     def __init__(self, folder: Path, keep: int, context: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self._context = context
-
-    @property
-    def context(self) -> Mapping[str, Any]:
-        return self._context
+        self.folder, self.keep, self.context = folder, keep, context
 
     def open(self, step: int, update: int) -> Path:
-        """An empty folder to gather a dump in; ``close`` puts it in its place. Raises OSError."""
+        """Return an empty folder for a dump; ``close`` puts it in its place. Raises OSError."""
         aside = self.folder / f"step_{step:06d}_update_{update}{PARTIAL_SUFFIX}"
-        for left in list(self.folder.glob(f"*{PARTIAL_SUFFIX}")):  # of a run that was killed over it
+        for left in list(self.folder.glob(f"*{PARTIAL_SUFFIX}")):  # left by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         with naming_disk_full(aside, "a dump"):
             aside.mkdir(parents=True)
         return aside
 
     def close(self, aside: Path, dump: UpdateDump) -> Path:
-        """Write what remains, put the dump in its place and drop the oldest; returns where it is. Raises OSError."""
+        """Write the rest, put the dump in its place, delete the oldest, and return the folder. Raises OSError."""
         with naming_disk_full(aside, "a dump"):
             write_dump(aside, dump)
         place = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
@@ -138,11 +131,11 @@ class DumpStore:
         return place
 
     def abandon(self, aside: Path) -> None:
-        """Give the space back."""
+        """Delete an unfinished dump."""
         shutil.rmtree(aside, ignore_errors=True)
 
     def kept(self) -> list[Path]:
-        """All dumps in the order of writing, which is not that of steps where a run went back to a checkpoint."""
+        """Return all dumps in the order of writing. A run that went back to a checkpoint repeats step numbers."""
         records = sorted(self.folder.glob(f"step_*/{RECORD}"), key=lambda record: record.stat().st_mtime_ns)
         return [record.parent for record in records]
 
@@ -151,7 +144,7 @@ class DumpStore:
 
 
 def write_dump(folder: Path, dump: UpdateDump) -> None:
-    """``samples.npz`` and ``dump.json`` into a folder that is there. Raises OSError."""
+    """Write ``samples.npz`` and ``dump.json`` into an existing folder. Raises OSError."""
     with (folder / SAMPLES).open("wb") as file:
         np.savez(file, **_arrays(dump))  # type: ignore[arg-type]  # numpy's stub takes them for its own options
         file.flush()
@@ -180,10 +173,9 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
 
 
 def read_dump(folder: Path) -> UpdateDump:
-    """The inverse of ``write_dump``.
+    """Read what ``write_dump`` wrote.
 
-    Raises:
-        DumpError: it is not a dump, of another format, or its objective is not one of ours.
+    Raises DumpError when it is not a dump, has another format, or an objective that is not of ``rl.loss``.
     """
     path = folder / RECORD
     try:
@@ -230,12 +222,12 @@ def read_dump(folder: Path) -> UpdateDump:
 
 
 def _plain(value: float) -> float | str:
-    """JSON has no nan and no infinity: they become words that float() reads."""
+    """Turn nan and infinity, which JSON lacks, into words that float() reads."""
     return value if math.isfinite(value) else str(value)
 
 
 def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
-    """Ragged arrays end to end, with their lengths."""
+    """Return the samples' arrays laid end to end, with their lengths."""
     samples = dump.samples
     names = log_probs_of(samples[0])
     log_probs = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names}
@@ -252,7 +244,7 @@ def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float32Array, ...]]:
-    """The inverse of ``_arrays``."""
+    """Return what ``_arrays`` was given."""
     prompts = _cut(arrays["prompt_ids"], arrays["prompt_lengths"])
     lengths = arrays["response_lengths"]
     responses, masks = _cut(arrays["response_ids"], lengths), _cut(arrays["loss_mask"], lengths)

@@ -1,10 +1,10 @@
-"""Entropy control: how e_k is measured, and what follows from it (RECIPE section 2; section 3.2.5 of the report)."""
+"""Entropy control: the estimate of e_k and the controllers that it drives (RECIPE section 2; report, section 3.2.5)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from or1_megatron.types import Float32Array, Group
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float:
-    """e_k in nats per token (RECIPE section 2, ``sampled``): minus the mean log-prob of the sampled tokens, over *all*
-    responses of the step.
+    """Return e_k in nats per token (RECIPE section 2, ``sampled``): minus the mean log-prob of the sampled tokens.
 
-    Rejected groups count too: their entropy is the policy's as much as any other's. The log-probs are the engines'
-    (temperature applied, before top-p and top-k). Mean over tokens, not over responses. Worked example: responses with
-    log-probs (-1, -2, -3) and (-2): e = 8 / 4 = 2.
+    The log-probs are the engines' (temperature applied, before top-p and top-k). The mean is over tokens, not over
+    responses. Worked example: responses with log-probs (-1, -2, -3) and (-2): e = 8 / 4 = 2.
 
     Raises ValueError when a log-prob is not finite (naming the response) or when there is no token at all.
     """
@@ -39,8 +37,7 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 
 
 def full_entropy(entropies: Sequence[Float32Array]) -> float:
-    """e_k by the option ``full`` (RECIPE section 2): mean over all tokens of their full-vocabulary entropies [n per
-    response], nats.
+    """Return e_k by the option ``full`` (RECIPE section 2): the mean over all tokens of ``entropies`` [n per response].
 
     Worked example: (1, 2, 3) and (2): 8 / 4 = 2. Raises ValueError when one is not finite or there is no token at all.
     """
@@ -54,10 +51,10 @@ def full_entropy(entropies: Sequence[Float32Array]) -> float:
 def estimate(
     groups: Sequence[Group], kept: Sequence[Group], full: Sequence[Float32Array] | None, config: EntropyConfig
 ) -> tuple[float, float]:
-    """(e_k as configured, the sampled entropy of all responses of the step), nats per token (RECIPE section 2).
+    """Return (e_k as configured, the sampled entropy of all responses of the step), nats per token (RECIPE section 2).
 
     Args:
-        kept: those of ``groups`` that were not rejected; where there are none, ``measured_on`` kept means all.
+        kept: the ``groups`` that were not rejected. When there are none, e_k is measured on all groups.
         full: full-vocabulary entropies of the responses that e_k is measured on, where ``estimate`` is full.
     """
     of_all = sampled_entropy(groups)
@@ -68,12 +65,12 @@ def estimate(
 
 @dataclass(frozen=True, slots=True)
 class EntropyReading:
-    """What one step knows of its entropy before the update, and the coefficients that follow from it."""
+    """A step's entropy before its update, and the coefficients that follow from it."""
 
     entropy: float
     """e_k."""
     sampled: float
-    """By the estimate ``sampled``, over all responses of the step."""
+    """The estimate ``sampled`` over all responses of the step."""
     alpha: float
     """alpha_k."""
     controller: float
@@ -82,42 +79,22 @@ class EntropyReading:
     """epsilon_high of this step's updates."""
 
 
-class CoefficientRule(Protocol):
-    """How alpha_k follows from e_k and a coefficient that the controller remembers."""
-
-    def alpha(self, coefficient: float, entropy: float) -> float:
-        """alpha_k for e_k = ``entropy``; 0 where the gate says so is not the rule's business."""
-        ...
-
-    def advance(self, coefficient: float, entropy: float) -> float:
-        """The coefficient for the step after one with this entropy, before it is cut to its bounds."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """``off`` and ``fixed``."""
-
-    value: float
-
-    def alpha(self, coefficient: float, entropy: float) -> float:
-        return self.value
-
-    def advance(self, coefficient: float, entropy: float) -> float:
-        return coefficient
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The report's rule (section 3.2.5): alpha_k = c_k; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above."""
+    """The report's rule (section 3.2.5): alpha_k = c_k; c_{k+1} = c_k + delta if e_k < target, c_k - delta if above.
+
+    With delta 0 the coefficient is fixed.
+    """
 
     target: float
     delta: float
 
     def alpha(self, coefficient: float, entropy: float) -> float:
+        """Return alpha_k for e_k = ``entropy``, before the gate."""
         return coefficient
 
     def advance(self, coefficient: float, entropy: float) -> float:
+        """Return c_{k+1}, before it is cut to its bounds."""
         return coefficient + self.delta * (int(entropy < self.target) - int(entropy > self.target))
 
 
@@ -125,9 +102,9 @@ class Steps:
 class ProportionalIntegral:
     """Beyond the report: alpha_k = K_p err_k + c_k, cut to [lowest, highest]; c_{k+1} = c_k + K_i err_k.
 
-    err_k = target - e_k. The textbook discrete PI controller. Anti-windup by conditional integration: while alpha_k
-    lies at a bound and the error pushes it further out, c stands still; or a long spell of high entropy would have to
-    be unlearnt first.
+    err_k = target - e_k. This is the textbook discrete PI controller, with anti-windup by conditional integration: c
+    rests while alpha_k is at a bound and the error pushes it further out. Otherwise c would drift away during a long
+    spell of high entropy, and take as long to come back.
 
     Worked example (target 0.2, K_p 0.1, K_i 0.05, bounds [0, 0.02], c_0 = 0.01):
         e 0.1: alpha 0.01 + 0.01 = 0.02, at the bound and pushing: c stays 0.01
@@ -155,9 +132,9 @@ class ProportionalIntegral:
 class EntropyController:
     """alpha_k = rule's alpha * gate; c_{k+1} = rule's next c, within [minimum, maximum]. RECIPE section 2.
 
-    One ``advance`` per rollout step; alpha_k is fixed across that step's SGD steps. The gate is 1{e_k <= target}, or
-    with e_{k-1} (``late``, as the released code; open before the first step), or always open. Only the report's rule
-    has one: a fixed coefficient is fixed, and a proportional-integral controller closes by itself.
+    ``advance`` is called once per rollout step; alpha_k is the same for all SGD steps of that step. In mode
+    ``adaptive`` the gate is 1{e_k <= target}, or 1{e_{k-1} <= target} (``late``, as in the released code; open in the
+    first step), or always 1. In mode ``off`` it is 0, in the others 1.
 
     Worked example (adaptive, target 0.2, delta 0.005, c_0 = 0): e = 0.1, 0.1, 0.3, 0.1 gives c = 0, 0.005, 0.01, 0.005
     and alpha = 0, 0.005, 0, 0.005; with the late gate alpha = 0, 0.005, 0.01, 0; without gate alpha = c.
@@ -173,17 +150,17 @@ class EntropyController:
         """e_{k-1}."""
 
     def alpha(self, entropy: float) -> float:
-        """alpha_k for e_k = ``entropy``."""
+        """Return alpha_k for e_k = ``entropy``."""
         return self._rule.alpha(self.coefficient, entropy) if self._open(entropy) else 0.0
 
     def _open(self, entropy: float) -> bool:
         if self._config.mode != "adaptive" or self._config.gate == "off":
-            return True
+            return self._config.mode != "off"
         seen = entropy if self._config.gate == "now" else self._before
         return seen is None or seen <= self._config.target
 
     def advance(self, entropy: float) -> None:
-        """c_k -> c_{k+1} after a step whose entropy was ``entropy``. At the target c rests."""
+        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. At the target c rests."""
         moved = self._rule.advance(self.coefficient, entropy)
         if moved != self.coefficient:
             self.coefficient = min(max(moved, self._config.minimum), self._highest)
@@ -194,25 +171,23 @@ class EntropyController:
         return {"coefficient": self.coefficient, "before": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """A controller that moves goes on where it was. Otherwise the configuration rules, and the state is left."""
+        """Take over what ``state`` returned. A mode whose coefficient does not move keeps the configured one."""
         if self._config.mode in ("adaptive", "proportional_integral"):
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")
 
 
-def _rule(config: EntropyConfig, highest: float) -> CoefficientRule:
-    if config.mode == "adaptive":
-        return Steps(config.target, config.delta)
+def _rule(config: EntropyConfig, highest: float) -> Steps | ProportionalIntegral:
     if config.mode == "proportional_integral":
         gains = config.proportional_gain, config.integral_gain
         return ProportionalIntegral(config.target, *gains, config.minimum, highest)
-    return Constant(config.coefficient if config.mode == "fixed" else 0.0)
+    return Steps(config.target, config.delta if config.mode == "adaptive" else 0.0)
 
 
 class ClipHighController:
     """Beyond the report (open question 3): epsilon_high rises by delta after e_k < target, falls by it after e_k above.
 
-    A wider upper clip lets unlikely tokens gain more, and entropy rises (the report, ablation 10): the same thermostat
-    as ``Steps``, on another knob. It stays within [minimum, maximum]; delta 0: ``loss.clip_high`` for good.
+    A wider upper clip lets unlikely tokens gain more, which raises entropy (the report, ablation 10). The rule is
+    ``Steps``, within [minimum, maximum]; with delta 0 it stays at ``loss.clip_high``.
 
     Worked example (start 0.2, target 0.2, delta 0.02, bounds [0.2, 0.23]): e = 0.1, 0.1, 0.3 gives 0.2, 0.22, 0.23 and
     then 0.21.
@@ -221,7 +196,7 @@ class ClipHighController:
     def __init__(self, config: LossConfig, target: float) -> None:
         self._config, self._target = config.clip_high_control, target
         self.value = config.clip_high
-        """epsilon_high of the step to come."""
+        """epsilon_high of the next step."""
 
     def advance(self, entropy: float) -> None:
         config = self._config
@@ -233,6 +208,6 @@ class ClipHighController:
         return {"value": self.value}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Where it moves, it goes on where it was; otherwise the configuration rules."""
+        """Take over what ``state`` returned; with delta 0 the configured value stays."""
         if self._config.delta > 0:
             self.value = float(state["value"])

@@ -1,4 +1,4 @@
-"""Which evaluation is due when, and what those before came to."""
+"""When an evaluation is due, and the results so far."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Due = Literal["no", "during", "whole"]
 
 
 class Evaluations:
-    """The held-out results of a run: before, after, the best in between."""
+    """The held-out results of a run: before training, after it, and the best in between."""
 
     def __init__(self, config: EvaluationConfig, schedule: StageSchedule) -> None:
         self._config, self._schedule = config, schedule
         self.first_step = 0
-        """Steps done when the run began: more than 0 where it began at a later stage."""
+        """Steps done when the run began: more than 0 for a run of a later stage."""
         self.before: EvaluationResult | None = None
         self.after: EvaluationResult | None = None
         self.best: tuple[int, float] | None = None
@@ -28,7 +28,7 @@ class Evaluations:
         self._done_at: int | None = None
 
     def due(self, steps_done: int) -> Due:
-        """What the weights after ``steps_done`` still lack."""
+        """Return which evaluation of the weights after ``steps_done`` is still missing."""
         if self._schedule.over(steps_done):
             return "whole" if self.after is None else "no"
         if self._done_at == steps_done:
@@ -39,7 +39,7 @@ class Evaluations:
         return "during" if every and steps_done % every == 0 else "no"
 
     def settings(self, steps_done: int) -> EvaluationConfig:
-        """Those of the stage that ended in these weights; before training, of the first stage."""
+        """Return the settings of the stage that ended in these weights; before training, of the first stage."""
         return self._config.in_stage(self._stage(steps_done))
 
     def record(self, steps_done: int, result: EvaluationResult) -> None:
@@ -52,13 +52,13 @@ class Evaluations:
             self.after = result
 
     def stage_begins(self, index: int) -> None:
-        """Results of a stage that is evaluated otherwise than the one before cannot be compared with that one's."""
+        """Forget the best result when this stage is evaluated differently from the one before."""
         stages = self._schedule.stages
         if index and stages[index].evaluate != stages[index - 1].evaluate:
             self.best = None
 
     def begin_at(self, step: int) -> None:
-        """A run of its own begins after ``step``: what another came to is not its result."""
+        """Start a run of its own after ``step``, without the results of the run that led there."""
         self.first_step = step
         self.before = self.after = self.best = self._done_at = None
 
@@ -74,7 +74,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """The inverse of ``state``; a run that was at its end and is not any more has no result after training."""
+        """Take over what ``state`` returned. A run that has more steps than before has no result after training."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

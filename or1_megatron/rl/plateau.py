@@ -1,4 +1,4 @@
-"""When a stage has converged: the rule of ``PlateauConfig``."""
+"""The rule of ``PlateauConfig``: when a stage has converged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Plateau:
         self._flat = 0
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """Take the metric's value, if the row has it."""
+        """Read the metric's value, if the row has it."""
         value = metrics.get(self._config.metric)
         if value is None:
             return
@@ -38,11 +38,11 @@ class Plateau:
         self._best = mean if self._best is None else max(self._best, mean)
 
     def reached(self, stage_steps: int) -> bool:
-        """Whether the stage ends after so many of its steps."""
+        """Whether the stage ends after ``stage_steps`` of its steps."""
         return self._flat >= self._config.patience and stage_steps >= self._config.min_steps
 
     def may_be_reached(self, stage_steps: int) -> bool:
-        """Whether it may, once one more value has been read."""
+        """Whether ``reached`` may be true once one more value has been read."""
         is_compared = self._best is not None and len(self._block) + 1 >= self._config.window
         flat = self._flat + is_compared
         return flat >= self._config.patience and stage_steps >= self._config.min_steps

@@ -1,4 +1,4 @@
-"""What the loop is given, and what it gives back."""
+"""The loop's arguments and its result."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
-from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule, check_previous
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
@@ -19,15 +19,15 @@ from or1_megatron.types import EvaluationResult
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Where a run of stage ``index`` (from 0) begins: in a checkpoint of the run of the stage before it."""
+    """The start of a run of stage ``index`` (from 0): a checkpoint of the run of the stage before it."""
 
     checkpoint: Path
     index: int
     chosen: bool
-    """A person has named this very checkpoint: the stage before counts as ended there."""
+    """The user named this checkpoint (run.previous): the stage before counts as ended there."""
 
     def check(self, schedule: StageSchedule, steps_done: int) -> None:
-        """Let the schedule, restored from the checkpoint, begin stage ``index``. ResumeError: it cannot."""
+        """Let the schedule, restored from the checkpoint, begin stage ``index``. Raises ResumeError when it cannot."""
         if self.chosen and schedule.current == self.index - 1:
             schedule.end_here()
         check_previous(schedule, self.index, steps_done, self.checkpoint)
@@ -35,7 +35,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """The sections that the loop needs, and what follows from others."""
+    """The configuration sections that the loop needs, and values derived from others."""
 
     seed: int
     stages: tuple[StageConfig, ...]
@@ -46,29 +46,29 @@ class LoopConfig:
     max_error_fraction: float
     """A step with a larger share of verdicts ``error`` ends the run."""
     export_folder: Path
-    """Of the final HF export; an export after step 20 on the way lies beside it, as ``<name>_step_000020``."""
+    """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: Hardware | None = None
     safety: SafetyConfig = SafetyConfig()
     dtype: str = "float32"
-    """Of the policy's parameters, as the configuration names it."""
+    """The policy's parameter dtype, as the configuration names it."""
     stage_count: int | None = None
-    """The run is over when so many stages are. None: all."""
+    """The run ends after this many stages. None: after all."""
     begin: Begin | None = None
-    """None: with the model's weights as they are."""
+    """None: start with the model's weights."""
     mixtures: tuple[tuple[int, ...], ...] = ()
-    """Per stage how often each source appears per epoch; empty: the stream stays as it is."""
+    """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Everything that the loop acts through."""
+    """Everything that the loop calls."""
 
     policy: Policy
     rollouts: Rollouts
     stream: ProblemStream
     evaluator: Evaluator | None
-    """None: nothing is held out, nothing is evaluated."""
+    """None: there are no held-out problems."""
     observer: Observer
     tracker: Tracker
     keeper: CheckpointKeeper
@@ -76,12 +76,12 @@ class Ports:
     stop: Callable[[], bool]
     """True once the run has been asked to stop."""
     dumps: DumpStore | None = None
-    """None: batches whose loss or gradient is not finite are counted, but not kept."""
+    """None: a batch whose loss or gradient is not finite is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """What a run came to; times are summed over all its resumed parts, from the first row on."""
+    """The result of a run. Times are sums over all its resumed parts."""
 
     steps: int
     finished: bool
@@ -95,4 +95,4 @@ class LoopResult:
     seconds: Mapping[str, float]
     """Per verb."""
     skipped_updates: int
-    """SGD steps left out for want of a finite loss or gradient."""
+    """SGD steps skipped because loss or gradient was not finite."""

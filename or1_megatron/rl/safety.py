@@ -1,4 +1,4 @@
-"""Updates under guard: skipped ones are counted, set aside for replay, and too many in a row end the run."""
+"""SGD steps whose loss or gradient is not finite: they are counted and dumped, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SgdStep:
 
 @dataclass(frozen=True, slots=True)
 class _Aside:
-    """What a dump needs of the parameters before the update: log-probs here, weights in the folder."""
+    """The parts of a dump that need the parameters before the update: log-probs here, weights in the folder."""
 
     folder: Path
     reason: Reason
@@ -39,10 +39,10 @@ class _Aside:
 
 
 class UpdateGuard:
-    """Makes the SGD steps. The count of skipped ones goes over rollout steps, and across a resume.
+    """Makes the SGD steps, and counts skipped ones over rollout steps and resumes.
 
     Args:
-        dumps: where batches are set aside; None: nowhere.
+        dumps: where batches are dumped; None: nowhere.
         tell: takes a sentence for the log and the console.
     """
 
@@ -53,13 +53,12 @@ class UpdateGuard:
         self.in_a_row = 0
         self.total = 0
         self._dumped: list[str] = []
-        """Of the skipped steps in a row."""
+        """Dumps of the skipped steps in a row."""
 
     def update(self, sgd_step: SgdStep) -> UpdateReport:
-        """Make it.
+        """Make the step, and dump it when it was skipped or is in ``safety.dump_steps``.
 
-        Raises:
-            TooManySkipped: this was one too many; names the dumps.
+        Raises TooManySkipped, naming the dumps, when ``safety.max_skipped_in_a_row`` is reached.
         """
         aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
         report = self._policy.update(sgd_step.batch, sgd_step.objective)
@@ -69,7 +68,7 @@ class UpdateGuard:
             return report
         self.in_a_row += 1
         self.total += 1
-        if aside is None and self._config.keep_dumps > 0:  # the parameters still are those before the update
+        if aside is None and self._config.keep_dumps > 0:  # the update was skipped: the parameters are unchanged
             aside = self._set_aside(sgd_step, "skipped")
         dump = self._keep(aside, sgd_step, report)
         self._tell_skipped(sgd_step, report, dump)
@@ -79,14 +78,14 @@ class UpdateGuard:
         return {"in_a_row": self.in_a_row, "total": self.total, "dumped": list(self._dumped)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Take over what ``state`` returned."""
         self.in_a_row, self.total, self._dumped = state["in_a_row"], state["total"], list(state["dumped"])
 
     def _set_aside(self, sgd_step: SgdStep, reason: Reason) -> _Aside | None:
-        """None: there is no place for it."""
+        """Start a dump; None when there is no place for it."""
         if self._dumps is None:
             return None
-        # First: a policy that shares its GPUs with engines takes its turn for a score, and the export needs it too.
+        # Score first: a policy that shares its GPUs with engines loads its weights for it, and the export needs them.
         log_probs = self._policy.score(sgd_step.batch, sgd_step.objective.temperature).log_probs
         folder: Path | None = None
         try:
@@ -99,7 +98,7 @@ class UpdateGuard:
         return _Aside(folder, reason, log_probs)
 
     def _keep(self, aside: _Aside | None, sgd_step: SgdStep, report: UpdateReport) -> Path | None:
-        """Complete the dump; returns where it is, None when there is none."""
+        """Complete the dump and return its folder; None when there is none."""
         if self._dumps is None or aside is None:
             return None
         dump = UpdateDump(
@@ -121,7 +120,7 @@ class UpdateGuard:
             return None
 
     def _tell_lost(self, folder: Path | None, sgd_step: SgdStep, error: OSError) -> None:
-        """A dump is a help, not a need: the run goes on without."""
+        """Report a dump that could not be written; the run continues without it."""
         if self._dumps is not None and folder is not None:
             self._dumps.abandon(folder)
         self._tell(f"step {sgd_step.step}: the batch could not be dumped, training goes on: {error}")
@@ -131,10 +130,10 @@ class UpdateGuard:
             self._dumped.append(str(dump))
         loss = report.sums.get("loss", math.nan) / report.token_count
         said = (
-            f"step {sgd_step.step}, SGD step {sgd_step.index}: skipped, since the loss ({loss:.6g}) or the gradient "
-            f"norm ({report.grad_norm:.6g}) is not finite; parameters and optimizer are as they were"
+            f"step {sgd_step.step}, SGD step {sgd_step.index}: skipped, because the loss ({loss:.6g}) or the gradient "
+            f"norm ({report.grad_norm:.6g}) is not finite; parameters and optimizer are unchanged"
         )
-        said += "; no dump of it was kept" if dump is None else f". To make it again: or1 replay {dump}"
+        said += "; no dump of it was kept" if dump is None else f". To repeat it: or1 replay {dump}"
         self._tell(said)
         if self.in_a_row >= self._config.max_skipped_in_a_row:
             dumps = [folder for folder in self._dumped if Path(folder).is_dir()]
@@ -142,6 +141,6 @@ class UpdateGuard:
                 f"{self.in_a_row} SGD steps in a row were skipped because loss or gradient was not finite "
                 f"(safety.max_skipped_in_a_row = {self._config.max_skipped_in_a_row}), the last in step "
                 f"{sgd_step.step}. "
-                + (f"Dumps: {', '.join(dumps)}; make one again with or1 replay" if dumps else "No dump was kept")
-                + ". The same command goes on from the last checkpoint"
+                + (f"Dumps: {', '.join(dumps)}; repeat one with or1 replay" if dumps else "No dump was kept")
+                + ". The same command resumes from the last checkpoint"
             )

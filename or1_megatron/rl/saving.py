@@ -1,4 +1,4 @@
-"""The loop's end of checkpoints: what to go back to on a stop, and saves that are written while training goes on."""
+"""The loop's side of checkpoints: the state that a stop saves, and saves that are written while training goes on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
 class Saving:
-    """Has checkpoints of ``snapshot`` written, one at a time, and the keeper told of each that is complete."""
+    """Saves ``snapshot`` as checkpoints, one at a time, and tells the keeper when each is complete."""
 
     def __init__(self, policy: Policy, keeper: CheckpointKeeper) -> None:
         self._policy, self._keeper = policy, keeper
         self.snapshot: Mapping[str, Any] = {}
         """The loop's state after its last complete step."""
         self.saved_at: int | None = None
-        """The step of the newest checkpoint, be it still being written."""
+        """The step of the newest checkpoint, complete or still being written."""
         self._writing: tuple[int, bool] | None = None  # (step, best)
-        self._write_s: float | None = None  # of the last one written, until it has been told
+        self._write_s: float | None = None  # of the last one written, until it has been reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, which is of ``step``; weights that are saved already are not saved again."""
+        """Save the snapshot, which is of ``step``, unless it is saved already."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot)
@@ -33,13 +33,13 @@ class Saving:
             self._keeper.saved(step, best)
 
     def finish(self, wait: bool) -> None:
-        """When the checkpoint that is being written is complete, tell the keeper: it may now drop older ones."""
+        """If the checkpoint that is being written is complete, tell the keeper, which may then drop older ones."""
         if self._writing is not None and (write_s := self._policy.finish_save(wait)) is not None:
             self._write_s = write_s
             self._keeper.saved(*self._writing)
             self._writing = None
 
     def told_write_s(self) -> dict[str, float]:
-        """``checkpoint/write_s`` of the last one written, once."""
+        """Return ``checkpoint/write_s`` of the last checkpoint written, once."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

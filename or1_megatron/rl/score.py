@@ -1,6 +1,6 @@
-"""Forward passes between rejection and update: pi_k's own log-probs, full entropies, the reference's log-probs.
+"""Forward passes between rejection and update: pi_k's log-probs, full entropies, the reference's log-probs.
 
-Each only where something asks for it: a step on the recipe's defaults at N_SGD = 1 makes none.
+Each is made only when it is needed: with the recipe's defaults and N_SGD = 1 a step makes none.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
-from or1_megatron.rl.batch import BatchLayout, check_log_probs, pack, to_samples
+from or1_megatron.rl.batch import check_log_probs, pack, to_samples
 from or1_megatron.rl.loss import old_is_the_policy
 from or1_megatron.rl.metrics import Mismatch, scored_mismatch
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Float32Array, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The kept groups as samples, and what the passes over them found."""
+    """The kept groups as samples, and the results of the passes over them."""
 
     samples: list[list[Sample]]
     mismatch: Mismatch | None
-    """Engine against policy; None: there was no pass to tell by."""
+    """Engine against policy; None: no pass measured it."""
     entropies: Sequence[Float32Array] | None
-    """Of every response that e_k is measured on [n], by the estimate ``full``; None: not asked for."""
+    """Full entropies [n] of every response that e_k is measured on; None: e_k is not estimated by ``full``."""
     of_kept: TokenScores | None = None
-    """Of ``samples``, by the policy at the step's start; None: there was no pass over them."""
+    """The policy's scores of ``samples`` at the step's start; None: there was no pass over them."""
 
 
 def score(
@@ -38,12 +39,11 @@ def score(
     layout: BatchLayout,
     stale: bool = False,
 ) -> Scored:
-    """One pass of the policy where N_SGD > 1 or e_k is to be the full entropy, one of the reference where there is one.
+    """Score with the policy where N_SGD > 1 or e_k is the full entropy, and with the reference where there is one.
 
-    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'.
-    ``stale``: older weights than the policy's sampled them (``loss.old_is_the_policy``); engine against policy is then
-    no mismatch. The reference scores what is trained on alone. Of rejected groups only the entropy is of interest;
-    where it is to be measured on kept ones and there are none, it is measured on all.
+    N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'. The
+    policy scores rejected groups for their entropy only, and the reference does not score them. ``stale``: the samples
+    are from older weights than the policy's (``loss.old_is_the_policy``), so that engine against policy is no mismatch.
     """
     groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
@@ -70,14 +70,16 @@ def score(
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
-    """Of every sample, in their order, when the policy first met it in this step: in the pass before the updates, or in
-    the first SGD step that trained on it. None where that is not known of all."""
+    """Return the policy's first scores of every sample in this step, in order; None where some are not known.
+
+    They are from the pass before the updates, or else from the first SGD step that trained on the sample.
+    """
     if scored.of_kept is not None:
         return scored.of_kept
     wanted = sum(len(group) for group in scored.samples)
     log_probs: list[Float32Array] = []
     entropies: list[Float32Array] = []
-    for update in updates:  # the first pass over the mini-batches, which are runs of neighbours; then they come again
+    for update in updates:  # the first pass over the mini-batches gives the samples in order; reuse repeats them
         if update.scores is not None and len(log_probs) < wanted:
             log_probs += update.scores.log_probs
             entropies += update.scores.entropies
@@ -85,7 +87,7 @@ def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores
 
 
 def _with_policy(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:
-    """The samples with pi_k's log-probs; without the engines' where nothing reads these any more."""
+    """Yield the samples with pi_k's log-probs, and without the engines' where no correction reads them."""
     for sample, log_probs in zip(samples, own, strict=True):
         engine = sample.engine_log_probs if keep_engines else None
         yield replace(sample, policy_log_probs=log_probs, engine_log_probs=engine)

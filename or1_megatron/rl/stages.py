@@ -1,6 +1,6 @@
-"""Which stage a step belongs to, and which problems a stage has already solved (RECIPE section 3).
+"""The schedule of stages, and the pass rates that the filter between stages uses (RECIPE section 3).
 
-Steps are counted over all stages: step k is the state after k rollout steps, so the next one belongs to ``at(k)``.
+Steps are counted over all stages. After k finished steps the next one belongs to stage ``at(k)``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from or1_megatron.types import Group
 
 
 class StageSchedule:
-    """Stages of 3 and 2 steps: steps_done 0, 1, 2 are in stage 0; 3, 4 in stage 1; at 5 the run is over.
+    """Which stage a step belongs to. Stages of 3 and 2 steps: steps_done 0, 1, 2 are in stage 0; 3, 4 in stage 1; at 5
+    the run is over.
 
-    A stage ends after its ``steps``, or before that on its plateau. What has ended stays so, whatever the configuration
-    says later; how long the stage that is under way goes on may be changed.
+    A stage ends after its ``steps``, or earlier on its plateau. A resumed run may change the steps of the current
+    stage, not of one that has ended.
     """
 
     def __init__(self, stages: Sequence[StageConfig], count: int | None = None) -> None:
-        """``count``: the run is over when so many stages are; None: all of them."""
+        """``count``: the run ends after this many stages; None: after all."""
         self.stages = tuple(stages)
         self._count = len(self.stages) if count is None else count
-        self._starts = [0]  # of the stages that were entered: steps done before
-        self._ends: list[str] = []  # why each of those but the last ended: "steps", "plateau", "chosen"
+        self._starts = [0]  # for each stage that was entered, the steps done before it
+        self._ends: list[str] = []  # why each of them but the last ended: "steps", "plateau", "chosen"
         self._chosen = False
         self._plateau = self._plateau_of(0)
 
@@ -38,15 +39,15 @@ class StageSchedule:
 
     @property
     def most_steps(self) -> int:
-        """Steps done at the end of the run, if no plateau ends a stage before its time."""
+        """Steps done at the end of the run, if no plateau ends a stage early."""
         return self._starts[-1] + sum(stage.steps for stage in self.stages[self.current : self._count])
 
     def over(self, steps_done: int) -> bool:
-        """Whether no step is left."""
+        """Whether the run is over."""
         return self._next(steps_done) >= self._count
 
     def index(self, steps_done: int) -> int:
-        """The stage (from 0) of the next step after ``steps_done``. ValueError when there is none."""
+        """Return the stage (from 0) of the next step. ValueError when there is none."""
         index = self._next(steps_done)
         if steps_done < self._starts[-1] or index >= self._count:
             raise ValueError(f"step {steps_done} is outside the schedule of {self.most_steps} steps")
@@ -60,7 +61,7 @@ class StageSchedule:
         return steps_done == self._starts[-1] or self.index(steps_done) > self.current
 
     def enter(self, steps_done: int) -> tuple[int, StageConfig]:
-        """The next step's stage, which from now on is the current one."""
+        """Make the next step's stage the current one, and return it."""
         index = self.index(steps_done)
         if index > self.current:
             reached = self._plateau is not None and self._plateau.reached(self.stage_step(steps_done))
@@ -71,22 +72,22 @@ class StageSchedule:
         return index, self.stages[index]
 
     def stage_step(self, steps_done: int) -> int:
-        """Steps done within the current stage."""
+        """Return how many steps of the current stage are done."""
         return steps_done - self._starts[-1]
 
     def read(self, metrics: Mapping[str, float]) -> None:
-        """What the last step came to, for the current stage's plateau; of one step it may be told in parts."""
+        """Pass the last step's metrics to the current stage's plateau rule; they may come in several parts."""
         if self._plateau is not None:
             self._plateau.read(metrics)
 
     def surely_goes_on(self, steps_done: int) -> bool:
-        """Whether the step after the one that comes next is of the same stage, whatever that one comes to."""
+        """Whether the step after the next one is in the current stage, whatever the next one's metrics are."""
         done = self.stage_step(steps_done) + 1
         may_end = self._plateau is not None and self._plateau.may_be_reached(done)
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:
-        """The current stage ends, since a person has chosen this state of it."""
+        """End the current stage: the user chose this checkpoint of it."""
         self._chosen = True
 
     def state(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class StageSchedule:
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """The inverse of ``state``. ResumeError: stages that had fewer or more steps than they now have."""
+        """Take over what ``state`` returned. ResumeError: the stages' steps do not fit those that were done."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)
@@ -132,9 +133,9 @@ def check_previous(schedule: StageSchedule, index: int, steps_done: int, checkpo
 
 
 class PassRateLedger:
-    """How many of its samples each problem had right, by stage, over all its occurrences in that stage.
+    """How many samples of each problem were right in each stage, over all its occurrences there.
 
-    Recorded before rejection: a group that was all right is rejected, and it is the very one the filter looks for.
+    It is recorded before rejection, because the groups that were all right are rejected, and the filter needs them.
     """
 
     def __init__(self) -> None:
@@ -149,13 +150,13 @@ class PassRateLedger:
             rates[group.prompt.problem.id] = (right + int((rewards > 0).sum()), samples + rewards.size)
 
     def solved(self, stage: int) -> frozenset[str]:
-        """Problems whose every sample in ``stage`` was right."""
+        """Return the problems whose every sample in ``stage`` was right."""
         return frozenset(
             problem for problem, (right, samples) in self._stages.get(stage, {}).items() if right == samples
         )
 
     def outside(self, stage: int, lowest: float, highest: float) -> frozenset[str]:
-        """Problems whose share of right samples in ``stage`` lies below ``lowest`` or above ``highest``."""
+        """Return the problems whose share of right samples in ``stage`` is below ``lowest`` or above ``highest``."""
         return frozenset(
             problem
             for problem, (right, samples) in self._stages.get(stage, {}).items()

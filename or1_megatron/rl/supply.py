@@ -1,9 +1,9 @@
-"""Prompts out, groups back: what a step asks of the stream and of the engines, and what the next one may ask early.
+"""Takes a step's prompts from the stream, has them sampled, and returns the groups; the next step's too, if early.
 
-Refill. A step of a stage with ``refill_prompts`` is made of the shortest run of prompts, in the stream's order, of
-which D_R groups are kept; of at most D_R + refill_prompts. Which prompts those are follows from the responses alone,
-not from which engine was first, nor from how far ahead the engines were sent on. What was sampled beyond is thrown away
-as if it had never been asked for, and its prompts come in the next step.
+Refill: a step of a stage with ``refill_prompts`` consists of the shortest prefix of the stream's prompts of which D_R
+groups are kept, at most D_R + refill_prompts. Which prompts these are depends on the responses alone, not on which
+engine was first or how many prompts were started early. Responses beyond are thrown away, and their prompts come in the
+next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeepsGroup:
-    """Whether a group would be kept. Picklable: the RolloutManager asks it."""
+    """Whether a group would be kept. Picklable: the RolloutManager calls it."""
 
     config: AdvantageConfig
 
@@ -34,35 +34,35 @@ class KeepsGroup:
 
 
 class Supply:
-    """One roll-out at a time: of the present step, or, begun while that one trains, of the next ("ahead")."""
+    """One roll-out at a time: the current step's, or the next one's while the current step trains ("ahead")."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
-        self._before: Mapping[str, Any] | None = None  # of the stream, before the prompts of a roll-out with refill
+        self._before: Mapping[str, Any] | None = None  # the stream's state before a roll-out with refill
         self._before_ahead: Mapping[str, Any] | None = None
         self._ahead: tuple[list[Group], RolloutReport] | None = None
         self.rejected_share = 0.0
-        """Of the last step's groups: it says how far ahead the engines are sent on; no result hangs on it."""
+        """Share of the last step's groups that were rejected: ``RefillRule.expected_rejected`` of the next."""
 
     @property
     def has_ahead(self) -> bool:
-        """Whether the next step's groups are there already."""
+        """Whether the next step's groups are already sampled."""
         return self._ahead is not None
 
     @property
     def asked_ahead(self) -> bool:
-        """Whether the engines are at work on the next step."""
+        """Whether the engines are sampling the next step."""
         return self._before_ahead is not None and self._ahead is None
 
     def take(self, stage: StageConfig) -> list[Prompt]:
-        """The prompts that a step may need: D_R, and those of its refill. DataError when there are fewer than D_R."""
+        """Return the prompts that a step may need: D_R and its refill. DataError when there are fewer than D_R."""
         wanted, left = stage.prompts_per_step, self._stream.left
         extra = max(0, min(stage.refill_prompts, left - wanted))
         self._before = self._stream.state() if extra else None
         return self._stream.take(wanted + extra)
 
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
-        """Have the engines begin with step ``step`` (from 0)."""
+        """Start the roll-out of step ``step`` (from 0)."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         refill = None
         if len(prompts) > stage.prompts_per_step:
@@ -71,7 +71,7 @@ class Supply:
         self._rollouts.roll_out(prompts, stage.group_size, sampling, seed, refill)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
-        """The step's groups; prompts that it did not need go back to the stream."""
+        """Return the step's groups; prompts that it did not need go back to the stream."""
         if self._ahead is not None:
             found, self._ahead, self._before_ahead = self._ahead, None, None
             return found
@@ -84,18 +84,18 @@ class Supply:
         return groups, report
 
     def ask_ahead(self, stage: StageConfig, step: int) -> None:
-        """Begin with the next step; until ``finish_ahead`` nothing else can be asked."""
+        """Start the next step's roll-out; no other may start before ``finish_ahead``."""
         self._before_ahead = self._stream.state()
         self.ask(self.take(stage), stage, step)
 
     def finish_ahead(self) -> RolloutReport:
-        """Wait for what ``ask_ahead`` began. Raises what the roll-out raises, Stopped for one."""
+        """Wait for the roll-out of ``ask_ahead``. Raises what the roll-out raises, Stopped among it."""
         self._rollouts.wait_decoded()
         self._ahead = self.collect()
         return self._ahead[1]
 
     def abandon_ahead(self) -> None:
-        """Give it up: its prompts were never drawn. Engines that are lost have given it up themselves."""
+        """Cancel the roll-out of ``ask_ahead`` and put its prompts back. Lost engines are only logged."""
         try:
             self._rollouts.abandon()
         except EnginesLost as error:
@@ -105,5 +105,5 @@ class Supply:
         self._before = self._before_ahead = None
 
     def stream_state(self) -> Mapping[str, Any]:
-        """Of the stream as it is for the step that comes next, which a resumed run asks for anew."""
+        """Return the stream's state for the next step, whose roll-out a resumed run starts anew."""
         return self._stream.state() if self._before_ahead is None else self._before_ahead

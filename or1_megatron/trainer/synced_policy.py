@@ -24,7 +24,8 @@ from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.types import Batch, Float32Array, HandoffReport, Sample, TokenScores, UpdateReport
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
 from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,8 @@ from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
 
 STATE = {"step": 2, "ledger": {"a": [1, 2]}}
 CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=10)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Batch, Sample
 
 VOCABULARY = 61

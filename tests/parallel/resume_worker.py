@@ -37,8 +37,8 @@ from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, st
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import local_shards
-from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.loop import Loop
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything

@@ -15,8 +15,9 @@ from fakes import Clock, TablePolicy, TableRollouts, completion, group_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from or1_megatron.rl.batch import BatchLayout, make_batches, pack, real_tokens, split, to_samples
+from or1_megatron.rl.batch import make_batches, pack, real_tokens, split, to_samples
 from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, MicroBatch, Sample
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpError, DumpStore, UpdateDump, first_not_finite, read_dump, unpack
 from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample, UpdateReport
 
 LOSS = ClippedPolicyLoss(0.2, 0.25, 0.01, 0.8, False)

@@ -28,12 +28,12 @@ from or1_megatron.config.schema import (
 )
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost
-from or1_megatron.rl.batch import BatchLayout
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper

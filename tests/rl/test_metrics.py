@@ -8,7 +8,7 @@ from fakes import completion, group_of, verdict
 
 from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
-from or1_megatron.rl.batch import BatchLayout, pack
+from or1_megatron.rl.batch import pack
 from or1_megatron.rl.metrics import (
     Hardware,
     evaluation_metrics,
@@ -20,6 +20,7 @@ from or1_megatron.rl.metrics import (
     time_metrics,
     update_metrics,
 )
+from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport
 
