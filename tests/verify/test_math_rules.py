@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.math.exact import decide
-from or1_megatron.verify.math.process import MathExhausted, MathProcess
 from or1_megatron.verify.math.reader.judge import judge
 from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.verifier import MathVerifier
@@ -249,16 +248,15 @@ def test_through_the_worker(verifier: MathVerifier) -> None:
 
 
 def test_a_child_without_memory_says_so_and_is_replaced() -> None:
-    process = MathProcess(30.0)
+    verifier = MathVerifier(30.0)
     try:
-        short = {"op": "verify", "golds": ["x+y"], "answer": "y+x", "boxed": True}
-        assert process.ask(short)["right"]
-        first = process.pid
+        assert verified(verifier, ["x+y"], r"</think>\boxed{y+x}")[0] == "right"
+        first = verifier.worker_pid
         psutil.Process(first).rlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))  # less than it already has
         long = "+".join(f"x_{{{index}}}^{{{index}}}" for index in range(150))
-        with pytest.raises(MathExhausted):
-            process.ask({**short, "answer": long})
-        assert process.ask(short)["right"]
-        assert process.pid != first
+        status, detail = verified(verifier, ["x+y"], f"</think>\\boxed{{{long}}}")
+        assert (status, detail) == ("timeout", "the comparison needed more memory than the 4 GiB that it may use")
+        assert verified(verifier, ["x+y"], r"</think>\boxed{y+x}")[0] == "right"
+        assert verifier.worker_pid != first
     finally:
-        process.close()
+        verifier.close()

@@ -180,7 +180,7 @@ def test_a_verifier_of_ones_own(place: Path) -> None:
             "neither": ("wrong", ""),
             "raise": ("error", "KeyError: 'mine'"),
             "odd": ("error", "returned 0.5, expected a Verdict, or a reward of 0 or 1"),
-            "sleep": ("timeout", "no verdict within 2 s"),
+            "sleep": ("timeout", "no answer within 2 s"),
             "die": ("error", "its process died"),
         }
         for response, (status, words) in expected.items():

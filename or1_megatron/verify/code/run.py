@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from or1_megatron.verify.child_process import describe_exit
 from or1_megatron.verify.code.checker_programs import CODEC, CheckerPrograms
 from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.imports import with_imports
 from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
-from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, describe_exit
+from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
 

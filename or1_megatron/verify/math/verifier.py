@@ -11,14 +11,17 @@ and replaced at its time limit.
 
 from __future__ import annotations
 
+import subprocess
 import time
+from typing import Any
 
 from pydantic_core import from_json
 
+from or1_megatron.errors import Or1Error
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning, braces_balance, last_box
+from or1_megatron.verify.child_process import ChildDied, ChildProcess, ChildTimeout
 from or1_megatron.verify.math.exact import decide, rational
-from or1_megatron.verify.math.process import MathCrash, MathExhausted, MathProcess, MathTimeout
 
 _UNBOXED_CHARS = 2000
 """Of an answer without a box, Math-Verify sees this much of the end: its extraction is super-linear in the length."""
@@ -29,11 +32,19 @@ _BOX_CHARS = 4000
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
 
+_WORKER = "or1_megatron.verify.math.worker"
+
+
+class _Exhausted(Or1Error):
+    """The child ran out of the memory that it may use, and was replaced."""
+
+
 class MathVerifier:
     """``interfaces.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._process = MathProcess(timeout_s)
+        self._timeout_s = timeout_s
+        self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
         self._golds: tuple[str, list[str]] = ("", [])
 
     @property
@@ -52,12 +63,10 @@ class MathVerifier:
             if not braces_balance(gold):
                 raise ValueError(f"unparsable gold {gold!r}: its braces do not balance")
             try:
-                reply = self._process.ask({"op": "parse", "gold": gold})
-            except MathTimeout:
-                raise ValueError(
-                    f"unparsable gold {gold!r}: reading it took more than {self._process.timeout_s} s"
-                ) from None
-            except (MathCrash, MathExhausted) as error:
+                reply = self._ask({"op": "parse", "gold": gold})
+            except ChildTimeout:
+                raise ValueError(f"unparsable gold {gold!r}: reading it took more than {self._timeout_s} s") from None
+            except (ChildDied, _Exhausted) as error:
                 raise ValueError(f"unparsable gold {gold!r}: {error}") from None
             if not reply["parsed"]:
                 raise ValueError(
@@ -91,13 +100,13 @@ class MathVerifier:
             return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
         try:
-            reply = self._process.ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})
-        except MathTimeout:
-            return verdict("timeout", box or "", f"the comparison took more than {self._process.timeout_s} s")
-        except MathExhausted:
-            return verdict("timeout", box or "", "the comparison needed more memory than it may use")
-        except MathCrash as error:
-            return verdict("error", box or "", str(error))
+            reply = self._ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})
+        except ChildTimeout:
+            return verdict("timeout", box or "", f"the comparison took more than {self._timeout_s} s")
+        except _Exhausted as error:
+            return verdict("timeout", box or "", f"the comparison needed {error}")
+        except ChildDied as error:
+            return verdict("error", box or "", f"Math-Verify: {error}")
         if not reply["answer"]:
             return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
         return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
@@ -105,6 +114,14 @@ class MathVerifier:
     def close(self) -> None:
         """End the child process; the verifier starts another when used again."""
         self._process.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        reply = self._process.ask(request)
+        if "exhausted" in reply:  # it is about to end; its successor is started now
+            self._process.close()
+            self._process.start()
+            raise _Exhausted(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")
+        return reply
 
     def _golds_of(self, problem: Problem) -> list[str]:
         if self._golds[0] != problem.ground_truth:  # a group's responses come close together: keep the last one

@@ -1,4 +1,4 @@
-r"""The child process that judges answers for ``verify.math.process.MathProcess``. Not imported by anything else.
+r"""The child process that judges answers for ``MathVerifier``. Not imported by anything else.
 
 An answer is read and compared by ``verify.math.reader``. Math-Verify is asked where that cannot read one of the two,
 unless the gold is a plain number or words: what cannot be read is neither. It also finds the answer in a text without a
@@ -6,7 +6,7 @@ box.
 
 Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
 ``{"right": bool, "answer": str, "how": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
-``{"exhausted": true}``, the last line of a process that ran out of memory; the first line out is ``{"ready": true}``.
+``{"exhausted": bytes}``, the last line of a process that ran out of its memory. The first line out, ``{}``, is ready.
 The end of the input ends the process.
 
 It can die by itself: every request arms a real-time timer whose default action is death, so that a worker busy in
@@ -44,7 +44,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
     _parse_boxed("\\frac{1}{2}")  # imports and builds the parser, which is slow: before "ready", not within a limit
 
-    replies.write('{"ready": true}\n')
+    replies.write("{}\n")
     replies.flush()
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -52,7 +52,7 @@ def main() -> None:
         try:
             reply = _verify(request) if request["op"] == "verify" else {"parsed": _is_usable(request["gold"])}
         except MemoryError:
-            reply = {"exhausted": True}
+            reply = {"exhausted": _CHILD_MEMORY_BYTES}
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

@@ -28,6 +28,7 @@ from typing import Literal
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.errors import UserError
+from or1_megatron.verify.child_process import describe_exit
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
 """exited: by itself, or by a signal; the others: killed for exceeding that limit."""
@@ -154,15 +155,6 @@ class SandboxResult:
     @property
     def succeeded(self) -> bool:
         return not self.failure
-
-
-def describe_exit(status: int) -> str:
-    """Say in words what an exit status means; for signal n it is -n (Popen) or 128 + n (shells)."""
-    number = -status if status < 0 else status - 128
-    try:
-        return f"killed by {signal.Signals(number).name}"
-    except ValueError:
-        return f"exit status {status}"
 
 
 def _size(count: int) -> str:

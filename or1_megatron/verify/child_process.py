@@ -1,0 +1,177 @@
+"""Python modules of ours as child processes, which are bounded in time and replaced when they hang or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import or1_megatron
+from or1_megatron.errors import Or1Error
+
+_PACKAGE_PARENT = Path(or1_megatron.__file__).resolve().parent.parent
+_START_TIMEOUT_S = 120.0
+
+
+class ChildTimeout(Or1Error):
+    """The child did not answer within the limit, and was replaced."""
+
+
+class ChildDied(Or1Error):
+    """The child died, and was replaced. The message says how it ended."""
+
+
+class ChildUnusable(Or1Error):
+    """The child did not start. The message says why."""
+
+
+def start_module(module: str, *arguments: str, path: Sequence[str] = (), stderr: int | None = None) -> Any:
+    """Start ``python -m module`` with pipes to its standard input and output. Returns the Popen object.
+
+    The child imports this package from where we have it; then it looks in ``path`` and in PYTHONPATH.
+    """
+    places = [str(_PACKAGE_PARENT), *path, os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        # -P: with -m the working directory would come first on the child's path
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def close_pipes(child: Any) -> None:
+    """Close our ends of a child's pipes."""
+    for pipe in (child.stdin, child.stdout):
+        try:
+            pipe.close()
+        except OSError:  # an unsent request flushed into a dead child
+            pass
+
+
+def describe_exit(status: int) -> str:
+    """Say in words what an exit status means; for signal n it is -n (Popen) or 128 + n (shells)."""
+    number = -status if status < 0 else status - 128
+    try:
+        return f"killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"exit status {status}"
+
+
+class ChildProcess:
+    """One child at a time, which answers JSON objects, one per line. Thread-safe: one request at a time.
+
+    The child's first line is {} when it is ready, or {"raised": words}. It must end when its input closes, so that it
+    does not outlive this process, however this process ends.
+    """
+
+    def __init__(
+        self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._start = lambda: start_module(module, *arguments, path=path, stderr=stderr)
+        self._lock = threading.Lock()
+        self._child: Any = None
+        self._ready = False
+        self._owner_pid = os.getpid()
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, when one runs."""
+        return None if self._child is None else self._child.pid
+
+    def start(self, wait: bool = False) -> None:
+        """Start the child, if none runs. ``wait``: until it is ready; else its imports go on while the caller does.
+
+        Raises ChildUnusable when it waits in vain.
+        """
+        with self._lock:
+            self._launch()
+            if wait:
+                self._wait_until_ready()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and return the answer.
+
+        Raises ChildTimeout after ``timeout_s``, or ChildDied; the child's successor starts at once, so the next request
+        works. Raises ChildUnusable when no child starts.
+        """
+        with self._lock:
+            self._launch()
+            self._wait_until_ready()
+            try:
+                self._child.stdin.write(json.dumps(request).encode() + b"\n")
+                self._child.stdin.flush()
+                return self._reply(self.timeout_s)
+            except (ChildTimeout, ChildDied, BrokenPipeError) as error:
+                ending = self._stop()
+                self._launch()
+                if isinstance(error, ChildTimeout):
+                    raise
+                raise ChildDied(f"its process died: {ending}") from None
+
+    def close(self) -> None:
+        """End the child. The next request starts another."""
+        with self._lock:
+            self._stop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_child", None) is not None and self._owner_pid == os.getpid():
+            self._stop()
+
+    def _launch(self) -> None:
+        if self._owner_pid != os.getpid():  # forked: the child and its pipes belong to the parent
+            self._child, self._owner_pid = None, os.getpid()
+        if self._child is None or self._child.poll() is not None:
+            self._stop()
+            self._child = self._start()
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        try:
+            reply = self._reply(_START_TIMEOUT_S)
+        except (ChildTimeout, ChildDied) as error:
+            reply = {"raised": f"{error}; {self._stop()}"}
+        if "raised" in reply:
+            self._stop()
+            raise ChildUnusable(reply["raised"])
+        self._ready = True
+
+    def _stop(self) -> str:
+        """End the child. Returns how it ended."""
+        child, self._child, self._ready, self._buffer = self._child, None, False, b""
+        if child is None:
+            return "not running"
+        ending = "killed" if child.poll() is None else describe_exit(child.returncode)
+        child.kill()
+        child.wait()
+        close_pipes(child)
+        return ending
+
+    def _reply(self, limit_s: float) -> dict[str, Any]:
+        deadline_s = time.monotonic() + limit_s
+        descriptor = self._child.stdout.fileno()
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        while b"\n" not in self._buffer:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
+                raise ChildTimeout(f"no answer within {limit_s:g} s")
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                raise ChildDied("it ended")
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
