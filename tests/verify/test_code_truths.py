@@ -12,6 +12,7 @@ import zlib
 from typing import Any
 
 import pytest
+from code_corpus import compress
 
 from or1_megatron.verify.code import livecodebench
 from or1_megatron.verify.code.ground_truth import parse_code_tests
@@ -73,8 +74,8 @@ def test_unusable_ground_truths_are_refused(case: str) -> None:
 
 def test_a_pickle_is_read_but_never_loaded() -> None:
     tests = [TEST, {**TEST, "input": "\u00e4 x" * 300}]
-    assert json.loads(livecodebench.decompress(livecodebench.compress(tests))) == tests
-    (first, second) = parsed({"private_test_cases": livecodebench.compress(tests)}).tests
+    assert json.loads(livecodebench.decompress(compress(tests))) == tests
+    (first, second) = parsed({"private_test_cases": compress(tests)}).tests
     assert (first.stdin, first.expected) == (b"3\n", "9") and second.stdin.decode() == "\u00e4 x" * 300
 
     class Evil:

@@ -37,10 +37,10 @@ def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
     if split is not None:
         return split
     module = ast.Module(statements, [])
-    remote = _remote_names(module, set())
+    remote = _remote_names(module)
     _check_program("assert_case", module, remote)
     program = "\n".join(ast.unparse(statement) for statement in statements)
-    return (ProgramTest("asserts", module_imports(module) + program, None),)
+    return (ProgramTest("asserts", module_imports(module) + program, {name: name for name in sorted(remote)}),)
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
@@ -60,7 +60,8 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
     if split:
         return split
     _check_program("test_code", module, {"candidate"})
-    return (ProgramTest("check", decoded["test_code"], decoded["entry_point"]),)
+    program = decoded["test_code"] + "\ncheck(candidate)"
+    return (ProgramTest("check", program, {"candidate": decoded["entry_point"]}),)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -145,10 +146,11 @@ def _literal(node: ast.expr) -> tuple[Any] | None:
     return (value,)
 
 
-def _remote_names(module: ast.Module, given: set[str]) -> set[str]:
+def _remote_names(module: ast.Module) -> set[str]:
+    """Return the names that a test program uses and nobody gives it: the submission's."""
     used, bound = names_of(module)
     modules = {line.removeprefix("import ") for line in module_imports(module).strip().split("; ") if line}
-    return {name for name in used if name not in bound | given | _HELPERS | modules and not hasattr(builtins, name)}
+    return {name for name in used if name not in bound | _HELPERS | modules and not hasattr(builtins, name)}
 
 
 def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:

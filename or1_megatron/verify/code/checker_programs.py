@@ -27,13 +27,11 @@ from typing import Any
 from or1_megatron.errors import Or1Error
 from or1_megatron.verify.code.checkers import Checker
 from or1_megatron.verify.code.codec import encode
+from or1_megatron.verify.code.in_sandbox import own_program
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 
-_FOLDER = Path(__file__).parent
-CODEC = _FOLDER.joinpath("codec.py").read_text()
-_RUNNER = _FOLDER.joinpath("in_sandbox", "checker_runner.py").read_text()
-
+_CHECKER_RUNNER = own_program("checker_runner")
 _COMPILE_LIMITS = SandboxLimits(
     cpu_s=60.0, wall_s=180.0, file_bytes=256 << 20, scratch_bytes=512 << 20, output_bytes=64 << 20
 )
@@ -87,9 +85,7 @@ class CheckerPrograms:
         raise CheckerFailed(f"the testlib checker failed: {result.failure}")
 
     def _python(self, source: str, arguments: str) -> bool:
-        texts = {"main.py": _RUNNER, "checker.py": source, "codec.py": CODEC, "arguments": arguments}
-        command = ("{python}", "{box}/main.py", "{box}/checker.py", "{box}/codec.py", "{box}/arguments")
-        result = self._sandbox.run(Program({name: text.encode() for name, text in texts.items()}, command))
+        result = self._sandbox.run(_CHECKER_RUNNER, json.dumps([source, arguments]).encode())
         try:
             answer = json.loads(result.output)
         except ValueError:

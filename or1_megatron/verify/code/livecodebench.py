@@ -86,13 +86,6 @@ def decompress(text: str) -> str:
     return found[0]
 
 
-def compress(tests: list[dict[str, str]]) -> str:
-    """The inverse: private tests as LiveCodeBench writes them."""
-    import pickle
-
-    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
-
-
 def _json(field: str, text: str) -> Any:
     try:
         return json.loads(text)

@@ -12,29 +12,28 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from or1_megatron.verify.child_process import describe_exit
-from or1_megatron.verify.code.checker_programs import CODEC, CheckerPrograms
+from or1_megatron.verify.code.checker_programs import CheckerPrograms
 from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.imports import with_imports
+from or1_megatron.verify.code.in_sandbox import own_program
 from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
 from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
 
-_FOLDER = Path(__file__).parent / "in_sandbox"
-_CALL_SERVER = _FOLDER.joinpath("call_server.py").read_bytes()
-_PROGRAM_RUNNER = _FOLDER.joinpath("program_runner.py").read_bytes()
+_CALL_SERVER = own_program("call_server")
+_PROGRAM_RUNNER = own_program("program_runner")
 _SHOWN_CHARS = 80
 _OUT_OF_TURN = "wrote to the channel out of turn"
 _PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TestOutcome:
     """How one test ended. ``failure``: why the submission failed it; None when it passed, and only then."""
 
     name: str
@@ -54,7 +53,7 @@ class CodeRun:
         self._limits = sandbox.limits
         self._budget_s = budget_s
 
-    def outcomes(self, tests: CodeTests, source: str) -> Iterator[Outcome]:
+    def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
         """Test by test, as they are run: stop asking to stop early.
 
         Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
@@ -65,9 +64,9 @@ class CodeRun:
         try:
             for test in tests.tests:
                 if time.monotonic() > deadline_s:
-                    yield Outcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
+                    yield TestOutcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
                     return
-                yield Outcome(test.name, self._failure(test, tests, source, calls))
+                yield TestOutcome(test.name, self._failure(test, tests, source, calls))
         finally:
             calls.close()
 
@@ -116,9 +115,9 @@ class CodeRun:
         limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
         if key := limits.keys.get("cpu_time"):
             limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
-        judge = self._sandbox.open(_box(_PROGRAM_RUNNER), limits)
+        judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
         calls = _Calls(self._sandbox, tests, source, limits)
-        setup = {"codec": CODEC, "prefix": tests.prefix, "program": test.program, "entry_point": test.entry_point}
+        setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
         line, asked = json.dumps(setup).encode(), 0
         deadline_s = time.monotonic() + self._budget_s
         try:
@@ -157,9 +156,8 @@ class _Calls:
 
     def load(self) -> None:
         """Raises SessionEnded when the submission does not load."""
-        self._session = self._sandbox.open(_box(_CALL_SERVER), self._limits)
+        self._session = self._sandbox.open(_CALL_SERVER, self._limits)
         setup = {
-            "codec": CODEC,
             "prefix": self._tests.prefix,
             "source": self._source,
             "starter": self._tests.starter,
@@ -206,10 +204,6 @@ class _Calls:
         if answer.get("nonce") != nonce or not sound or not any(form <= answer.keys() for form in forms):
             raise SessionEnded(_OUT_OF_TURN)
         return answer
-
-
-def _box(source: bytes) -> Program:
-    return Program({"main.py": source}, ("{python}", "{box}/main.py"))
 
 
 def _from_program(judge: Session, line: bytes, asked: int) -> bytes:

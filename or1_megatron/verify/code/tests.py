@@ -40,11 +40,11 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, run in a sandbox of its own. ``entry_point``: what its ``check`` is given; None: asserts."""
+    """A test program, run in a sandbox of its own. ``stand_ins``: its name for each name of the submission's."""
 
     name: str
     program: str
-    entry_point: str | None
+    stand_ins: Mapping[str, str]
 
 
 CodeTest = StdinTest | CallTest | ProgramTest

@@ -17,7 +17,7 @@ from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.answer import after_reasoning
 from or1_megatron.verify.code.checker_programs import CheckerFailed, CheckerPrograms
 from or1_megatron.verify.code.ground_truth import parse_code_tests
-from or1_megatron.verify.code.run import CodeRun, Outcome
+from or1_megatron.verify.code.run import CodeRun, TestOutcome
 from or1_megatron.verify.code.tests import CodeTests
 from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
 
@@ -69,7 +69,7 @@ class CodeVerifier:
         if broken:
             return verdict("wrong", source, broken)
         tests = self._tests_of(problem)
-        outcomes: list[Outcome] = []
+        outcomes: list[TestOutcome] = []
         try:
             for outcome in self._run.outcomes(tests, source):
                 outcomes.append(outcome)
@@ -92,7 +92,7 @@ class CodeVerifier:
         return self._tests[1]
 
 
-def describe(outcomes: list[Outcome], tests: int) -> str:
+def describe(outcomes: list[TestOutcome], tests: int) -> str:
     """Every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
     marks = "".join("." if outcome.passed else "F" for outcome in outcomes).ljust(tests, "-")
     passed = sum(outcome.passed for outcome in outcomes)

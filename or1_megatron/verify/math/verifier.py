@@ -96,8 +96,8 @@ class MathVerifier:
             decided = decide(golds, box)
             if decided is not None:
                 return verdict("right" if decided else "wrong", box, "compared exactly")
-        if box is not None and len(box) > _BOX_CHARS:
-            return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
+            if len(box) > _BOX_CHARS:
+                return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
         try:
             reply = self._ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})

@@ -1,1 +1,19 @@
-"""Programs that run inside a sandbox, given to it as text. Standard library only; nothing here is imported by us."""
+"""Programs that run inside a sandbox. We give it their text and never import them; they need the standard library only.
+
+Beside each lies ``codec.py``, which it imports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from or1_megatron.verify.sandbox.program import Program
+
+_FOLDER = Path(__file__).parent
+_CODEC = _FOLDER.parent.joinpath("codec.py").read_bytes()
+
+
+def own_program(name: str) -> Program:
+    """Return one of this folder's programs, such as "call_server"."""
+    source = _FOLDER.joinpath(f"{name}.py").read_bytes()
+    return Program({"main.py": source, "codec.py": _CODEC}, ("{python}", "{box}/main.py"))

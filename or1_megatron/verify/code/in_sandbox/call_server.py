@@ -1,8 +1,8 @@
-"""The program inside the sandbox that holds a submission and answers calls to it. Standard library only.
+"""Holds a submission and answers calls to it.
 
-Its text is what the sandbox runs; we never import it. It reads lines from standard input, each a fresh nonce and a
-JSON object: first the set-up {codec, prefix, source, fork}, answered when the submission has been loaded, then calls,
-one at a time. An answer must repeat the nonce: what is written before a call is asked answers nothing.
+It reads lines from standard input, each a fresh nonce and a JSON object: first the set-up {prefix, source, starter,
+fork}, answered when the submission has been loaded, then calls, one at a time. An answer must repeat the nonce, so what
+is written before a call is asked answers nothing.
 
 The submission can write to the answers' channel, as it can do anything in this process; all it can say there is what
 its own call returned. Nothing here knows what was expected.
@@ -22,6 +22,8 @@ import re
 import sys
 from types import ModuleType
 
+import codec  # type: ignore[import-not-found]
+
 TYPE_CHECKING = False  # typing's own is not worth its import
 if TYPE_CHECKING:
     from typing import Any
@@ -31,37 +33,34 @@ ANSWERED = 42  # how a fork that has answered exits
 EXPRESSION = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 
-class Box:
+class Submission:
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.codec = ModuleType("codec")
-        exec(setup["codec"], self.codec.__dict__)
-        self.starter = setup.get("starter") or ""
+        self.starter = setup["starter"]
         self.objects: list[Any] = []
         self.module = ModuleType("submission")
         sys.modules["submission"] = self.module  # dataclasses and pickle look their module up
         names = self.names = self.module.__dict__
-        for name in ("ListNode", "TreeNode"):
-            names[name] = getattr(self.codec, name)
-        names["list_node"], names["tree_node"] = self.make_list, self.make_tree
+        names.update(ListNode=codec.ListNode, TreeNode=codec.TreeNode)
+        names.update(list_node=self.make_list, tree_node=self.make_tree)
         exec(compile(setup["prefix"], "prefix.py", "exec"), names)
         exec(compile(setup["source"], "submission.py", "exec"), names)
 
     def make_list(self, values: Any) -> Any:
-        return self.codec.build_list(values, self.names["ListNode"])
+        return codec.build_list(values, self.names["ListNode"])
 
     def make_tree(self, values: Any) -> Any:
-        return self.codec.build_tree(values, self.names["TreeNode"])
+        return codec.build_tree(values, self.names["TreeNode"])
 
     def decode(self, encoded: Any) -> Any:
         if isinstance(encoded, dict) and "object" in encoded:
             return self.objects[encoded["object"]]
         if isinstance(encoded, list):
             return [self.decode(item) for item in encoded]
-        return self.codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
+        return codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
 
     def encode(self, value: Any, keep: bool) -> Any:
         try:
-            return self.codec.encode(value)
+            return codec.encode(value)
         except TypeError:
             if not keep:
                 raise
@@ -110,7 +109,7 @@ class Box:
         if not isinstance(argument, MUTABLE) and not hasattr(argument, "val"):
             return None
         try:
-            return [self.codec.encode(argument)]
+            return [codec.encode(argument)]
         except TypeError:
             return None
 
@@ -176,13 +175,13 @@ def reply(channel: int, nonce: str, answer: dict[str, Any]) -> None:
         rest = rest[os.write(channel, rest) :]
 
 
-def serve(box: Box, lines: Any, channel: int, fork: bool, keep: bool) -> None:
+def serve(submission: Submission, lines: Any, channel: int, fork: bool, keep: bool) -> None:
     for line in lines:
         nonce, _, text = line.decode().partition(" ")
         child = os.fork() if fork else 0
         if child == 0:
             try:
-                reply(channel, nonce, box.answer(json.loads(text), keep))
+                reply(channel, nonce, submission.answer(json.loads(text), keep))
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 reply(channel, nonce, {"raised": complaint(error), "type": type(error).__name__})
             if fork:
@@ -205,13 +204,13 @@ def main() -> None:
     nonce, _, text = lines.readline().decode().partition(" ")
     setup = json.loads(text)
     try:
-        box = Box(setup)
+        submission = Submission(setup)
     except (Exception, SystemExit) as error:
         reply(channel, nonce, {"raised": complaint(error), "type": type(error).__name__})
         return
     forks = setup["fork"] and can_fork()
     reply(channel, nonce, {"value": None, "forks": forks})
-    serve(box, lines, channel, forks, keep=not setup["fork"])
+    serve(submission, lines, channel, forks, keep=not setup["fork"])
 
 
 def can_fork() -> bool:

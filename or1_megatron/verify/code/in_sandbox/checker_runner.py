@@ -1,6 +1,6 @@
-"""The program inside the sandbox that runs a row's Python checker. Standard library only; we never import it.
+"""Runs a row's Python checker.
 
-argv: files with the checker's source, the codec's and the JSON of the arguments, encoded. The submission is over by
+Standard input: a JSON list of the checker's source and the JSON of its arguments, encoded. The submission has ended by
 then, and only its output is here, as data. Standard output: {"accepted": bool}, or {"broken": words}.
 """
 
@@ -11,14 +11,15 @@ import os
 import sys
 from types import ModuleType
 
+import codec  # type: ignore[import-not-found]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-def verdict(source: str, codec_source: str, arguments: str) -> dict[str, Any]:
-    codec, checker = ModuleType("codec"), ModuleType("checker")
-    exec(codec_source, codec.__dict__)
+def verdict(source: str, arguments: str) -> dict[str, Any]:
+    checker = ModuleType("checker")
     try:
         exec(compile(source, "checker.py", "exec"), checker.__dict__)
         check = checker.check
@@ -36,15 +37,7 @@ def complaint(error: BaseException) -> str:
     return (type(error).__name__ + ": " + str(error))[:300]
 
 
-def main() -> None:
-    channel = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what the checker prints is no answer
-    sys.setrecursionlimit(100_000)
-    texts = []
-    for name in sys.argv[1:]:
-        with open(name, encoding="utf-8") as file:
-            texts.append(file.read())
-    os.write(channel, json.dumps(verdict(*texts)).encode())
-
-
-main()
+channel = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what the checker prints is no answer
+sys.setrecursionlimit(100_000)
+os.write(channel, json.dumps(verdict(*json.load(sys.stdin))).encode())

@@ -1,12 +1,11 @@
-"""The program inside the sandbox that runs a test program against a submission which is in another sandbox.
+"""Runs a test program against a submission that is in another sandbox.
 
-Its text is what the sandbox runs; we never import it. Standard library only. The test program sees stand-ins for what
-it tests; using one asks over the channel (standard output) and waits for the answer (standard input), which is plain
-data, decoded here into exact built-in types: nothing of the submission's ever runs in this process, so neither its
-``__eq__`` nor anything else of it takes part in a comparison.
+The test program sees stand-ins for what it tests. Using one asks over the channel (standard output) and waits for the
+answer (standard input), which is plain data, decoded here into exact built-in types. Nothing of the submission's ever
+runs in this process, so neither its ``__eq__`` nor anything else of it takes part in a comparison.
 
-Lines in: the set-up {codec, prefix, program, entry_point}, then answers. Lines out: {"ask": operation} and at the end
-{"passed": statements} or {"failed": words, "at": what was being run}.
+Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
+{"passed": true}, or {"failed": words, "at": the line of the test program}.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import builtins
 import json
 import os
 import sys
-from types import ModuleType
+
+import codec  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class Channel:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
             os.dup2(null, descriptor)
-        self.codec = ModuleType("codec")
         self.names: dict[str, Any] = {}
         self.in_assert = False
 
@@ -57,12 +56,12 @@ class Channel:
             if "object" not in value._operation:
                 raise TypeError("a function of the submission cannot be an argument")
             return {"object": value._operation["object"]}
-        return self.codec.encode(value)
+        return codec.encode(value)
 
     def decode(self, encoded: Any) -> Any:
         if isinstance(encoded, dict) and "object" in encoded:
             return Remote(self, {"object": encoded["object"], "name": ""})
-        return self.codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
+        return codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
 
     def ask(self, operation: dict[str, Any], arguments: tuple[Any, ...] = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
@@ -101,8 +100,8 @@ class Channel:
             argument.__dict__.update(new.__dict__)
 
 
-class Asked:
-    """Something of the submission's, which is in another process."""
+class StandIn:
+    """For something of the submission's, which is in another process."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -119,7 +118,7 @@ class Asked:
         return self._channel.ask({"operation": "call", **self._operation}, arguments, keywords)
 
 
-class Remote(Asked):
+class Remote(StandIn):
     """A function, class or object of the submission. It can be called and looked into, never compared."""
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +146,7 @@ class Remote(Asked):
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
 
 
-class Member(Asked):
+class Member(StandIn):
     """``object.name``: a method when called, else data that is fetched when it is compared or used."""
 
     def _value(self) -> Any:
@@ -190,75 +189,39 @@ class AssertMarker(ast.NodeTransformer):
         return ast.fix_missing_locations(marked)
 
 
-def unbound(tree: ast.Module, names: dict[str, Any]) -> list[str]:
-    """Names that the test program uses and nobody gives it: the submission's."""
-    bound, used = set(), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                used.append(node.id)
-            else:
-                bound.add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return [name for name in dict.fromkeys(used) if not (name in bound or name in names or hasattr(builtins, name))]
-
-
-def is_same_list(left: Any, right: Any) -> bool:
-    return CHANNEL.codec.encode(left) == CHANNEL.codec.encode(right)
+def is_same(left: Any, right: Any) -> bool:
+    return bool(codec.encode(left) == codec.encode(right))
 
 
 def run(setup: dict[str, Any]) -> None:
     names = CHANNEL.names
-    exec(setup["codec"], CHANNEL.codec.__dict__)
-    names["__name__"] = "test_program"
-    for name in ("ListNode", "TreeNode"):
-        names[name] = getattr(CHANNEL.codec, name)
-    names["list_node"] = lambda values: CHANNEL.codec.build_list(values, names["ListNode"])
-    names["tree_node"] = lambda values: CHANNEL.codec.build_tree(values, names["TreeNode"])
-    names["is_same_list"] = names["is_same_tree"] = is_same_list
+    names.update(__name__="test_program", ListNode=codec.ListNode, TreeNode=codec.TreeNode)
+    names["list_node"] = lambda values: codec.build_list(values, names["ListNode"])
+    names["tree_node"] = lambda values: codec.build_tree(values, names["TreeNode"])
+    names["is_same_list"] = names["is_same_tree"] = is_same
     exec(compile(setup["prefix"], "prefix.py", "exec"), names)
-    tree = ast.parse(setup["program"])
-    if setup["entry_point"] is None:
-        for name in unbound(tree, names):
-            names[name] = Remote(CHANNEL, {"name": name})
-    names["__assert_begins__"], names["__assert_ends__"] = CHANNEL.assert_begins, CHANNEL.assert_ends
-    statements = list(tree.body)
-    if setup["entry_point"] is not None:
-        names["candidate"] = Remote(CHANNEL, {"name": setup["entry_point"]})
-        statements += ast.parse("check(candidate)").body
-    for statement in statements:
-        at = ast.unparse(statement)[:200] if setup["entry_point"] is None else ""
+    for name, of in setup["stand_ins"].items():
+        names[name] = Remote(CHANNEL, {"name": of})
+    names.update(__assert_begins__=CHANNEL.assert_begins, __assert_ends__=CHANNEL.assert_ends)
+    for statement in ast.parse(setup["program"]).body:
         try:
             marked = AssertMarker().visit(statement)
             exec(compile(ast.Module([marked], []), "test_program.py", "exec"), names)
         except BaseException as error:
             words = (type(error).__name__ + ": " + str(error))[:300]
-            line = failing_line(error)
-            CHANNEL.send({"failed": words, "at": at or source_line(setup["program"], line), "line": line})
+            CHANNEL.send({"failed": words, "at": failing_line(error, setup["program"].splitlines())})
             return
-    CHANNEL.send({"passed": len(statements)})
+    CHANNEL.send({"passed": True})
 
 
-def failing_line(error: BaseException) -> int:
-    """The last line of the test program's own that the exception passed through."""
-    line, traceback = 0, error.__traceback__
+def failing_line(error: BaseException, lines: list[str]) -> str:
+    """The last line of the test program that the exception passed through."""
+    number, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "test_program.py":
-            line = traceback.tb_lineno
+            number = traceback.tb_lineno
         traceback = traceback.tb_next
-    return line
-
-
-def source_line(program: str, line: int) -> str:
-    lines = program.splitlines()
-    return lines[line - 1].strip()[:200] if 0 < line <= len(lines) else ""
+    return lines[number - 1].strip()[:200] if number else ""
 
 
 CHANNEL = Channel()
