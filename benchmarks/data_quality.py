@@ -21,7 +21,7 @@ from pathlib import Path
 
 from result import ROOT, figure, write_result
 
-from or1_megatron.data.pipeline.duplicates import ExactDuplicates, FirstStays, NearDuplicates
+from or1_megatron.data.pipeline.duplicates import DuplicateStep, ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_candidates
 
@@ -175,7 +175,7 @@ def judged(pairs: list[Labelled], config: DuplicatesConfig) -> list[bool]:
     found = [False] * len(pairs)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "part-00000.parquet"
-        step: FirstStays
+        step: DuplicateStep
         for step in (ExactDuplicates(), NearDuplicates(config)):
             write_candidates(path, rows)
             step.prepare([path])

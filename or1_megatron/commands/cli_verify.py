@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ def verify(
     out: Annotated[Path, typer.Option(help="The same rows with reward, status and detail; resumed, if begun.")],
     config: Annotated[Path | None, typer.Option(help="A run's YAML file, for its verify section.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Rows judged at once.")] = 1,
+    unusable: Annotated[
+        Literal["refuse", "drop"],
+        typer.Option(help="Rows that cannot be used. refuse: list them and stop; drop: give them the status error."),
+    ] = "refuse",
     explain: Annotated[bool, typer.Option("--explain", help="Print why, row by row.")] = False,
 ) -> None:
     """Score recorded responses: ground truths as in training, 'truncated' optional. Prints a table by source."""
@@ -25,4 +29,4 @@ def verify(
         from or1_megatron.config.schema import VerifyConfig
 
         settings = VerifyConfig() if config is None else load_config(config).verify
-        verify_file(file, out, settings, workers, explain, Console())
+        verify_file(file, out, settings, workers, unusable, explain, Console())

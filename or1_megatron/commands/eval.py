@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.problems import check_ground_truths
+from or1_megatron.data.rows import DataError
+from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.data.verifier_threads import VerifierThreads
 from or1_megatron.evaluate.benchmarks import load_set, published
 from or1_megatron.evaluate.outcome import check_verdicts, summarise
@@ -58,12 +60,16 @@ def evaluate_model(
         DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
         EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
     """
-    name, problems = load_set(data, sets, since, before)
-    asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
+    unusable = UnusableRows()
+    name, problems = load_set(data, sets, since, before, unusable)
     started_s = time.perf_counter()
     with closing(_verifiers(problems, settings)) as verifiers:
         with verifiers.borrowed() as at_hand:
-            check_ground_truths(problems, at_hand)
+            problems = check_ground_truths(problems, at_hand, unusable)
+        unusable.settle(settings.unusable, out / FILE_NAME, "--set unusable=drop")
+        if not problems:
+            raise DataError(f"--data {data}: no usable problem is left")
+        asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
         with closing(ResponseStore(out, asked)) as store, _bar(console) as bar:
             task = bar.add_task(name)
 

@@ -59,7 +59,7 @@ def train(
         if dry_run or check:
             print_plan(planned, Console())
             if check:
-                check_inputs(loaded)
+                check_inputs(loaded, ground_truths=True)
                 return
             for line in lacking(loaded):
                 print(f"or1: not there yet: {line}", file=sys.stderr)

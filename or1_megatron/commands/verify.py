@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.data.problems import read_problem
-from or1_megatron.data.rows import DataError, shown
+from or1_megatron.data.problems import check_ground_truth, no_verifier, read_problem
+from or1_megatron.data.rows import DataError, RowError, shown
+from or1_megatron.data.unusable import Policy, UnusableRows
 from or1_megatron.data.verifier_threads import VerifierThreads, judged
 from or1_megatron.types import Problem, Verdict, VerdictStatus
 from or1_megatron.verify.registry import build_verifiers, known_abilities
@@ -25,67 +27,98 @@ _ADDED = ("reward", "status", "detail")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """One row: as it was read, and what a verifier needs of it."""
+class RecordedRow:
+    """One row as it was read: a JSON object, or ``{"unreadable": ...}`` for what is none."""
 
     row: Mapping[str, Any]
+    origin: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponse(RecordedRow):
+    """A row with what a verifier needs of it."""
+
     problem: Problem
     response: str
     truncated: bool
 
 
+@dataclass(frozen=True, slots=True)
+class UnusableRow(RecordedRow):
+    """A row that cannot be judged."""
+
+    error: RowError
+
+
 def verify_file(
-    path: Path, out: Path, config: VerifyConfig, workers: int, explain: bool, console: Console
+    path: Path, out: Path, config: VerifyConfig, workers: int, unusable: Policy, explain: bool, console: Console
 ) -> Mapping[str, Counter[str]]:
-    """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; returns counts by source and status.
+    """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; return counts by source and status.
 
-    Everything is checked before the first verdict. An ``out`` that holds the first verdicts of the same rows is gone
-    on with; all are written in the order of the rows, each as soon as those before it are.
+    All rows are checked before the first verdict. Rows that cannot be used are refused, or get the status ``error``
+    when ``unusable`` is drop. If ``out`` holds the first verdicts of the same rows, it is resumed. Verdicts are written
+    in the order of the rows, each as soon as those before it are.
 
-    Raises DataError naming the row: no response, a ground truth that cannot be used, or an ``out`` of another file.
+    Raises:
+        DataError: unusable rows, no rows, or an ``out`` of another file.
     """
-    recorded = list(read_recorded(path))
-    if not recorded:
+    rows = list(read_recorded(path, known_abilities(config)))
+    if not rows:
         raise DataError(f"{path}: holds no rows; expected problems with a 'response' each")
-    abilities = {item.problem.ability for item in recorded}
-    known = known_abilities(config)
-    for item in recorded:
-        if item.problem.ability not in known:
-            raise DataError(
-                f"{item.problem.origin}: field 'ability': found '{item.problem.ability}', expected one of: "
-                f"{', '.join(sorted(known))}"
-            )
-    done = _resumed(out, recorded)
+    abilities = {row.problem.ability for row in rows if isinstance(row, RecordedResponse)}
     tally: dict[str, Counter[str]] = {}
     of_workers = config.model_copy(update={"workers": workers})
     with closing(_KeepGoing(lambda: build_verifiers(of_workers, abilities), workers)) as threads:
-        _check(threads, (item.problem for item in recorded))
+        rows = _checked(rows, threads)
+        faults = UnusableRows()
+        for row in rows:
+            if isinstance(row, UnusableRow):
+                faults.add(row.error)
+        faults.settle(unusable, out.with_name(f"{out.stem}.unusable_rows.jsonl"), "--unusable drop")
+        done = _resumed(out, rows)
         with out.open("a", encoding="utf-8") as file:
-            for item, row in zip(recorded, done, strict=False):
-                _count(tally, item, row["status"])
-            for item, verdict in judged(
-                recorded[len(done) :], lambda it: threads.verdict(it.problem, it.response, it.truncated)
-            ):
-                row = {**item.row, "reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
-                file.write(json.dumps(row) + "\n")
+            for row, written in zip(rows, done, strict=False):
+                _count(tally, row, written["status"])
+            for row, verdict in judged(rows[len(done) :], threads.start_row):
+                added = {"reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
+                file.write(json.dumps({**row.row, **added}) + "\n")
                 file.flush()
-                _count(tally, item, verdict.status)
+                _count(tally, row, verdict.status)
                 if explain:
-                    _explain(console, item, verdict)
+                    _explain(console, row, verdict)
     console.print(_table(tally))
     return tally
 
 
-def read_recorded(path: Path) -> Iterator[Recorded]:
-    """The rows of a .jsonl or .parquet file. Raises DataError naming file:line and field."""
-    for origin, row in _rows(path):
-        problem = read_problem(row, origin, default_source=path.stem)
-        response, truncated = row.get("response"), row.get("truncated", False)
-        if not isinstance(response, str):
-            raise DataError(f"{origin}: field 'response': found {shown(response)}, expected the response's text")
-        if not isinstance(truncated, bool | None):
-            raise DataError(f"{origin}: field 'truncated': found {shown(truncated)}, expected true or false")
-        yield Recorded(row, problem, response, bool(truncated))
+def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
+    """Yield the rows of a .jsonl or .parquet file. Raises DataError when the file cannot be read.
+
+    Args:
+        known: abilities that can be verified.
+    """
+    for origin, raw in _rows(path):
+        try:
+            row = _recorded(raw, origin, path.stem)
+            if row.problem.ability not in known:
+                raise no_verifier(row.problem, known)
+            yield row
+        except RowError as error:
+            found = raw if isinstance(raw, dict) else {"unreadable": str(error) if isinstance(raw, RowError) else raw}
+            source = found.get("data_source") or found.get("source")
+            yield UnusableRow(found, origin, source if isinstance(source, str) else path.stem, error)
+
+
+def _recorded(row: Any, origin: str, default_source: str) -> RecordedResponse:
+    problem = read_problem(row, origin, default_source)
+    response, truncated = row.get("response"), row.get("truncated", False)
+    if not isinstance(response, str):
+        detail = f"field 'response': found {shown(response)}, expected the response's text"
+        raise RowError(origin, "no response", detail)
+    if not isinstance(truncated, bool | None):
+        detail = f"field 'truncated': found {shown(truncated)}, expected true or false"
+        raise RowError(origin, "field 'truncated' has a wrong type", detail)
+    return RecordedResponse(row, origin, problem.source, problem, response, bool(truncated))
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -94,7 +127,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
     if path.suffix == ".parquet":
-        import pyarrow.parquet as pq  # only here: it takes a while to import
+        import pyarrow.parquet as pq  # here: it takes a while to import
 
         for number, row in enumerate(pq.read_table(path).to_pylist(), start=1):
             yield f"{path}:{number}", row
@@ -102,24 +135,25 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
+                origin = f"{path}:{number}"
                 try:
-                    yield f"{path}:{number}", json.loads(line)
+                    row = json.loads(line)
                 except ValueError as error:
-                    raise DataError(f"{path}:{number}: not a JSON object ({error}), found {shown(line[:80])}") from None
-
-
-def _check(threads: VerifierThreads, problems: Iterable[Problem]) -> None:
-    """Raise DataError for the first ground truth that cannot be used."""
-    seen = set()
-    for problem in problems:
-        key = (problem.ability, problem.ground_truth)
-        if key not in seen and (why := threads.check(problem)):
-            raise DataError(f"{problem.origin}: field 'ground_truth': {why}")
-        seen.add(key)
+                    found = shown(line[:80])
+                    row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {found}")
+                yield origin, row
 
 
 class _KeepGoing(VerifierThreads):
-    """Turns what a verifier raises into a verdict, so that one row never ends the rest."""
+    """Gives every row a verdict, whatever its verifier raises, so that one row never ends the rest."""
+
+    def start_row(self, row: RecordedRow) -> Future[Verdict]:
+        if isinstance(row, RecordedResponse):
+            return self.verdict(row.problem, row.response, row.truncated)
+        assert isinstance(row, UnusableRow)
+        verdict: Future[Verdict] = Future()
+        verdict.set_result(Verdict(0.0, "error", "", str(row.error), 0.0))
+        return verdict
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         try:
@@ -128,8 +162,28 @@ class _KeepGoing(VerifierThreads):
             return Verdict(0.0, "error", "", f"the verifier raised {type(error).__name__}: {error}"[:1000], 0.0)
 
 
-def _resumed(out: Path, recorded: list[Recorded]) -> list[Mapping[str, Any]]:
-    """The verdicts that ``out`` already holds; a torn last line is cut off. Raises DataError."""
+def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[RecordedRow]:
+    """Replace the responses whose ground truth cannot be used; each ground truth is checked once."""
+    faults: dict[tuple[str, str], RowError | None] = {}
+    checked: list[RecordedRow] = []
+    with threads.borrowed() as verifiers:
+        for row in rows:
+            if isinstance(row, RecordedResponse):
+                key = row.problem.ability, row.problem.ground_truth
+                if key not in faults:
+                    faults[key] = None
+                    try:
+                        check_ground_truth(row.problem, verifiers)
+                    except RowError as error:
+                        faults[key] = error
+                if (fault := faults[key]) is not None:
+                    row = UnusableRow(row.row, row.origin, row.source, fault.at(row.origin))
+            checked.append(row)
+    return checked
+
+
+def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
+    """Return the verdicts that ``out`` already holds; a torn last line is cut off. Raises DataError."""
     if not out.exists():
         return []
     content = out.read_bytes()
@@ -138,7 +192,7 @@ def _resumed(out: Path, recorded: list[Recorded]) -> list[Mapping[str, Any]]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             found = json.loads(line)
-            fits = number <= len(recorded) and _same_row(found, recorded[number - 1].row)
+            fits = number <= len(rows) and _same_row(found, rows[number - 1].row)
         except (ValueError, TypeError, AttributeError):
             fits = False
         if not fits:
@@ -157,13 +211,13 @@ def _same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return kept == json.loads(json.dumps(given)) and found["status"] in get_args(VerdictStatus)
 
 
-def _count(tally: dict[str, Counter[str]], item: Recorded, status: str) -> None:
-    tally.setdefault(item.problem.source, Counter())[status] += 1
+def _count(tally: dict[str, Counter[str]], row: RecordedRow, status: str) -> None:
+    tally.setdefault(row.source, Counter())[status] += 1
 
 
-def _explain(console: Console, item: Recorded, verdict: Verdict) -> None:
+def _explain(console: Console, row: RecordedRow, verdict: Verdict) -> None:
     answer = shown(verdict.answer) if verdict.answer else "no answer"
-    text = f"{item.problem.origin}  {verdict.status}  {item.problem.source}  {verdict.detail}  [{answer}]"
+    text = f"{row.origin}  {verdict.status}  {row.source}  {verdict.detail}  [{answer}]"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -34,6 +34,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "run.dir",
     "run.previous",  # its checkpoint has been read
     "stages.*.steps",
+    "data.unusable",  # where both start, they give the same problems; the data's fingerprint is compared anyway
     # How the work is spread: any layout loads any other's checkpoint, and the loss does not depend on the cut.
     "parallel.*",
     "rollout.*",

@@ -108,6 +108,9 @@ class DataConfig(Section):
     """Longer prompts are dropped and counted."""
     difficulty_model: str | None = None
     """Key of ``model_difficulty``: problems at which that model failed 0 or all of its 16 tries are dropped."""
+    unusable: Literal["refuse", "drop"] = "refuse"
+    """Rows that cannot be used: not JSON, a missing field, a ground truth that its verifier cannot read, a problem that
+    occurs twice. refuse: list them and do not start; drop: train without them and say how many, by reason."""
 
 
 class OptimizerConfig(Section):

@@ -1,4 +1,4 @@
-"""Rows out of files, folders and the Hugging Face hub, one after another, each with where it stands."""
+"""Read the rows of files, folders and sets on the Hugging Face hub, each with its place."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from or1_megatron.data.rows import DataError, shown
+from or1_megatron.data.rows import DataError, RowError, shown
 
 SUFFIXES = (".jsonl", ".parquet")
 
-Row = tuple[str, Any]
-"""(origin, decoded row); the origin is file:line, file:row for Parquet (from 1), or hub id[split]:row."""
+PlacedRow = tuple[str, Any]
+"""(origin, decoded row, or the RowError of a line that is not JSON). The origin is file:line, file:row (Parquet) or
+hub id[split]:row, all from 1."""
 
 _SCRIPTED = "Dataset scripts are no longer supported"  # a part of what datasets says of such a set
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Iterator[Row]:
-    """Rows of a file, of all files of a folder (in the order of their names), or of a set on the hub.
+def read_rows(path: Path, split: str | None = None, subset: str | None = None) -> Iterator[PlacedRow]:
+    """Yield the rows of a file, of all files of a folder (in the order of their names), or of a set on the hub.
 
     ``split`` chooses, in a folder, the files that are named after it (train.jsonl, data/train-00000-of-00003.parquet).
-    Raises DataError for what is not there or cannot be read.
+    Raises DataError for a file that is missing or cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -40,12 +41,12 @@ def read_rows(path: Path, split: str | None = None, subset: str | None = None) -
 
 
 def is_hub_id(path: Path) -> bool:
-    """Whether it can name a set on the hub: owner/name, and nothing of that name here."""
+    """Return whether it can name a set on the hub: owner/name, and no such file or folder here."""
     return path.suffix not in SUFFIXES and not path.exists() and bool(_HUB_ID.fullmatch(str(path)))
 
 
 def files_of(folder: Path, split: str | None) -> list[Path]:
-    """The problem files of a folder, at any depth. Raises DataError when there are none."""
+    """Return the problem files of a folder, at any depth. Raises DataError when there are none."""
     found = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if split is not None:
         chosen = [file for file in found if re.fullmatch(rf"{re.escape(split)}([-_.].*)?", file.stem)]
@@ -61,8 +62,8 @@ def files_of(folder: Path, split: str | None) -> list[Path]:
     return found
 
 
-def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[Row]:
-    """Rows of a set that ``datasets`` can load. Raises DataError with what that said, or naming the splits."""
+def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterator[PlacedRow]:
+    """Yield the rows of a set that ``datasets`` can load. Raises DataError with its message, or naming the splits."""
     try:
         import datasets
     except ImportError:
@@ -72,7 +73,7 @@ def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterato
         ) from None
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # whatever it is: network, cache, unknown set or split
+    except Exception as error:  # network, cache, unknown set or split
         if _SCRIPTED in str(error):
             yield from _downloaded_rows(name, split)
             return
@@ -85,8 +86,8 @@ def hub_rows(name: str, split: str | None, subset: str | None = None) -> Iterato
         yield f"{name}[{split}]:{number}", row
 
 
-def _downloaded_rows(name: str, split: str | None) -> Iterator[Row]:
-    """Of a set that has a loading script, as LiveCodeBench's: ``datasets`` runs none, but its files can be read."""
+def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
+    """Yield the rows of a set with a loading script, as LiveCodeBench: ``datasets`` runs none, we read the files."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -99,7 +100,7 @@ def _downloaded_rows(name: str, split: str | None) -> Iterator[Row]:
 
 
 def _unreachable(name: str, error: Exception) -> str:
-    """Says where an earlier download is, which ``datasets`` does not look for, and which may be a part only."""
+    """Return the message, which names an earlier download: ``datasets`` does not look for it, and it may be partial."""
     from huggingface_hub import snapshot_download
 
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
@@ -114,7 +115,7 @@ def _unreachable(name: str, error: Exception) -> str:
     )
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
+def _file_rows(path: Path) -> Iterator[PlacedRow]:
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.suffix == ".jsonl":
@@ -123,21 +124,22 @@ def _file_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[PlacedRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             origin = f"{path}:{number}"
             try:
-                yield origin, from_json(line, allow_inf_nan=False)
+                row = from_json(line, allow_inf_nan=False)
             except ValueError as error:
                 found = shown(line.decode("utf-8", "replace").strip())
-                raise DataError(f"{origin}: not a JSON object ({error}), found {found}") from None
+                row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {found}")
+            yield origin, row
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow as pa  # only here: most files are JSONL, and pyarrow takes a while to import
+def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
+    import pyarrow as pa  # here: most files are JSONL, and pyarrow takes a while to import
     import pyarrow.parquet as pq
 
     number = 0

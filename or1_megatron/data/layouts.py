@@ -1,4 +1,4 @@
-"""The published sets' columns, read into one record. A row's empty values stay empty; wrong columns or types are named.
+"""Read the published sets' columns into one record. Empty values stay empty; wrong columns or types are named.
 
 Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from or1_megatron.data.rows import DataError, PlainRow, SkyworkRow, parse_row, shown
+from or1_megatron.data.rows import RowError, parse_row, shown
 
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
@@ -28,7 +28,7 @@ BEGINS_WITH = "\n\nComplete this Python code and put the whole solution into one
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A row of any layout. ``source`` is what comes after the set's own name; "" where the row names none."""
+    """A row of any layout. ``source`` follows the set's own name; "" where the row names none."""
 
     ability: str
     statement: str
@@ -42,20 +42,23 @@ class Published:
 
 
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
-    """The layout that has such columns; None: none that is known."""
+    """Return the layout that has such columns; None when no known layout has them."""
     names = columns.keys()
     return next((layout for layout, telling in _TELLING if telling <= names), None)
 
 
 def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
-    """One decoded row. Raises DataError naming ``origin``, the column, what was found and what was expected."""
+    """Read one decoded row. Raises RowError naming ``origin``, the column, what was found and what was expected."""
+    if isinstance(row, RowError):
+        raise row
     if not isinstance(row, Mapping):
-        raise DataError(f"{origin}: expected one problem's columns, found {shown(row)}")
+        raise RowError(origin, "not a JSON object", f"expected one problem's columns, found {shown(row)}")
     if layout == "auto":
         found = detect_layout(row)
         if found is None:
             known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
-            raise DataError(f"{origin}: columns {sorted(row)} are of no known layout; expected one of: {known}")
+            detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
+            raise RowError(origin, "columns of no known layout", detail)
         layout = found
     if layout in ("skywork", "plain"):
         return _own_layout(row, origin)
@@ -71,28 +74,28 @@ class Columns:
     origin: str
 
     def text(self, *names: str) -> str:
-        """The value of the first of ``names`` that there is; "" when it is null."""
+        """Return the value of the first of ``names`` that the row has; "" when it is null."""
         value = self._value(names)
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise DataError(f"{self.origin}: column '{names[0]}': found {shown(value)}, expected text")
+            raise self._wrong(names[0], f"found {shown(value)}, expected text")
         return value.strip()
 
     def answer(self, *names: str) -> str:
-        """Text or a number, as text."""
+        """Return text or a number, as text."""
         value = self._value(names)
         if value is None:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise DataError(f"{self.origin}: column '{names[0]}': found {shown(value)}, expected text or a number")
+            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
         return str(value).strip()
 
     def optional(self, name: str) -> str:
         return self.text(name) if name in self.row else ""
 
     def decoded(self, name: str, kind: type) -> Any:
-        """The JSON that a text column holds, or the value itself where it is decoded already; None when empty."""
+        """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
         value = self._value((name,))
         if isinstance(value, str):
             if not value.strip():
@@ -100,22 +103,23 @@ class Columns:
             try:
                 value = json.loads(value)
             except ValueError as error:
-                raise DataError(
-                    f"{self.origin}: column '{name}': not JSON ({error}), found {shown(value)}; expected the JSON of "
-                    f"a {kind.__name__}"
-                ) from None
+                expected = f"expected the JSON of a {kind.__name__}"
+                raise self._wrong(name, f"not JSON ({error}), found {shown(value)}; {expected}") from None
         if value is not None and not isinstance(value, kind):
-            raise DataError(f"{self.origin}: column '{name}': found {shown(value)}, expected a {kind.__name__}")
+            raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
         return value
 
     def _value(self, names: tuple[str, ...]) -> Any:
         for name in names:
             if name in self.row:
                 return self.row[name]
-        raise DataError(
-            f"{self.origin}: no column '{' or '.join(names)}', which layout '{self.layout}' has; this row has "
-            f"{sorted(self.row)}"
+        missing = f"no column '{' or '.join(names)}'"
+        raise RowError(
+            self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"
         )
+
+    def _wrong(self, name: str, detail: str) -> RowError:
+        return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
 
 
 def _golds(answer: str) -> str:
@@ -128,28 +132,16 @@ def _some(*solutions: str) -> tuple[str, ...]:
 
 def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
     row = parse_row(dict(raw), origin)
-    if isinstance(row, SkyworkRow):
-        messages, truth, source = row.prompt, row.reward_model.ground_truth, row.data_source
-        measured = row.extra_info.model_difficulty or {}
-    else:
-        messages, truth, source, measured = row.messages(), _plain_truth(row, origin), row.source or "", {}
-    if len(messages) != 1 or messages[0].role != "user":
-        raise DataError(
-            f"{origin}: field 'prompt': found messages of {[message.role for message in messages]}; the pipeline "
-            "takes problems of one user message"
+    if len(row.messages) != 1 or row.messages[0].role != "user":
+        roles = [message.role for message in row.messages]
+        raise RowError(
+            origin,
+            "field 'prompt' is not one user message",
+            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
         )
-    solution = raw.get("solution")
-    if solution is not None and not isinstance(solution, str):
-        raise DataError(f"{origin}: field 'solution': found {shown(solution)}, expected text")
-    difficulty = {model: failures for model, failures in measured.items() if failures is not None}
-    return Published(row.ability, messages[0].content, truth, source, "", _some(solution or ""), difficulty)
-
-
-def _plain_truth(row: PlainRow, origin: str) -> str:
-    try:
-        return row.ground_truth()
-    except ValueError as error:
-        raise DataError(f"{origin}: field 'answer': {error}") from None
+    solution = Columns(raw, "skywork", origin).optional("solution")
+    statement, source = row.messages[0].content, row.source or ""
+    return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
 
 
 def _numinamath(row: Columns) -> Published:
@@ -214,7 +206,7 @@ def _leetcode(row: Columns) -> Published:
 
 
 def _livecodebench(row: Columns) -> Published:
-    """The tests stay packed as they are: the code verifier reads this form itself, and refuses what is none."""
+    """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
     starter = row.text("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
     truth = {**tests, "starter_code": starter}
@@ -252,4 +244,4 @@ _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
     ("deepscaler", frozenset({"problem", "answer"})),
     ("still3", frozenset({"question", "answer"})),
 )
-"""What tells a layout, the most particular first."""
+"""The columns that tell a layout, the most particular first."""

@@ -1,4 +1,4 @@
-"""Problem files into ``Problem`` records, strictly: a row that cannot be used is refused by file, line and field."""
+"""Problem files into ``Problem`` records, strictly: a row that cannot be used is named by file, line and field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic_core import from_json
 
 from or1_megatron.data.files import read_rows
 from or1_megatron.data.layouts import detect_layout, read_published
-from or1_megatron.data.rows import DataError, PlainRow, parse_row, shown
+from or1_megatron.data.rows import DataError, RowError, parse_row, shown
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.interfaces import Verifier
 from or1_megatron.types import Message, Problem
 
@@ -22,74 +23,124 @@ DIFFICULTY_TRIES = 16
 _ID_HEX_DIGITS = 16
 
 
-def load_problems(
-    path: Path, verifiers: Mapping[str, Verifier] | None = None, split: str | None = None
-) -> list[Problem]:
-    """All problems of a ``.jsonl`` or ``.parquet`` file, a folder of them, or a set on the hub, in their order.
+def load_problems(path: Path, split: str | None = None, unusable: UnusableRows | None = None) -> list[Problem]:
+    """Read all problems of a ``.jsonl`` or ``.parquet`` file, a folder of them, or a set on the hub, in their order.
 
-    Any layout of ``data.layouts`` will do: Skywork-OR1-RL-Data, {prompt, answer}, AIME, LiveCodeBench, ...
-    ``split`` chooses among a folder's or a hub set's splits, such as math and code.
+    The layout is any of ``data.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, LiveCodeBench, ... ``split``
+    chooses among a folder's or a hub set's splits, such as math and code. That a ground truth can be read is left to
+    ``check_ground_truths``, since the abilities that occur say which verifiers are needed.
 
-    With ``verifiers`` (by ability) each ground truth is checked as well; without, only that it is JSON: load, see
-    which abilities occur, build their verifiers, then ``check_ground_truths``. Raises DataError naming file:line
-    (parquet: file:row, from 1), the field, what was found and what was expected; also for a missing or empty file
-    and for a problem that occurs twice.
+    Args:
+        unusable: takes the rows that cannot be used, a second row of the same problem among them; the caller settles
+            them. None: they are refused.
+
+    Raises:
+        DataError: a file that is missing or cannot be read, a set without rows, or unusable rows.
     """
     path = Path(path)
     problems: list[Problem] = []
     origin_of: dict[str, str] = {}
+    faults = UnusableRows() if unusable is None else unusable
+    count = 0
     for origin, raw in read_rows(path, split):
-        problem = _problem(raw, origin, default_source=path.stem)
-        if problem.id in origin_of:
-            raise DataError(
-                f"{origin}: the same problem as {origin_of[problem.id]} (source '{problem.source}' and messages are "
-                "equal); expected each problem once: delete one, or raise the source's repeat"
-            )
-        origin_of[problem.id] = origin
-        problems.append(problem)
-    if not problems:
+        count += 1
+        try:
+            problem = read_problem(raw, origin, default_source=path.stem)
+            if problem.id in origin_of:
+                raise RowError(
+                    origin,
+                    "the same problem as an earlier row",
+                    f"the same problem as {origin_of[problem.id]} (source '{problem.source}' and messages are equal); "
+                    "expected each problem once: delete one, or raise the source's repeat",
+                )
+        except RowError as error:
+            faults.add(error)
+        else:
+            origin_of[problem.id] = origin
+            problems.append(problem)
+    if not count:
         raise DataError(f"{path}: holds no problems; expected at least one row")
-    if verifiers is not None:
-        check_ground_truths(problems, verifiers)
+    if unusable is None:
+        faults.refuse()
     return problems
 
 
 def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
-    """The problem of one decoded row; ``origin`` is what messages name it by. Raises DataError."""
-    return _problem(raw, origin, default_source)
+    """Return the problem of one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+    if isinstance(raw, RowError):
+        raise raw
+    layout = detect_layout(raw) if isinstance(raw, dict) else None
+    if layout not in (None, "skywork", "plain"):
+        return _of_another_layout(raw, origin, default_source)
+    row = parse_row(raw, origin)
+    _check_is_json(row.ground_truth, row.truth_field, origin)
+    for model, failures in row.difficulty.items():
+        if not 0 <= failures <= DIFFICULTY_TRIES:
+            raise RowError(
+                origin,
+                "field 'extra_info' has a wrong type or value",
+                f"field 'extra_info.model_difficulty.{model}': found {failures}, expected the number of failures in "
+                f"{DIFFICULTY_TRIES} tries, 0..{DIFFICULTY_TRIES}",
+            )
+    source = row.source or default_source
+    problem = problem_id(source, row.messages)
+    return Problem(problem, source, row.ability, row.messages, row.ground_truth, row.difficulty, origin)
 
 
-def check_ground_truths(problems: Iterable[Problem], verifiers: Mapping[str, Verifier]) -> None:
-    """Raise DataError for the first problem whose ability has no verifier or whose ground truth it cannot use."""
+def check_ground_truths(
+    problems: Sequence[Problem], verifiers: Mapping[str, Verifier], unusable: UnusableRows
+) -> list[Problem]:
+    """Return the problems whose ability has a verifier that can use their ground truth; the others are ``unusable``."""
+    usable = []
     for problem in problems:
-        verifier = verifiers.get(problem.ability)
-        if verifier is None:
-            known = ", ".join(sorted(verifiers)) or "none"
-            raise DataError(f"{problem.origin}: field 'ability': found '{problem.ability}', expected one of: {known}")
         try:
-            verifier.check_ground_truth(problem)
-        except ValueError as error:
-            raise DataError(f"{problem.origin}: field 'ground_truth': {error}") from None
+            check_ground_truth(problem, verifiers)
+            usable.append(problem)
+        except RowError as error:
+            unusable.add(error)
+    return usable
 
 
-def filter_by_difficulty(problems: Sequence[Problem], model: str) -> list[Problem]:
-    """The problems that ``model`` neither always solved nor never (failures other than 0 and 16).
+def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
+    """Raise RowError when the problem's ability has no verifier, or its verifier cannot use the ground truth."""
+    if problem.ability not in verifiers:
+        raise no_verifier(problem, verifiers)
+    try:
+        verifiers[problem.ability].check_ground_truth(problem)
+    except ValueError as error:
+        raise RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}") from None
 
-    Raises DataError for a problem at which that model was not measured, naming the models that were, and when
-    nothing is left.
+
+def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
+    """Return the error of a problem whose ability is none of ``known``."""
+    expected = ", ".join(sorted(known)) or "none"
+    return RowError(
+        problem.origin,
+        f"no verifier for ability '{problem.ability}'",
+        f"field 'ability': found '{problem.ability}', expected one of: {expected}",
+    )
+
+
+def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
+    """Return the problems that ``model`` neither always solved nor never (failures other than 0 and 16).
+
+    A problem at which that model was not measured is ``unusable``. Raises DataError when nothing is left otherwise.
     """
-    kept = []
+    kept, before = [], len(unusable)
     for problem in problems:
         if model not in problem.difficulty:
             measured = ", ".join(sorted(problem.difficulty)) or "none"
-            raise DataError(
-                f"{problem.origin}: field 'extra_info.model_difficulty': no entry for '{model}' (measured: "
-                f"{measured}); expected its failures in {DIFFICULTY_TRIES} tries; drop "
-                "data.difficulty_model or name a measured model"
+            unusable.add(
+                RowError(
+                    problem.origin,
+                    f"no model_difficulty of '{model}'",
+                    f"field 'extra_info.model_difficulty': no entry for '{model}' (measured: {measured}); expected its "
+                    f"failures in {DIFFICULTY_TRIES} tries; drop data.difficulty_model or name a measured model",
+                )
             )
-        if problem.difficulty[model] not in (0, DIFFICULTY_TRIES):
+        elif problem.difficulty[model] not in (0, DIFFICULTY_TRIES):
             kept.append(problem)
-    if not kept:
+    if not kept and len(unusable) == before:
         raise DataError(
             f"difficulty filter for '{model}' leaves none of {len(problems)} problems: at each it failed 0 or "
             f"{DIFFICULTY_TRIES} of {DIFFICULTY_TRIES} tries"
@@ -98,47 +149,17 @@ def filter_by_difficulty(problems: Sequence[Problem], model: str) -> list[Proble
 
 
 def problem_id(source: str, messages: Sequence[Message]) -> str:
-    """A stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
     text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
-
-
-def _problem(raw: Any, origin: str, default_source: str) -> Problem:
-    layout = detect_layout(raw) if isinstance(raw, dict) else None
-    if layout not in (None, "skywork", "plain"):
-        return _of_another_layout(raw, origin, default_source)
-    row = parse_row(raw, origin)
-    if isinstance(row, PlainRow):
-        source, rows, field = row.source or default_source, row.messages(), "answer"
-        try:
-            ground_truth = row.ground_truth()
-        except ValueError as error:
-            raise DataError(f"{origin}: field 'answer': {error}") from None
-        difficulty: Mapping[str, int | None] = {}
-    else:
-        source, rows, field = row.data_source, row.prompt, "reward_model.ground_truth"
-        ground_truth = row.reward_model.ground_truth
-        difficulty = row.extra_info.model_difficulty or {}
-    _check_is_json(ground_truth, field, origin)
-    messages = tuple(Message(message.role, message.content) for message in rows)
-    return Problem(
-        id=problem_id(source, messages),
-        source=source,
-        ability=row.ability,
-        messages=messages,
-        ground_truth=ground_truth,
-        difficulty={
-            model: _checked_failures(model, count, origin) for model, count in difficulty.items() if count is not None
-        },
-        origin=origin,
-    )
 
 
 def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
     row = read_published(raw, "auto", origin)
     for what, value in (("statement", row.statement), ("answer or tests", row.ground_truth)):
         if not value:
-            raise DataError(f"{origin}: has no {what}; expected one in every row (or1 data build leaves such rows out)")
+            expected = "expected one in every row (or1 data build leaves such rows out)"
+            raise RowError(origin, f"no {what}", f"has no {what}; {expected}")
     source = f"{set_name}_{row.source}" if row.source else set_name
     messages = (Message("user", row.statement + row.instructions),)
     return Problem(
@@ -146,25 +167,21 @@ def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
     )
 
 
-def _checked_failures(model: str, failures: int, origin: str) -> int:
-    if not 0 <= failures <= DIFFICULTY_TRIES:
-        raise DataError(
-            f"{origin}: field 'extra_info.model_difficulty.{model}': found {failures}, expected the number of "
-            f"failures in {DIFFICULTY_TRIES} tries, 0..{DIFFICULTY_TRIES}"
-        )
-    return failures
-
-
 def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
+    fault = f"field '{field}' is not the JSON of a list or an object"
     try:
         decoded = from_json(ground_truth, allow_inf_nan=False)
     except ValueError as error:
-        raise DataError(
-            f"{origin}: field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
-            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests'
+        raise RowError(
+            origin,
+            fault,
+            f"field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
+            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests',
         ) from None
     if not isinstance(decoded, list | dict):
-        raise DataError(
-            f"{origin}: field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
-            'expected that of a list of answers, such as ["15625"], or of an object of tests'
+        raise RowError(
+            origin,
+            fault,
+            f"field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
+            'expected that of a list of answers, such as ["15625"], or of an object of tests',
         )

@@ -1,14 +1,15 @@
-"""The two row schemas that problem files may have, and the error that names a bad row.
+"""The two row schemas of our own, and the errors that name a bad row.
 
 Skywork-OR1-RL-Data (docs/schemas.md): ``data_source``, ``prompt`` [{role, content}], ``ability``, ``reward_model``
 {ground_truth: string, style}, ``extra_info`` {index, model_difficulty}. Plain: ``prompt`` (string or messages) and
-``answer``. Keys beyond these are ignored; what is named must be there with the right type (nothing is coerced).
+``answer``. Other keys are ignored; these must be there with the right type (nothing is coerced).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,68 +27,100 @@ class DataError(UserError, ValueError):
     """A problem file cannot be used. The message names file:line, the field, what was found and what was expected."""
 
 
-class Row(BaseModel):
+class RowError(DataError):
+    """One row cannot be used. ``reason`` is short and the same for all rows with this fault, to count by."""
+
+    def __init__(self, origin: str, reason: str, detail: str) -> None:
+        super().__init__(f"{origin}: {detail}")
+        self.origin, self.reason, self._detail = origin, reason, detail
+
+    def at(self, origin: str) -> RowError:
+        """Return the same fault of another row."""
+        return RowError(origin, self.reason, self._detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """A row of either schema. ``source`` is None where a plain row names none."""
+
+    source: str | None
+    messages: tuple[Message, ...]
+    ability: str
+    ground_truth: str
+    truth_field: str
+    difficulty: Mapping[str, int]
+
+
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class MessageRow(Row):
+class _MessageRow(_StrictModel):
     role: NonEmpty
     content: NonEmpty
 
 
-class RewardModel(Row):
+class _RewardModel(_StrictModel):
     ground_truth: NonEmpty
     style: str = "rule"
 
 
-class ExtraInfo(Row):
+class _ExtraInfo(_StrictModel):
     index: int | str | None = None
     model_difficulty: dict[str, int | None] | None = None
     """Failures in 16 tries per model; parquet writes an unmeasured model as null."""
 
 
-class SkyworkRow(Row):
+class _SkyworkRow(_StrictModel):
     data_source: NonEmpty
-    prompt: list[MessageRow] = Field(min_length=1)
+    prompt: list[_MessageRow] = Field(min_length=1)
     ability: NonEmpty
-    reward_model: RewardModel
-    extra_info: ExtraInfo
+    reward_model: _RewardModel
+    extra_info: _ExtraInfo
+
+    def parsed(self, origin: str) -> ParsedRow:
+        measured = self.extra_info.model_difficulty or {}
+        difficulty = {model: failures for model, failures in measured.items() if failures is not None}
+        truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
+        return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
 
 
-class PlainRow(Row):
-    prompt: NonEmpty | Annotated[list[MessageRow], Field(min_length=1)]
+class _PlainRow(_StrictModel):
+    prompt: NonEmpty | Annotated[list[_MessageRow], Field(min_length=1)]
     answer: NonEmpty | int | float | Annotated[list[NonEmpty], Field(min_length=1)]
     ability: NonEmpty = "math"
     source: NonEmpty | None = None
 
-    def messages(self) -> list[MessageRow]:
-        return [MessageRow(role="user", content=self.prompt)] if isinstance(self.prompt, str) else self.prompt
+    def parsed(self, origin: str) -> ParsedRow:
+        """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
+        messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
+        if self.ability == "math":
+            answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
+            truth = json.dumps(answers, ensure_ascii=False)
+        elif isinstance(self.answer, str):
+            truth = self.answer
+        else:
+            expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
+            raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
+        return ParsedRow(self.source, messages, self.ability, truth, "answer", {})
 
-    def ground_truth(self) -> str:
-        """The answer as the reward model's string: a JSON list for math; a code answer is passed on as it stands."""
-        if self.ability != "math":
-            if not isinstance(self.answer, str):
-                raise ValueError(f"answer of ability '{self.ability}': expected the ground truth's JSON as a string")
-            return self.answer
-        answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
-        return json.dumps(answers, ensure_ascii=False)
 
-
-def parse_row(raw: Any, origin: str) -> SkyworkRow | PlainRow:
-    """Validate one decoded row; ``origin`` is ``file:line``. Raises DataError."""
+def parse_row(raw: Any, origin: str) -> ParsedRow:
+    """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
     if not isinstance(raw, dict):
-        raise DataError(f"{origin}: expected a JSON object with one problem, found {shown(raw)}")
-    plain = "answer" in raw and "reward_model" not in raw
+        raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
+    schema = _PlainRow if "answer" in raw and "reward_model" not in raw else _SkyworkRow
     try:
-        return PlainRow.model_validate(raw) if plain else SkyworkRow.model_validate(raw)
+        row = schema.model_validate(raw)
     except ValidationError as error:
-        raise DataError(_explain(error, raw, origin)) from None
+        raise _explained(error, raw, origin) from None
+    return row.parsed(origin)
 
 
 def published_row(
     source: str, messages: Sequence[Message], ability: str, ground_truth: str, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A row in the schema of Skywork-OR1-RL-Data, as ``parse_row`` reads it."""
+    """Return a row in the schema of Skywork-OR1-RL-Data, as ``parse_row`` reads it."""
     return {
         "data_source": source,
         "prompt": [{"role": message.role, "content": message.content} for message in messages],
@@ -97,20 +130,25 @@ def published_row(
     }
 
 
-def _explain(error: ValidationError, raw: dict[str, Any], origin: str) -> str:
+def _messages(rows: Sequence[_MessageRow]) -> tuple[Message, ...]:
+    return tuple(Message(row.role, row.content) for row in rows)
+
+
+def _explained(error: ValidationError, raw: dict[str, Any], origin: str) -> RowError:
+    found = error.errors(include_url=False)
     complaints = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"])
-        found = "" if item["type"] == "missing" else f", found {shown(item['input'])}"
-        complaints.append(f"field '{field}': {item['msg']}{found}")
-    text = f"{origin}: " + "; ".join(complaints)
+    for item in found:
+        value = "" if item["type"] == "missing" else f", found {shown(item['input'])}"
+        complaints.append(f"field '{'.'.join(str(part) for part in item['loc'])}': {item['msg']}{value}")
+    text = "; ".join(complaints)
     if "reward_model" not in raw and "answer" not in raw:
         text += f" (expected either {{{', '.join(_SKYWORK_KEYS)}}} or {{prompt, answer}}; this row has {sorted(raw)})"
-    return text
+    fault = "is missing" if found[0]["type"] == "missing" else "has a wrong type or value"
+    return RowError(origin, f"field '{found[0]['loc'][0]}' {fault}", text)
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: its repr cut short, and its type."""
+    """Return a value as an error message shows it: its repr cut short, and its type."""
     text = repr(value)
     if len(text) > _SHOWN_CHARS:
         text = text[: _SHOWN_CHARS - 3] + "..."

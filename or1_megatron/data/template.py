@@ -1,4 +1,4 @@
-"""The one place where messages become token ids: the chat template, and the limit on a prompt's length."""
+"""The only place where messages become token ids: the chat template, and the limit on a prompt's length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from or1_megatron.data.rows import DataError
+from or1_megatron.data.rows import DataError, RowError
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.types import Int32Array, Message, Problem, Prompt
 
 if TYPE_CHECKING:
@@ -21,14 +22,12 @@ _BATCH = 1024  # prompts given to the tokenizer at once: its fast implementation
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What became of the problems given to ``make_prompts``."""
+    """Prompts over the limit of ``make_prompts``."""
 
-    kept: int
     too_long: int
-    """Dropped: longer than the limit."""
-    longest_kept_tokens: int
+    """How many were dropped."""
     longest_tokens: int
-    """Of all, dropped ones included."""
+    """Length of the longest prompt, dropped ones included."""
 
 
 class ChatTemplate:
@@ -46,7 +45,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The prompt as text, generation prompt included."""
+        """Return the prompt as text, generation prompt included."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str)
@@ -55,51 +54,58 @@ class ChatTemplate:
     def token_ids(self, messages: Sequence[Message]) -> Int32Array:  # [p]
         return self._encode([self.text(messages)])[0]
 
-    def make_prompts(self, problems: Sequence[Problem], max_prompt_tokens: int) -> tuple[list[Prompt], PromptReport]:
-        """Prompts in the order of the problems; those over the limit are left out and counted.
+    def make_prompts(
+        self, problems: Sequence[Problem], max_prompt_tokens: int, unusable: UnusableRows | None = None
+    ) -> tuple[list[Prompt], PromptReport]:
+        """Return prompts in the order of the problems; those over the limit are left out and counted.
 
-        Raises DataError naming the row when the template refuses its messages, and when no prompt is left.
+        Args:
+            unusable: takes the rows whose messages the template refuses; None: they are refused.
+
+        Raises:
+            DataError: unusable rows, or no prompt is short enough.
         """
+        faults = UnusableRows() if unusable is None else unusable
         prompts: list[Prompt] = []
-        longest = longest_kept = 0
+        longest = too_long = 0
         for start in range(0, len(problems), _BATCH):
-            chunk = problems[start : start + _BATCH]
-            for problem, ids in zip(chunk, self._encode([self._render(problem) for problem in chunk]), strict=True):
+            chunk = [(problem, self._render(problem, faults)) for problem in problems[start : start + _BATCH]]
+            rendered = [(problem, text) for problem, text in chunk if text is not None]
+            encoded = self._encode([text for _, text in rendered])
+            for (problem, _), ids in zip(rendered, encoded, strict=True):
                 longest = max(longest, len(ids))
                 if len(ids) <= max_prompt_tokens:
-                    longest_kept = max(longest_kept, len(ids))
                     prompts.append(Prompt(problem, ids))
-        if not prompts:
+                else:
+                    too_long += 1
+        if unusable is None:
+            faults.refuse()
+        if too_long and not prompts:
             raise DataError(
-                f"none of {len(problems)} prompts ({_where(problems)}) fits into max_prompt_tokens = "
-                f"{max_prompt_tokens}; "
-                f"the longest has {longest} tokens"
+                f"none of {too_long} prompts (from {problems[0].origin} on) fits into max_prompt_tokens = "
+                f"{max_prompt_tokens}; the longest has {longest} tokens"
             )
-        return prompts, PromptReport(len(prompts), len(problems) - len(prompts), longest_kept, longest)
+        return prompts, PromptReport(too_long, longest)
 
-    def _render(self, problem: Problem) -> str:
+    def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
         from jinja2 import TemplateError
 
         try:
             return self.text(problem.messages)
         except TemplateError as error:  # templates refuse roles or orders of roles that they do not know
             roles = [message.role for message in problem.messages]
-            raise DataError(
-                f"{problem.origin}: field 'prompt': the chat template refuses messages with roles {roles}: {error}"
-            ) from None
+            detail = f"field 'prompt': the chat template refuses messages with roles {roles}: {error}"
+            unusable.add(RowError(problem.origin, "the chat template refuses its messages", detail))
+            return None
 
     def _encode(self, texts: Sequence[str]) -> list[Int32Array]:
         # The template writes the special tokens itself, so the tokenizer must add none (a second BOS, for one).
-        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
-def _where(problems: Sequence[Problem]) -> str:
-    return f"from {problems[0].origin} on" if problems else "there are no problems"
-
-
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of an HF folder on disk. Raises DataError when the folder or its tokenizer cannot be read."""
+    """Load the tokenizer of an HF folder on disk. Raises DataError when the folder or its tokenizer cannot be read."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if not Path(folder).is_dir():

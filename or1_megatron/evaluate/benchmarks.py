@@ -1,9 +1,10 @@
-"""Sets that are known by name: where they are published, how their problems end, and what others scored on them."""
+"""Sets known by name: where they are published, how their problems end, and the scores of published models."""
 
 from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,8 @@ from typing import Any, Final
 from or1_megatron.data.files import SUFFIXES, is_hub_id, read_rows
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError, published_row
+from or1_megatron.data.rows import DataError, RowError, published_row
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.types import Message, Problem
 
 BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer within \\boxed{}."
@@ -20,8 +22,7 @@ BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set by name. ``hub`` and ``split`` (None: all of it) are where it is had from when no file of that name is at
-    hand."""
+    """A set by name. ``hub`` and ``split`` (None: all of it) say where it comes from if there is no such file here."""
 
     hub: str
     split: str | None
@@ -29,7 +30,7 @@ class Benchmark:
     samples: int = 32
     """k of avg@k in the report."""
     dated: bool = False
-    """Rows carry a date, by which problems that a model may have been trained on are left out."""
+    """Rows have a date, by which problems that a model may have been trained on are left out."""
 
 
 BENCHMARKS: Final = {
@@ -51,11 +52,11 @@ PUBLISHED: Final = {
 """Per cent, from the Skywork-OR1 report (RECIPE section 4)."""
 
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
-"""Of LiveCodeBench, in the report: from the first day on, before the second."""
+"""LiveCodeBench in the report: from the first day on, before the second."""
 
 
 def published(name: str) -> dict[str, float]:
-    """Model to per cent, for a known set; empty for any other."""
+    """Return model -> per cent, for a known set; empty for any other."""
     if name not in BENCHMARKS:
         return {}
     place = list(BENCHMARKS).index(name)
@@ -63,15 +64,23 @@ def published(name: str) -> dict[str, float]:
 
 
 def load_set(
-    named: str, sets: Path, since: datetime.date | None = None, before: datetime.date | None = None
+    named: str,
+    sets: Path,
+    since: datetime.date | None = None,
+    before: datetime.date | None = None,
+    unusable: UnusableRows | None = None,
 ) -> tuple[str, list[Problem]]:
-    """(name, problems) of a known name, a file, a folder or a hub id.
+    """Return (name, problems) of a known name, a file, a folder or a hub id.
 
     A known name is looked for as a file or folder of that name in ``sets`` first, then on the hub. ``since`` and
     ``before`` keep the problems of that window (the first day is in it, the second is not).
 
+    Args:
+        unusable: takes the rows that cannot be used, those without a date in a window among them; None: they are
+            refused.
+
     Raises:
-        DataError: an unknown name, what cannot be read, a row without a date where a window is given, nothing left.
+        DataError: an unknown name, a set that cannot be read, unusable rows, or no problem in the window.
     """
     path = Path(named)
     if path.exists() or path.suffix in SUFFIXES:
@@ -86,19 +95,21 @@ def load_set(
             f"--data {named}: no such file, and no known set; known: {', '.join(BENCHMARKS)}; else expected a .jsonl "
             "or .parquet file, a folder of them, or a hub id (owner/name)"
         )
+    faults = UnusableRows() if unusable is None else unusable
+    problems = load_problems(path, split, faults)
     if since is not None or before is not None:
-        return name, _within(path, split, name, since, before)
-    problems = load_problems(path, split=split)
+        problems = _within(path, split, problems, since, before, faults)
+    if unusable is None:
+        faults.refuse()
     ending = benchmark.ending if benchmark is not None else ""
-    return name, [_ending(problem, ending) for problem in problems]
+    return name, [_with_ending(problem, ending) for problem in problems]
 
 
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
-    """Write a known set as ``sets``/name.jsonl, as the report evaluated it: AIME24's problems with their ending,
-    LiveCodeBench's of the report's window. ``found_in``: where files of that name are looked for before the hub.
+    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and its number of problems.
 
-    Returns:
-        The file, which was replaced as a whole, and its problems.
+    AIME24's problems get their ending, LiveCodeBench's are those of the report's window. ``found_in``: where files of
+    that name are looked for before the hub.
 
     Raises:
         DataError: no known set, or what ``load_set`` raises.
@@ -127,7 +138,7 @@ def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | Non
     return Path(benchmark.hub), benchmark.split
 
 
-def _ending(problem: Problem, ending: str) -> Problem:
+def _with_ending(problem: Problem, ending: str) -> Problem:
     last = problem.messages[-1]
     if not ending or "\\boxed" in last.content:
         return problem
@@ -135,34 +146,42 @@ def _ending(problem: Problem, ending: str) -> Problem:
 
 
 def _within(
-    path: Path, split: str | None, name: str, since: datetime.date | None, before: datetime.date | None
+    path: Path,
+    split: str | None,
+    problems: list[Problem],
+    since: datetime.date | None,
+    before: datetime.date | None,
+    unusable: UnusableRows,
 ) -> list[Problem]:
-    dates: list[datetime.date] = []
+    rows = {problem.origin: problem for problem in problems}
+    dated: list[tuple[datetime.date, Problem]] = []
     for origin, raw in read_rows(path, split):
-        dates.append(_date(raw, origin))
-    problems = load_problems(path, split=split)
+        if origin in rows:
+            try:
+                dated.append((_date(raw, origin), rows[origin]))
+            except RowError as error:
+                unusable.add(error)
     kept = [
-        problem
-        for problem, date in zip(problems, dates, strict=True)
-        if (since is None or date >= since) and (before is None or date < before)
+        problem for date, problem in dated if (since is None or date >= since) and (before is None or date < before)
     ]
-    if not kept:
+    if dated and not kept:
+        days = [date for date, _ in dated]
         raise DataError(
-            f"{path}: none of {len(problems)} problems is from {since or 'the beginning'} on and before "
-            f"{before or 'today'}; their dates: {min(dates)} to {max(dates)}"
+            f"{path}: none of {len(dated)} problems is from {since or 'the beginning'} on and before "
+            f"{before or 'today'}; their dates: {min(days)} to {max(days)}"
         )
     return kept
 
 
-def _date(raw: Any, origin: str) -> datetime.date:
-    layout = detect_layout(raw) if isinstance(raw, dict) else None
-    text = raw.get("date") if isinstance(raw, dict) else None
+def _date(raw: Mapping[str, Any], origin: str) -> datetime.date:
+    text, layout = raw.get("date"), detect_layout(raw)
     if text is None and layout is not None:
         text = read_published(raw, layout, origin).notes.get("contest_date")
     try:
         return datetime.date.fromisoformat(str(text)[:10])
     except ValueError:
-        raise DataError(
-            f"{origin}: no date (found {text!r}); --since and --before need a column 'contest_date' or 'date', as in "
-            "2024-08-31"
+        raise RowError(
+            origin,
+            "no date",
+            f"no date (found {text!r}); --since and --before need a column 'contest_date' or 'date', as in 2024-08-31",
         ) from None

@@ -1,4 +1,4 @@
-"""How an evaluation is made; the defaults are the paper's: 32,768 tokens, temperature 1, top-p 1."""
+"""The settings of an evaluation; the defaults are the paper's: 32,768 tokens, temperature 1, top-p 1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EvaluationSettings(Section):
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522
     max_prompt_tokens: Positive = 8192
-    """A longer prompt is not asked, and counts as wrong in all of its samples."""
+    """A longer prompt is not sampled, and counts as wrong in all of its samples."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     engines: RolloutConfig = RolloutConfig(placement="separate")
     model: str | None = None
@@ -33,10 +33,13 @@ class EvaluationSettings(Section):
     concurrent: Positive = 64
     """Requests under way at an endpoint."""
     request_timeout_s: PositiveFloat = 3600.0
-    """Of one request to an endpoint."""
+    """Limit of one request to an endpoint."""
     tries: Positive = 4
     verify_timeout_s: PositiveFloat = 5.0
-    """Of one verdict."""
+    """Limit of one verdict."""
     verify_workers: Positive = 2
+    unusable: Literal["refuse", "drop"] = "refuse"
+    """Rows that cannot be used, e.g. a ground truth that its verifier cannot read. refuse: list them and stop; drop:
+    leave them out and say how many, by reason."""
     max_error_fraction: Fraction = 0.05
-    """More verdicts than this that failed (``error``, ``timeout``) fail the evaluation; responses are kept."""
+    """The evaluation fails when a larger share of the verdicts failed (``error``, ``timeout``); responses are kept."""

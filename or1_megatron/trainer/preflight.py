@@ -6,8 +6,7 @@ import json
 
 from or1_megatron.config.load import ConfigError, check_next_stage, check_resume, load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice, cuda_here
 from or1_megatron.rl.checks import ResumeError, check_state
@@ -16,14 +15,17 @@ from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
 from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
 from or1_megatron.sizing.parallel_layouts import choose_layers
-from or1_megatron.types import Problem
-from or1_megatron.verify.registry import build_verifiers, known_abilities
+from or1_megatron.trainer.prompts import abilities_of, load_prompts, read_problems
+from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.weights.families import ModelError, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 
 
-def check_inputs(config: Config) -> None:
-    """Check the run folder, the model's weight files and every row of the data; the gold answers are left to the run.
+def check_inputs(config: Config, ground_truths: bool = False) -> None:
+    """Check the run folder, the model's weight files and every row of the data.
+
+    Ground truths and prompts are left to the start of the run, which checks all of them, unless ``ground_truths`` asks
+    for them here or other rows are refused: then all unusable rows are found at once.
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
@@ -43,10 +45,12 @@ def check_inputs(config: Config) -> None:
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))
-    train, held_out = read_problems(config)
-    for verifier in build_verifiers(
-        config.verify, abilities_of([*train, *held_out], known_abilities(config.verify))
-    ).values():
+    unusable = UnusableRows()
+    train, held_out = read_problems(config, unusable)
+    if ground_truths or (unusable and config.data.unusable == "refuse"):
+        load_prompts(config)
+        return
+    for verifier in build_verifiers(config.verify, abilities_of(*train, *held_out)).values():
         verifier.close()
 
 
@@ -126,23 +130,3 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
 def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
     keep = config.checkpoint
     return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps)
-
-
-def read_problems(config: Config) -> tuple[list[list[Problem]], list[list[Problem]]]:
-    """(training problems of each source, held-out problems of each). Raises DataError."""
-    return (
-        [load_problems(source.path, split=source.split) for source in config.data.train],
-        [load_problems(source.path, split=source.split) for source in config.evaluate.data],
-    )
-
-
-def abilities_of(sets: list[list[Problem]], known: frozenset[str]) -> frozenset[str]:
-    """Raises DataError naming the first row whose ability nothing can verify: is not ``known``."""
-    for problems in sets:
-        for problem in problems:
-            if problem.ability not in known:
-                raise DataError(
-                    f"{problem.origin}: field 'ability': found '{problem.ability}', which has no verifier; "
-                    f"expected one of: {', '.join(sorted(known))}"
-                )
-    return frozenset(problem.ability for problems in sets for problem in problems)

@@ -43,7 +43,7 @@ import json, sys
 from pathlib import Path
 from or1_megatron.data.files import read_rows
 from or1_megatron.data.pipeline.recipe import BuildSource
-from or1_megatron.data.pipeline.normalise import candidates_of
+from or1_megatron.data.pipeline.normalise import published_rows
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.evaluate.benchmarks import load_set
@@ -58,7 +58,7 @@ SET = "Skywork/Skywork-OR1-RL-Data"
 if sys.argv[1] == "hub":
     found = {
         "math": said(lambda: [p.ground_truth for p in load_problems(Path(SET), split="math")]),
-        "code": said(lambda: [row.origin for row in candidates_of(BuildSource(path=Path(SET), split="code"))]),
+        "code": said(lambda: [origin for origin, _ in published_rows(BuildSource(path=Path(SET), split="code"))]),
         "hard": said(lambda: [origin for origin, _ in read_rows(Path("someone/graded"), "math", "hard")]),
         "no split": said(lambda: list(read_rows(Path(SET)))),
         "wrong split": said(lambda: list(read_rows(Path(SET), "physics"))),

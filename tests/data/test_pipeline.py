@@ -189,6 +189,35 @@ def test_bad_input_is_named(case: str, tmp_path: Path) -> None:
         )
 
 
+def test_rows_of_the_wrong_shape_are_all_named_or_go_to_the_ledger(tmp_path: Path) -> None:
+    """60 of 120 rows have a number for a problem, one line is cut: refused with the first 20 and a file of all; with
+    drop the ledger has them, and the other problems go on as in a build of a file without them."""
+    rows = [{"problem": 7 if n % 2 else f"What is {n} + {n}, all told?", "answer": str(2 * n)} for n in range(120)]
+    lines = [json.dumps(row) for row in rows] + ['{"problem": "cut']
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    (tmp_path / "clean.jsonl").write_text("\n".join(lines[0:120:2]))
+    out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
+    sources = [{"path": str(tmp_path / "set.jsonl"), "name": "s"}]
+    recipe.write_text(json.dumps({"out": str(out), "sources": sources, "answers": None}))
+    refused = invoke("data", "build", recipe)
+    assert refused.exit_code == 2
+    assert "61 unusable rows (60 column 'problem' has a wrong type, 1 not a JSON object)" in refused.output
+    assert f"and 41 more; {out / 'unusable_rows.jsonl'} lists them" in refused.output
+    assert len((out / "unusable_rows.jsonl").read_text().splitlines()) == 61
+
+    done = invoke("data", "build", recipe, "--set", "unusable=drop")
+    assert done.exit_code == 0, done.output
+    assert "normalise: 121 -> 60" in done.output and "unusable_row 61" in done.output
+    excluded = {entry.origin for entry in entries(out) if entry.reason == "unusable_row"}
+    assert excluded == {f"{tmp_path}/set.jsonl:{n}" for n in [*range(2, 121, 2), 121]}
+    shown = invoke("data", "why", "set.jsonl:4", "--build", out).output
+    assert "excluded by step 'normalise': unusable_row" in shown and "column 'problem': found 7 (int)" in shown
+    sources[0]["path"] = str(tmp_path / "clean.jsonl")
+    recipe.write_text(json.dumps({"out": str(tmp_path / "other"), "sources": sources, "answers": None}))
+    assert invoke("data", "build", recipe).exit_code == 0
+    assert [row.id for row in kept(out)] == [row.id for row in kept(tmp_path / "other")]
+
+
 def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("sources: [{path: x.jsonl, layuot: plain}]\n")

@@ -25,6 +25,7 @@ from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Re
 from or1_megatron.data.problems import filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.rollout.engine_sampler import EngineSampler
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Message, Problem, Sampling, Verdict
 from or1_megatron.verify.math.verifier import MathVerifier
@@ -121,7 +122,7 @@ def test_difficulty_of_a_real_model_is_measured_once_per_problem(base_engine: An
             assert entry.evidence == {"base": f"{right[entry.id]} of 6 right"}
     assert len(excluded) < 17  # some are in between: the base model is neither perfect nor hopeless
     loaded = load_problems(made.out / "dataset")
-    assert len(filter_by_difficulty(loaded, "base")) == len(loaded) == 17 - len(excluded)
+    assert len(filter_by_difficulty(loaded, "base", UnusableRows())) == len(loaded) == 17 - len(excluded)
     build(recipe(tmp_path, [*rows, long], difficulty=config), make_verifiers, opened, say)
     assert (opened.opened, opened.asked) == (2, 17 * 6 + 8 * 6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.verify.math.verifier import MathVerifier
 
 
@@ -121,11 +123,15 @@ def test_unparsable_golds_and_unknown_abilities_are_refused_by_row(tmp_path: Pat
     verifier = MathVerifier(timeout_s=5)
     try:
         bad = row("bad", reward_model={"ground_truth": json.dumps(["\\frac{1}{"]), "style": "rule"})
-        with pytest.raises(DataError, match=r"train\.jsonl:2: field 'ground_truth': unparsable gold .*braces"):
-            load_problems(write(tmp_path, row(), bad), {"math": verifier})
-        problems = load_problems(write(tmp_path, row(ability="cooking")))
-        with pytest.raises(DataError, match=r"train\.jsonl:1: field 'ability': found 'cooking', expected one of: math"):
-            check_ground_truths(problems, {"math": verifier})
+        problems = load_problems(write(tmp_path, row(), bad, row(ability="cooking", data_source="other")))
+        unusable = UnusableRows()
+        assert check_ground_truths(problems, {"math": verifier}, unusable) == problems[:1]
+        with pytest.raises(DataError) as caught:
+            unusable.refuse()
+        first, second, third = str(caught.value).splitlines()
+        assert first.startswith("2 unusable rows")
+        assert re.search(r"train\.jsonl:2: field 'ground_truth': unparsable gold .*braces", second)
+        assert re.search(r"train\.jsonl:3: field 'ability': found 'cooking', expected one of: math", third)
     finally:
         verifier.close()
 
@@ -149,8 +155,10 @@ def test_difficulty_filter(tmp_path: Path) -> None:
     """Failures 0 and 16 go, 1 and 15 stay."""
     rows = [row(str(n), extra_info={"index": n, "model_difficulty": {"M": n}}) for n in (0, 1, 15, 16)]
     problems = load_problems(write(tmp_path, *rows))
-    assert [problem.difficulty["M"] for problem in filter_by_difficulty(problems, "M")] == [1, 15]
-    with pytest.raises(DataError, match=r"no entry for 'N' \(measured: M\)"):
-        filter_by_difficulty(problems, "N")
+    unusable = UnusableRows()
+    assert [problem.difficulty["M"] for problem in filter_by_difficulty(problems, "M", unusable)] == [1, 15]
     with pytest.raises(DataError, match="leaves none of 1"):
-        filter_by_difficulty(problems[:1], "M")
+        filter_by_difficulty(problems[:1], "M", unusable)
+    assert not unusable and filter_by_difficulty(problems, "N", unusable) == []
+    with pytest.raises(DataError, match=r"4 no model_difficulty of 'N'(.|\n)*:1: .*no entry for 'N' \(measured: M\)"):
+        unusable.refuse()

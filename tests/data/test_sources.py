@@ -21,6 +21,7 @@ from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import check_ground_truths, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, Source
+from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.types import Message, Problem, Prompt
 from or1_megatron.verify.code.ground_truth import parse_code_tests
 
@@ -122,8 +123,10 @@ class Evil:
 def test_bad_test_cases_are_named_and_nothing_in_them_is_executed(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("\n" * 3 + json.dumps(LCB | {"private_test_cases": bad}) + "\n")
+    unusable = UnusableRows()
+    check_ground_truths(load_problems(path), {"code": Reading()}, unusable)
     with pytest.raises(DataError, match=r"x\.jsonl:4: field 'ground_truth': private_test_cases"):
-        check_ground_truths(load_problems(path), {"code": Reading()})
+        unusable.refuse()
 
 
 class Reading:

@@ -134,6 +134,25 @@ def test_scores_are_the_servers_and_the_same_command_asks_no_more(
     assert show_rollouts(out, step=None, limit=3, status="right", console=Console(quiet=True)) == 3
 
 
+def test_problems_that_cannot_be_used_are_all_named_or_left_out(server: Server, tmp_path: Path) -> None:
+    """Problems 1 and 3 have golds that cannot be read, one line is no JSON: with drop, 0, 2 and 4 are asked, twice."""
+    golds = ["0", "\\frac{1", "4", "\\frac{3", "8"]
+    rows = [json.dumps({"prompt": f"What is {i}+{i}?", "answer": gold}) for i, gold in enumerate(golds)]
+    (tmp_path / "sums.jsonl").write_text("\n".join([rows[0], "{", *rows[1:]]) + "\n")
+    out = tmp_path / "out"
+    with pytest.raises(DataError) as caught:
+        run(server, tmp_path / "sums.jsonl", out, 2)
+    said = str(caught.value).splitlines()
+    assert said[0] == "3 unusable rows (2 ground truth cannot be used, 1 not a JSON object):"
+    assert [line.split(": ")[0] for line in said[1:4]] == [f"  {tmp_path}/sums.jsonl:{n}" for n in (2, 3, 5)]
+    assert said[4] == "Correct them, or leave them out with --set unusable=drop" and not server.asked
+    outcome = run(server, tmp_path / "sums.jsonl", out, 2, unusable="drop")["outcome"]
+    assert (outcome["problems"], outcome["statuses"]) == (3, {"wrong": 2, "right": 4})
+    assert len((out / "unusable_rows.jsonl").read_text().splitlines()) == 3
+    run(server, tmp_path / "sums.jsonl", out, 2, unusable="drop")
+    assert server.asked.total() == 6
+
+
 def test_what_came_before_a_failure_is_kept(server: Server, problems: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     server.fail_after = 7

@@ -141,6 +141,50 @@ def test_bad_rows_are_named(place: Path) -> None:
     assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", place / "other.jsonl").output
 
 
+def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> None:
+    """Every third row is bad, of five kinds; a good row's gold is checked once. Resumed from half, the same file."""
+    good = row("</think>\\boxed{1}", "s", "math", '["1"]')
+    bad = [
+        (good | {"reward_model": {"ground_truth": '["\\\\frac{1"]'}}, "ground truth cannot be used", "braces"),
+        ({k: v for k, v in good.items() if k != "response"}, "no response", "field 'response': found None"),
+        (good | {"ability": "chess"}, "no verifier for ability 'chess'", "expected one of: code, math"),
+        ("{cut", "not a JSON object", "not a JSON object"),
+        ([1], "not a JSON object", "expected a JSON object"),
+    ]
+    rows = [bad[n // 3 % 5][0] if n % 3 == 2 else good for n in range(90)]
+    file, out = place / "rows.jsonl", place / "out.jsonl"
+    file.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in rows))
+    refused = run(file, "--out", out)
+    said = refused.stderr.splitlines()
+    assert refused.exit_code == 2 and not out.exists()
+    assert said[0].startswith("or1: error: 30 unusable rows (12 not a JSON object, 6 ")
+    assert all(f"6 {reason}" in said[0] for _, reason, _ in bad[:3])
+    for place_, line in zip(range(3, 63, 3), said[1:21], strict=True):
+        assert line.startswith(f"  {file}:{place_}: ") and bad[(place_ // 3 - 1) % 5][2] in line
+    listed = place / "out.unusable_rows.jsonl"
+    assert said[21:] == [
+        f"  and 10 more; {listed} lists them",
+        "Correct them, or leave them out with --unusable drop",
+    ]
+    assert [json.loads(line)["row"] for line in listed.read_text().splitlines()] == [
+        f"{file}:{n}" for n in range(3, 91, 3)
+    ]
+
+    assert run(file, "--out", out, "--unusable", "drop").exit_code == 0
+    found = read(out)
+    assert [item["status"] for item in found] == ["error" if n % 3 == 2 else "right" for n in range(90)]
+    for n, item in enumerate(found):
+        if n % 3 == 2:
+            given, _, words = bad[n // 3 % 5]
+            assert words in item["detail"] and item["reward"] == 0.0
+            kept = {key: item[key] for key in item if key not in ("reward", "status", "detail")}
+            assert kept == given if isinstance(given, dict) else set(kept) == {"unreadable"}
+    whole = out.read_text()
+    out.write_text("".join(whole.splitlines(keepends=True)[:45]) + '{"torn')
+    assert run(file, "--out", out, "--unusable", "drop", "--workers", 2).exit_code == 0
+    assert out.read_text() == whole
+
+
 BAD_TRUTHS = {
     "{inputs: 1}": "expected a string that holds a JSON list of answers",
     "[1]": "found the JSON of a list",

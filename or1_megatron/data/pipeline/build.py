@@ -53,7 +53,7 @@ def build(
         raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
     recipe.out.mkdir(parents=True, exist_ok=True)
     with _locked(recipe.out):
-        manifest, cached = normalise(recipe.out, recipe.sources, say)
+        manifest, cached = normalise(recipe.out, recipe.sources, recipe.unusable, say)
         done = [Done(manifest, cached)]
         _report(done[-1], say)
         _write_state(recipe, done, finished=False)

@@ -15,6 +15,8 @@ from or1_megatron.data.pipeline.recipe import DecontaminationConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.pipeline.text import comparable, ngram_hashes, text_key, words
+from or1_megatron.data.rows import RowError
+from or1_megatron.data.unusable import UnusableRows
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class Decontamination(PipelineStep):
 
     def prepare(self, shards: Sequence[Path]) -> None:
         owners: dict[int, list[int]] = {}
+        faults = UnusableRows()
         for source in self._config.against:
             for origin, row in published_rows(source):
+                if isinstance(row, RowError):
+                    faults.add(row)
+                    continue
                 text = comparable(row.statement)
                 grams, _ = ngram_hashes([words(text)], self._config.ngram_words)
                 index = len(self._evaluated)
@@ -59,6 +65,7 @@ class Decontamination(PipelineStep):
                 self._whole.setdefault(text_key(text), index)
                 for gram in self._evaluated[-1].grams:
                     owners.setdefault(gram, []).append(index)
+        faults.refuse()  # a problem that is left out here would not be found in the training set
         self._owners = {gram: tuple(indices) for gram, indices in owners.items()}
         self._grams = np.sort(np.fromiter(owners, dtype=np.uint64, count=len(owners)))
 

@@ -1,4 +1,4 @@
-"""The first step: sources of any layout become candidates, in shards."""
+"""The first step: turn the rows of all sources, of any layout, into candidates, in shards."""
 
 from __future__ import annotations
 
@@ -11,87 +11,137 @@ from typing import Any
 from or1_megatron.data.files import files_of, is_hub_id, read_rows
 from or1_megatron.data.layouts import Published, detect_layout, read_published
 from or1_megatron.data.pipeline.recipe import BuildSource
-from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, candidate_id
-from or1_megatron.data.pipeline.steps import Manifest, Say, finish_step, read_manifest, step_key, write_shard
-from or1_megatron.data.rows import DataError
+from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, candidate_id
+from or1_megatron.data.pipeline.steps import (
+    Manifest,
+    Say,
+    finish_step,
+    read_manifest,
+    refuse_empty,
+    step_key,
+    write_shard,
+)
+from or1_megatron.data.rows import DataError, RowError
+from or1_megatron.data.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
 CODE = ("data/pipeline/normalise.py", "data/layouts.py", "data/files.py", "data/rows.py")
+UNUSABLE = "unusable_row"
+"""The reason in the ledger of a row that is left out here."""
 
 
-def normalise(out: Path, sources: Sequence[BuildSource], say: Say) -> tuple[Manifest, bool]:
-    """(what came of the sources, whether that was so already). Raises DataError naming file, row and column."""
-    settings = {"sources": [source.model_dump(mode="json") for source in sources]}
+def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> tuple[Manifest, bool]:
+    """Return (the step's manifest, whether the step had finished before).
+
+    A row that is not of its layout is refused or excluded, as ``unusable`` says. Raises DataError.
+    """
+    settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     key = step_key(NAME, settings, CODE, [source_digest(source) for source in sources])
     folder = f"steps/00-{NAME}-{key}"
     if (done := read_manifest(out, folder, key)) is not None:
         return done, True
-    here = out / folder
-    here.mkdir(parents=True, exist_ok=True)
+    (out / folder).mkdir(parents=True, exist_ok=True)
     started_s = time.perf_counter()
-    shard: list[Candidate] = []
-    size = count = written = 0
+    writer, faults = _ShardWriter(out / folder), UnusableRows()
     for source in sources:
-        before = count
-        for candidate in candidates_of(source):
-            shard.append(candidate)
-            size += len(candidate.ground_truth) + sum(map(len, (candidate.statement, *candidate.solutions)))
-            count += 1
-            if len(shard) == SHARD_ROWS or size >= SHARD_CHARS:
-                write_shard(here, f"part-{written:05d}.parquet", NAME, shard, ())
-                shard, size, written = [], 0, written + 1
-        if count == before:
+        before = writer.rows
+        for origin, row in published_rows(source):
+            if isinstance(row, RowError):
+                faults.add(row)
+                writer.add(_excluded(source, row))
+            else:
+                writer.add(_candidate(source, origin, row))
+        if writer.rows == before:
             chosen = f"no row is left after select = {dict(source.select)}" if source.select else "holds no rows"
             raise DataError(f"{source.path}: {chosen}; expected at least one")
-        say(f"{NAME}: {source.path}: {count - before} problems")
-    if shard:
-        write_shard(here, f"part-{written:05d}.parquet", NAME, shard, ())
-    return finish_step(out, folder, NAME, key, settings, count, time.perf_counter() - started_s), False
+        say(f"{NAME}: {source.path}: {writer.rows - before} problems")
+    writer.flush()
+    faults.settle(unusable, out / FILE_NAME, "unusable=drop")
+    manifest = finish_step(out, folder, NAME, key, settings, writer.rows, time.perf_counter() - started_s)
+    refuse_empty(manifest)
+    return manifest, False
 
 
-def candidates_of(source: BuildSource) -> Iterator[Candidate]:
-    """Raises DataError for a row that is not of the layout."""
-    for origin, published in published_rows(source):
-        name = _source_name(source, published)
-        yield Candidate(
-            candidate_id(name, published.statement, published.instructions),
-            name,
-            published.ability,
-            published.statement,
-            published.instructions,
-            published.ground_truth,
-            published.solutions,
-            published.difficulty,
-            published.notes,
-            origin,
-        )
+class _ShardWriter:
+    """Writes shards of bounded size."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = 0
+        self._folder, self._shards, self._chars = folder, 0, 0
+        self._kept: list[Candidate] = []
+        self._excluded: list[Exclusion] = []
+
+    def add(self, row: Candidate | Exclusion) -> None:
+        self.rows += 1
+        if isinstance(row, Exclusion):
+            self._excluded.append(row)
+        else:
+            self._kept.append(row)
+            self._chars += len(row.ground_truth) + sum(map(len, (row.statement, *row.solutions)))
+        if len(self._kept) + len(self._excluded) == SHARD_ROWS or self._chars >= SHARD_CHARS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._kept or self._excluded:
+            write_shard(self._folder, f"part-{self._shards:05d}.parquet", NAME, self._kept, self._excluded)
+            self._kept, self._excluded, self._chars, self._shards = [], [], 0, self._shards + 1
 
 
-def published_rows(source: BuildSource) -> Iterator[tuple[str, Published]]:
-    """(origin, row) of the rows that ``select`` and ``limit`` choose."""
+def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
+    name = _source_name(source, row)
+    return Candidate(
+        candidate_id(name, row.statement, row.instructions),
+        name,
+        row.ability,
+        row.statement,
+        row.instructions,
+        row.ground_truth,
+        row.solutions,
+        row.difficulty,
+        row.notes,
+        origin,
+    )
+
+
+def _excluded(source: BuildSource, error: RowError) -> Exclusion:
+    """Return the exclusion of a row without a problem; its id is that of its place."""
+    name = source.name or source.path.stem
+    row = Candidate(candidate_id(name, error.origin, ""), name, "", "", "", "", (), {}, {}, error.origin)
+    return Exclusion(row, UNUSABLE, {"reason": error.reason, "message": str(error)})
+
+
+def published_rows(source: BuildSource) -> Iterator[tuple[str, Published | RowError]]:
+    """Yield (origin, row) of the rows that ``select`` and ``limit`` choose; a RowError for one not of the layout."""
     layout, count = source.layout, 0
     for origin, row in read_rows(source.path, source.split, source.subset):
         if count == source.limit:
             return
         if layout == "auto" and isinstance(row, Mapping):  # a source has one layout: its first row's
             layout = detect_layout(row) or "auto"
-        if source.select and not _selected(row, source, origin):
-            continue
+        try:
+            if source.select and not _selected(row, source, origin):
+                continue
+            published: Published | RowError = read_published(row, layout, origin)
+        except RowError as error:
+            published = error
         count += 1
-        yield origin, read_published(row, layout, origin)
+        yield origin, published
 
 
 def _selected(row: Any, source: BuildSource, origin: str) -> bool:
+    if not isinstance(row, Mapping):
+        return True  # read_published refuses it
     for column, values in source.select.items():
-        if not isinstance(row, Mapping) or column not in row:
-            raise DataError(f"{origin}: no column '{column}', by which 'select' chooses; this row has {sorted(row)}")
+        if column not in row:
+            detail = f"no column '{column}', by which 'select' chooses; this row has {sorted(row)}"
+            raise RowError(origin, f"no column '{column}'", detail)
         if str(row[column]) not in values:
             return False
     return True
 
 
 def _source_name(source: BuildSource, row: Published) -> str:
-    """Skywork's own names stay; others are train-ABILITY-SET or train-ABILITY-SET_SUBSET, as there."""
+    """Keep Skywork's own names; build others alike, train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
     set_name = source.name or source.path.stem
     if source.layout == "skywork" or (source.layout == "auto" and row.source.startswith("train-")):
         return row.source
@@ -99,7 +149,7 @@ def _source_name(source: BuildSource, row: Published) -> str:
 
 
 def source_digest(source: BuildSource) -> str:
-    """Of all its bytes; of a set on the hub its name: a new revision there is not noticed."""
+    """Hash all bytes of the source; of a set on the hub its name, so that a new revision there is not noticed."""
     if is_hub_id(source.path):
         return f"hub:{source.path}"
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The recipe of ``or1 data build``: typed and strict, as a run's configuration is. Figures are the paper's."""
+"""The recipe of ``or1 data build``: typed and strict, like a run's configuration. Defaults are the paper's."""
 
 from __future__ import annotations
 
@@ -171,6 +171,8 @@ class Recipe(Section):
 
     out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
     sources: tuple[BuildSource, ...] = Field(min_length=1)
+    unusable: Literal["refuse", "drop"] = "refuse"
+    """Rows that are not of their source's layout. refuse: the build lists them and stops; drop: the ledger has them."""
     statements: StatementsConfig = StatementsConfig()
     answers: AnswersConfig | None = AnswersConfig()
     duplicates: DuplicatesConfig = DuplicatesConfig()

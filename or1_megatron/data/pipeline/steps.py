@@ -163,7 +163,7 @@ def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: 
     key = step_key(step.name, step.settings(), step.code, before.digest)
     folder = f"steps/{number:02d}-{step.name}-{key}"
     if (done := read_manifest(out, folder, key)) is not None:
-        _refuse_empty(done)
+        refuse_empty(done)
         return done, True
     here = out / folder
     here.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: 
     finally:
         step.close()
     manifest = finish_step(out, folder, step.name, key, step.settings(), first, time.perf_counter() - started_s)
-    _refuse_empty(manifest)
+    refuse_empty(manifest)
     return manifest, False
 
 
@@ -244,7 +244,8 @@ def finish_step(
     return manifest
 
 
-def _refuse_empty(manifest: Manifest) -> None:
+def refuse_empty(manifest: Manifest) -> None:
+    """Raise DataError when the step has left nothing."""
     if manifest.rows_out == 0:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(manifest.reasons.items())) or "none"
         raise DataError(
