@@ -65,12 +65,12 @@ class Problem:
         self.shard = VocabularyShard(0, size.vocabulary)
         self.product_out = torch.empty(size.tokens, size.product_columns, **options)
 
-    def variants(self, faces: tuple[str, ...]) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    def variants(self, epilogues: tuple[str, ...]) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
         """(passes by name, why each of the others is absent)"""
         found: dict[str, Callable[[], None]] = {"product": self._product}
-        for face in faces:
-            found[f"recompute, {face}"] = lambda face=face: self._recompute(face)
-            found[f"one_pass, {face}"] = lambda face=face: self._one_pass(face)
+        for epilogue in epilogues:
+            found[f"recompute, {epilogue}"] = lambda epilogue=epilogue: self._recompute(epilogue)
+            found[f"one_pass, {epilogue}"] = lambda epilogue=epilogue: self._one_pass(epilogue)
         absent: dict[str, str] = {}
         for name, make in (("verl", self._verl), ("Liger", self._liger)):
             try:
@@ -95,14 +95,14 @@ class Problem:
         elif hasattr(self.weight, "main_grad"):
             del self.weight.main_grad
 
-    def _recompute(self, face: Any) -> None:
+    def _recompute(self, epilogue: Any) -> None:
         self._begin(into_main_grad=True)
-        scored = log_probs_and_entropies(self.hidden, self.weight, self.targets, 1.0, self.shard, face=face)
+        scored = log_probs_and_entropies(self.hidden, self.weight, self.targets, 1.0, self.shard, epilogue=epilogue)
         self._loss(*scored, slice(None))[0].backward()
 
-    def _one_pass(self, face: Any) -> None:
+    def _one_pass(self, epilogue: Any) -> None:
         self._begin(into_main_grad=True)
-        loss, _ = one_pass_loss(self.hidden, self.weight, self.targets, 1.0, self.shard, self._loss, face=face)
+        loss, _ = one_pass_loss(self.hidden, self.weight, self.targets, 1.0, self.shard, self._loss, epilogue=epilogue)
         loss.backward()
 
     def _verl(self) -> Callable[[], None]:
@@ -174,11 +174,11 @@ def measure(
     return {name: (statistics.median(times[name]), peaks[name]) for name in peaks}
 
 
-def figures(size: Size, found: dict[str, tuple[float, int]], face: str) -> dict[str, Any]:
+def figures(size: Size, found: dict[str, tuple[float, int]], epilogue: str) -> dict[str, Any]:
     product_s = found["product"][0]
     rate = 2.0 * size.tokens * size.hidden * size.product_columns / product_s
     floors = {"recompute": size.operations(4) / rate, "one_pass": size.operations(3) / rate}
-    ours = {mode: found[f"{mode}, {face}"][0] for mode in floors}
+    ours = {mode: found[f"{mode}, {epilogue}"][0] for mode in floors}
     result: dict[str, Any] = {
         "recompute, floor / time": figure(floors["recompute"] / ours["recompute"], "share", at_least=0.85),
         "time, one_pass / recompute": figure(ours["one_pass"] / ours["recompute"], at_most=0.85),
@@ -202,10 +202,10 @@ def main() -> None:
     if not arguments.tiny and not ON_GPU:
         raise SystemExit("head.py: no CUDA device is visible to PyTorch; --tiny tries the script without one")
     size = TINY if arguments.tiny else FULL
-    faces = ("triton", "torch") if ON_GPU else ("torch",)
+    epilogues = ("triton", "torch") if ON_GPU else ("torch",)
     problem = Problem(size)
-    variants, absent = problem.variants(faces)
-    result = figures(size, measure(problem, variants, arguments.rounds, absent), faces[0])
+    variants, absent = problem.variants(epilogues)
+    result = figures(size, measure(problem, variants, arguments.rounds, absent), epilogues[0])
     result |= {f"time, {name}": figure(why) for name, why in absent.items()}
     settings = {"tokens": size.tokens, "hidden": size.hidden, "vocabulary": size.vocabulary, "dtype": "bfloat16"}
     path = write_result("gpu_head", result, settings | {"rounds": arguments.rounds})

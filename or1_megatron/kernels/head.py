@@ -1,13 +1,14 @@
-"""The policy's head: log-prob and entropy of target tokens straight from hidden states, tile by tile.
+"""The policy's head: log-prob and entropy of target tokens from hidden states, tile by tile.
 
-The matrix [tokens, vocabulary] never exists whole. GEMMs are the library's (MKL, cuBLAS); between them run epilogues,
-in Triton or in torch, on tiles of fp32 logits. Two modes, counted in operations for N tokens, H hidden, V rows:
+The matrix [tokens, vocabulary] is never in memory as a whole. GEMMs are the library's (MKL, cuBLAS); epilogues in
+Triton or torch run between them on tiles of fp32 logits. Two modes, with their operations for N tokens, H hidden, V
+rows:
 
     recompute   8NHV: the backward pass computes the logits again; smallest workspace (``log_probs_and_entropies``)
     one_pass    6NHV: the gradient is formed while the logits are alive, in the forward pass (``one_pass_loss``)
 
-Over a tensor-parallel group the vocabulary is cut; per-token statistics are merged by one small all-gather: one for all
-tokens in recompute, one per tile of tokens in one_pass.
+A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics: one for all tokens
+in recompute, one per tile of tokens in one_pass.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -23,17 +24,17 @@ from torch.autograd.function import once_differentiable
 
 from or1_megatron.kernels.reference import reference_log_probs_and_entropies
 from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge_over_ranks
-from or1_megatron.kernels.tiled import Face, HeadSettings, TiledHead
+from or1_megatron.kernels.tiled import Epilogue, HeadSettings, TiledHead
 from or1_megatron.kernels.weight_gradient import WeightGradient
 
 __all__ = ["VocabularyShard", "log_probs_and_entropies", "one_pass_loss", "reference_log_probs_and_entropies"]
 
 Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, Mapping[str, Tensor]]]
-"""(log_probs [t], entropies [t], which of the T tokens) to (loss summed over them, named detached sums)."""
+"""From (log_probs [t], entropies [t], which of the T tokens) to (loss summed over them, named detached sums)."""
 
 
 class _Recompute(torch.autograd.Function):
-    """Forward keeps log-sum-exp and entropy per token; backward computes the logits again."""
+    """Keeps log-sum-exp and entropy per token in the forward pass; backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -77,10 +78,10 @@ def log_probs_and_entropies(
     temperature: float,
     shard: VocabularyShard,
     *,
-    face: Face = "auto",
+    epilogue: Epilogue = "auto",
     budget_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its whole distribution, at a temperature; differentiable.
+    """Return the log-prob of each target and the entropy of its whole distribution; differentiable.
 
     Args:
         hidden: [T, H], the same on all ranks of the group. Its gradient is this rank's share: the caller sums it over
@@ -90,7 +91,7 @@ def log_probs_and_entropies(
         targets: [T] int64 vocabulary ids.
         temperature: logits are divided by it.
         shard: which rows ``weight`` holds.
-        face: the epilogues: "triton", "torch", or Triton where there is a GPU and it can be imported ("auto").
+        epilogue: "triton", "torch", or "auto": Triton where there is a GPU and it can be imported.
         budget_bytes: for a tile of logits; None takes the default of ``plan.BUDGET_BYTES``.
 
     Returns:
@@ -99,13 +100,13 @@ def log_probs_and_entropies(
     Raises:
         TypeError, ValueError: dtypes or shapes do not fit.
     """
-    settings = HeadSettings(temperature, shard, face, budget_bytes)
+    settings = HeadSettings(temperature, shard, epilogue, budget_bytes)
     log_probs, entropies = _Recompute.apply(hidden, weight, targets, settings)
     return log_probs, entropies
 
 
 class _Settled(torch.autograd.Function):
-    """A loss whose gradients exist already; backward hands them out, once."""
+    """A loss whose gradients exist already; backward returns them, once."""
 
     @staticmethod
     def forward(
@@ -150,23 +151,23 @@ def one_pass_loss(
     pointwise: Pointwise,
     *,
     upstream: float = 1.0,
-    face: Face = "auto",
+    epilogue: Epilogue = "auto",
     budget_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of all tokens, with its gradients formed on the way: call it only where a backward pass follows.
+    """Compute the loss of all tokens and its gradients in one pass. Call it only where a backward pass follows.
 
     Where the weight has a ``main_grad``, its gradient is complete there when this returns. Without gradients
-    (``torch.no_grad()``, or neither input requires one) nothing is computed nor written but the loss.
+    (``torch.no_grad()``, or neither input requires one) only the loss is computed.
 
     Args:
-        hidden, weight, targets, temperature, shard, face, budget_bytes: as of ``log_probs_and_entropies``.
-        pointwise: called once per tile of tokens, and once if there are none. What it returns must depend on each
-            token's log-prob and entropy alone, and be the same on all ranks of the group.
-        upstream: the gradient that the loss will receive, known beforehand: 1 unless the loss is scaled later.
+        hidden, weight, targets, temperature, shard, epilogue, budget_bytes: as in ``log_probs_and_entropies``.
+        pointwise: called once per tile of tokens, and once if there are none. Its result must depend on each token's
+            log-prob and entropy alone, and be the same on all ranks of the group.
+        upstream: the gradient that the loss will receive: 1 unless the loss is scaled later.
 
     Returns:
-        (loss, sums): scalar fp32, and the sums of all tiles added; of those whose name begins with ``max_`` the
-        largest (``interfaces.Objective``).
+        (loss, sums): scalar fp32, and the sums added over tiles; of those whose name begins with ``max_`` the largest
+        (``interfaces.Objective``).
 
     Raises:
         TypeError, ValueError: dtypes or shapes do not fit, or ``upstream`` is 0.
@@ -182,7 +183,7 @@ def one_pass_loss(
     losses: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
-        head = TiledHead(hidden, weight, targets, HeadSettings(temperature, shard, face, budget_bytes), "one_pass")
+        head = TiledHead(hidden, weight, targets, HeadSettings(temperature, shard, epilogue, budget_bytes), "one_pass")
         for part in head.tiles():
             statistics, offsets = head.statistics(part)
             scores = Scores.of(merge_over_ranks(statistics, shard))
@@ -202,7 +203,7 @@ def one_pass_loss(
 def _differentiate(
     pointwise: Pointwise, scores: Scores, part: slice, upstream: float
 ) -> tuple[Tensor, Mapping[str, Tensor], tuple[Tensor, Tensor | None]]:
-    """(loss, sums, (d loss / d log-prob, d loss / d entropy) [t] times upstream); None for no such dependence."""
+    """Return (loss, sums, (d loss / d log-prob, d loss / d entropy) [t] times upstream); the last None if constant."""
     inputs = scores.log_probs.detach().requires_grad_(), scores.entropies.detach().requires_grad_()
     with torch.enable_grad():
         loss, sums = pointwise(*inputs, part)

@@ -1,4 +1,4 @@
-"""How much the head allocates: tile sizes from a budget in bytes.
+"""The head's memory: tile sizes from a budget in bytes.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -15,47 +15,47 @@ import torch
 Mode = Literal["recompute", "one_pass"]
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
-    # The gradients that are accumulated per tile (fp32, read and written) cost memory traffic in inverse proportion to
-    # the tile's sides: large tiles, and in recompute, where a tile may be cut either way, square ones.
+    # Memory traffic of the gradients that are summed per tile (fp32, read and written) is inverse to the tile's sides.
+    # So tiles are large, and square in recompute, which can cut both ways.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 1_290_000_000,
-    # Tiles of 1,024 x 1,024, worked on 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py).
-    # One pass must keep whole rows of logits: 128 MiB of them, and as much scratch.
+    # Tiles of 1,024 x 1,024, 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py). One pass
+    # needs whole rows of logits: 128 MiB of them, and as much scratch.
     ("cpu", "recompute"): 5 << 20,
     ("cpu", "one_pass"): 129 << 20,
 }
 _CPU_BLOCK_ROWS = 512
 _CUDA_SCRATCH_BYTES = 32 << 20
 _ALIGNMENT = 64
-"""A tile's row of logits starts at a multiple of this many numbers: GEMMs want their leading dimension aligned."""
+"""A row of logits starts at a multiple of this many numbers, because GEMMs want an aligned leading dimension."""
 _VECTORS = 24
-"""Upper bound of the [T] fp32 vectors alive at once: statistics, scores, coefficients and what computes them."""
+"""Upper bound of the [T] fp32 vectors alive at once: statistics, scores, coefficients and temporaries."""
 
 
 def aligned(rows: int) -> int:
-    """The length of a logits row in memory."""
+    """Return the length of a logits row in memory."""
     return -(-rows // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class AllocationPlan:
-    """Sizes of the buffers that one call of the head allocates, each once."""
+    """Sizes of the buffers of one head call; each is allocated once."""
 
     tile_tokens: int
     """t: tokens of one tile."""
     block_rows: int
     """v: rows of the output weight in one GEMM."""
     blocks: int
-    """Blocks of logits alive at once: 1 in recompute; in one_pass those of the whole shard."""
+    """Blocks of logits alive at once: 1 in recompute, those of the whole shard in one_pass."""
     scratch_numbers: int
-    """fp32 numbers beside the logits that the epilogue in torch works in; Triton's needs none."""
+    """fp32 numbers of scratch for the torch epilogue; Triton's needs none."""
     cast_numbers: int
     """fp32 numbers for a tile of hidden and a block of weight where GEMMs cannot mix bf16 inputs and fp32 outputs."""
     vector_bytes: int
-    """Bound of all per-token vectors together, and of a tile's statistics per block while they are merged."""
+    """Bound of all per-token vectors together, with a tile's statistics per block while they are merged."""
     accumulator_bytes: int
-    """fp32 sums of a tile's hidden gradient, where the gradient itself is narrower. Not part of the workspace, nor is
-    the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes where there is none)."""
+    """fp32 sums of a tile's hidden gradient, where the gradient itself is narrower. Neither they nor the weight's fp32
+    gradient (Megatron's main_grad, or V/tp * H * 4 bytes) are part of the workspace."""
 
     @property
     def logits_numbers(self) -> int:
@@ -63,7 +63,7 @@ class AllocationPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """All that is allocated beside outputs and accumulators."""
+        """Bytes allocated besides outputs and accumulators."""
         return 4 * (self.logits_numbers + self.scratch_numbers + self.cast_numbers) + self.vector_bytes
 
 
@@ -79,12 +79,12 @@ def allocation_plan(
     ranks: int = 1,
     budget_bytes: int | None = None,
 ) -> AllocationPlan:
-    """The buffers for T ``tokens`` against ``vocab_local`` rows.
+    """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
 
     Args:
         dtype: of hidden and weight.
         scratch: whether the epilogue needs scratch (torch does, Triton does not).
-        ranks: over which the vocabulary is cut.
+        ranks: number of ranks that share the vocabulary.
         budget_bytes: for logits and scratch; None takes the default of the device and the mode.
 
     Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 10,176 rows, 333 MB
@@ -116,14 +116,14 @@ def allocation_plan(
 
 
 def _square(tokens: int, rows: int, numbers: int) -> tuple[int, int]:
-    """(t, v) with t * aligned(v) <= numbers, as square as tokens and rows allow."""
+    """Return (t, v) with t * aligned(v) <= numbers, as square as tokens and rows allow."""
     tile_tokens = _even(math.isqrt(numbers), tokens)
     block_rows = _even(max(numbers // tile_tokens // _ALIGNMENT, 1) * _ALIGNMENT, rows)
     return _even(numbers // aligned(block_rows), tokens), block_rows
 
 
 def _even(limit: int, whole: int) -> int:
-    """The size of the pieces when ``whole`` is cut into as few as ``limit`` allows: equal ones, save the last."""
+    """Return the size of the pieces when ``whole`` is cut into as few equal ones as ``limit`` allows."""
     limit = max(limit, 1)
     even = -(-whole // -(-whole // limit))
     return min(aligned(even) if aligned(even) <= limit else even, whole)

@@ -1,4 +1,4 @@
-"""What is kept of a token's logits: four numbers, which merge over tiles of the vocabulary and over ranks alike.
+"""Four statistics of a token's logits, which merge over tiles of the vocabulary and over ranks.
 
 Shapes: T tokens, t of them in one tile. Statistics are [4, t] fp32, per token over the logits z seen so far:
     PEAK    max z
@@ -24,12 +24,12 @@ class VocabularyShard:
 
     first_row: int
     true_vocab_size: int
-    """Rows at or beyond it are padding: they get probability 0."""
+    """Rows from here on are padding and get probability 0."""
     group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None when this rank holds all of it."""
+    """Ranks that share the vocabulary; None: this rank holds all of it."""
 
     def real_rows(self, rows: int) -> int:
-        """How many of this rank's ``rows`` are no padding; they come first."""
+        """Return how many of this rank's ``rows`` are not padding; these come first."""
         return min(max(self.true_vocab_size - self.first_row, 0), rows)
 
     @property
@@ -38,13 +38,13 @@ class VocabularyShard:
 
 
 def merge(parts: Tensor) -> Tensor:
-    """[4, t] over the logits that the n ``parts`` [n, 4, t] have seen; n may be 0.
+    """Merge the statistics ``parts`` [n, 4, t] of n parts of the logits into [4, t]; n may be 0.
 
     With d = peak_i - peak: total = sum_i e^d total_i, moment = sum_i e^d (moment_i + d total_i).
     """
     merged = parts.new_zeros(parts.shape[1:])
     if len(parts) == 0:
-        # Not -inf: where a rank holds padding alone, d * total would then be inf * 0.
+        # Not -inf: on a rank that holds only padding, d * total would be inf * 0.
         merged[PEAK] = torch.finfo(parts.dtype).min
         return merged
     torch.amax(parts[:, PEAK], dim=0, out=merged[PEAK])
@@ -57,7 +57,7 @@ def merge(parts: Tensor) -> Tensor:
 
 
 def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
-    """[4, t] over the whole vocabulary, the same bits on every rank of the group. One small all-gather."""
+    """Return [4, t] over the whole vocabulary, bit-equal on every rank of the group, by one small all-gather."""
     if shard.group is None or statistics.numel() == 0:
         return statistics
     gathered = statistics.new_empty(shard.ranks * len(statistics), statistics.shape[1])
@@ -67,18 +67,18 @@ def merge_over_ranks(statistics: Tensor, shard: VocabularyShard) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the head says of each token, and what its gradient needs; all [t] fp32."""
+    """The head's results per token, and what its gradient needs; all [t] fp32."""
 
     log_probs: Tensor
     entropies: Tensor
     peaks: Tensor
     log_totals: Tensor
-    """log sum exp z is peak + log_total. Apart, since the sum would lose digits where logits are large: at -10^4 it is
-    off by 5e-4, and so would every probability be."""
+    """log sum exp z is peak + log_total. They are kept apart because the sum loses digits where logits are large: at
+    -10^4 it is off by 5e-4, and so would be every probability."""
 
     @classmethod
     def of(cls, statistics: Tensor) -> Scores:
-        """Of statistics [4, t] over the whole vocabulary."""
+        """Compute the scores from statistics [4, t] over the whole vocabulary."""
         log_totals = statistics[TOTAL].log()
         return cls(
             log_probs=(statistics[TARGET] - statistics[PEAK]) - log_totals,

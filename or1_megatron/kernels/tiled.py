@@ -1,4 +1,4 @@
-"""The head's work, tile by tile: GEMMs of the library, and between them an epilogue in Triton or torch.
+"""The head's work, tile by tile: library GEMMs, and between them an epilogue in Triton or torch.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,52 +18,38 @@ from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
 from or1_megatron.kernels.weight_gradient import WeightGradient
 
-Face = Literal["auto", "triton", "torch"]
+if TYPE_CHECKING:
+    from or1_megatron.kernels.tiles_triton import TritonEpilogue
 
-
-class Epilogue(Protocol):
-    """What happens to a tile of logits between its GEMMs; see ``TorchEpilogue`` for the contract."""
-
-    def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> Tensor | None: ...
-
-    def gradient(
-        self,
-        logits: Tensor,
-        columns: Tensor,
-        offset: Tensor | None,
-        scores: Scores,
-        of_log_probs: Tensor,
-        of_entropies: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor: ...
+Epilogue = Literal["auto", "triton", "torch"]
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What a call of the head is told beside its tensors; the public functions explain each."""
+    """The arguments of a head call other than tensors; ``head`` explains them."""
 
     temperature: float
     shard: VocabularyShard
-    face: Face
+    epilogue: Epilogue
     budget_bytes: int | None
 
 
-def with_triton(face: Face, device: torch.device) -> bool:
+def with_triton(epilogue: Epilogue, device: torch.device) -> bool:
     """Whether the epilogues are Triton's."""
-    if face == "auto":
+    if epilogue == "auto":
         return device.type == "cuda" and find_spec("triton") is not None
-    return face == "triton"
+    return epilogue == "triton"
 
 
 class TiledHead:
-    """The inputs of one call with the buffers that its plan allows."""
+    """The inputs of one call, with the buffers of its allocation plan."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings, mode: Mode) -> None:
         _check(hidden, weight, targets)
         self._hidden, self._targets = hidden, targets
         self._temperature, self._shard = settings.temperature, settings.shard
         self._weight = weight[: settings.shard.real_rows(len(weight))]
-        triton = with_triton(settings.face, hidden.device)
+        triton = with_triton(settings.epilogue, hidden.device)
         self.plan: AllocationPlan = allocation_plan(
             hidden.shape[0],
             hidden.shape[1],
@@ -78,9 +64,9 @@ class TiledHead:
         plan = self.plan
         self._logits = self._buffer(plan.blocks, plan.tile_tokens * aligned(plan.block_rows))
         self._cast = self._buffer(plan.cast_numbers)
-        # Of a narrower type each tile's gradient is summed in fp32 aside; of fp32, where it belongs.
+        # A tile's hidden gradient is summed in fp32: in this buffer, or in place where the gradient is fp32 itself.
         self._hidden_sum = self._buffer(plan.accumulator_bytes // 4)
-        self._epilogue: Epilogue
+        self._epilogue: TorchEpilogue | TritonEpilogue
         if triton:
             from or1_megatron.kernels.tiles_triton import TritonEpilogue
 
@@ -89,13 +75,13 @@ class TiledHead:
             self._epilogue = TorchEpilogue(self._buffer(plan.scratch_numbers))
 
     def tiles(self) -> Iterator[slice]:
-        """All tokens, a tile at a time; one empty tile when there are none."""
+        """Yield the tokens tile by tile; one empty tile when there are none."""
         tokens = len(self._hidden)
         for start in range(0, max(tokens, 1), self.plan.tile_tokens):
             yield slice(start, min(start + self.plan.tile_tokens, tokens))
 
     def statistics(self, part: slice) -> tuple[Tensor, list[Tensor | None]]:
-        """([4, t] over this rank's rows, what has been subtracted from each block's logits)."""
+        """Return ([4, t] over this rank's rows, what was subtracted from each block's logits)."""
         blocks = self._blocks()
         of_blocks = self._buffer(len(blocks), 4, part.stop - part.start)
         offsets = []
@@ -116,8 +102,8 @@ class TiledHead:
     ) -> None:
         """Write the tile's rows of ``grad_hidden`` [T, H] and add its share to ``grad_weight``.
 
-        ``offsets``: of ``statistics``, when the tile's logits are still there; None computes them again. The other
-        vectors are the tile's, [t].
+        ``offsets``: from ``statistics``, when the tile's logits are still in memory; None computes them again. The
+        other vectors are the tile's, [t].
         """
         of_log_probs = of_log_probs / self._temperature
         of_entropies = None if of_entropies is None else of_entropies / self._temperature
@@ -145,7 +131,7 @@ class TiledHead:
 
     @property
     def _product_dtype(self) -> torch.dtype:
-        """Of the factors of every GEMM. The CPU has none of bf16 factors and fp32 result: there all is fp32."""
+        """The dtype of every GEMM's factors: fp32 on the CPU, which has no GEMM of bf16 factors with an fp32 result."""
         return self._hidden.dtype if self._hidden.device.type == "cuda" else torch.float32
 
     def _buffer(self, *shape: int) -> Tensor:
@@ -159,33 +145,32 @@ class TiledHead:
         return self._targets[part] - (self._shard.first_row + rows.start)
 
     def _logits_view(self, part: slice, rows: slice, index: int) -> Tensor:
-        """[t, v] in the index-th block's buffer; with one buffer, in that."""
+        """Return [t, v] in the buffer of block ``index``, or in the only buffer."""
         tokens, columns = part.stop - part.start, rows.stop - rows.start
         buffer = self._logits[index % self.plan.blocks]
         return buffer[: tokens * aligned(columns)].view(tokens, aligned(columns))[:, :columns]
 
     def _compute_logits(self, part: slice, rows: slice, index: int) -> Tensor:
-        """[t, v] fp32, divided by the temperature."""
+        """Return [t, v] fp32, divided by the temperature."""
         logits = self._logits_view(part, rows, index)
         factors = self._tile_of_hidden(part), self._block_of_weight(rows).t()
-        _product(logits, *factors, 1.0 / self._temperature)
+        _add_product(logits, *factors, keep=0.0, factor=1.0 / self._temperature)
         return logits
 
     def _tile_of_hidden(self, part: slice) -> Tensor:
-        tile = self._hidden[part]
-        if tile.dtype == self._product_dtype:
-            return tile
-        return self._cast[: tile.numel()].view(tile.shape).copy_(tile)
+        return self._as_factor(self._hidden[part], 0)
 
     def _block_of_weight(self, rows: slice) -> Tensor:
-        block = self._weight[rows]
-        if block.dtype == self._product_dtype:
-            return block
-        start = self.plan.tile_tokens * block.shape[1]
-        return self._cast[start : start + block.numel()].view(block.shape).copy_(block)
+        return self._as_factor(self._weight[rows], self.plan.tile_tokens * self._weight.shape[1])
+
+    def _as_factor(self, values: Tensor, start: int) -> Tensor:
+        """Return the values in the dtype of GEMM factors, cast into the buffer at ``start`` where they have another."""
+        if values.dtype == self._product_dtype:
+            return values
+        return self._cast[start : start + values.numel()].view(values.shape).copy_(values)
 
     def _sum_for(self, part: slice, grad_hidden: Tensor | None) -> Tensor | None:
-        """[t, H] fp32 zeros, in which the tile's hidden gradient is summed."""
+        """Return [t, H] fp32 zeros, in which the tile's hidden gradient is summed."""
         if grad_hidden is None:
             return None
         tile = grad_hidden[part]
@@ -194,20 +179,10 @@ class TiledHead:
         return self._hidden_sum[: tile.numel()].view(tile.shape).zero_()
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
-    """out = factor * a @ b, out in fp32."""
-    if a.dtype == torch.float32:
-        torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
-    else:
-        torch.addmm(out, a, b, out_dtype=torch.float32, beta=0, alpha=factor, out=out)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, total in fp32."""
-    if a.dtype == torch.float32:
-        torch.addmm(total, a, b, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, factor: float = 1.0) -> None:
+    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 its old values are not read."""
+    out_dtype: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    torch.addmm(total, a, b, beta=keep, alpha=factor, out=total, **out_dtype)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The head's epilogues in plain torch: on the CPU, and on a GPU without Triton.
+"""The head's epilogues in plain torch, for the CPU and for a GPU without Triton.
 
-All elementwise work is in place, and on as many rows at a time as the scratch holds, so that it stays in cache.
+All elementwise work is in place, on as many rows at a time as the scratch holds, so that it stays in cache.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """
@@ -16,7 +16,7 @@ from or1_megatron.kernels.statistics import MOMENT, PEAK, TARGET, TOTAL, Scores
 
 
 def narrow_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """[t, v] of ``dtype`` in the storage of ``logits``; if narrower, each row lies in the head of its fp32 row."""
+    """View the storage of ``logits`` as [t, v] of ``dtype``; a narrower row is at the start of its fp32 row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -31,10 +31,10 @@ class TorchEpilogue:
         """Write the tile's statistics to ``out`` [4, t].
 
         Args:
-            columns: [t] where the target lies in this tile; outside 0 ... v - 1 when it lies elsewhere.
+            columns: [t] the target's column in this tile; outside 0 ... v - 1 when it is in another.
 
         Returns:
-            [t], what has been subtracted from the logits on the way; None for nothing.
+            [t], what was subtracted from the logits; None for nothing.
         """
         for part, work in self._parts(logits):
             z, peak = logits[part], out[PEAK, part]
@@ -43,7 +43,7 @@ class TorchEpilogue:
             z.sub_(peak[:, None])
             weights = torch.exp(z, out=work)
             torch.sum(weights, dim=1, out=out[TOTAL, part])
-            # exp() of a very low logit is 0, and 0 times a finite number is the 0 that the moment wants.
+            # exp() of a very low logit is 0; 0 times a finite number is 0, as the moment needs.
             torch.sum(weights.mul_(z), dim=1, out=out[MOMENT, part])
         return out[PEAK]
 
@@ -61,22 +61,23 @@ class TorchEpilogue:
 
             g (onehot - p) - h p (log p + entropy)
 
-        in fp32 until the very end: p rounded to bf16 before the subtraction would lose 1 - p where p is close to 1.
+        The work is in fp32 until the end: rounding p to bf16 before the subtraction would lose 1 - p where p is near 1.
 
         Args:
-            offset: what ``statistics`` has returned.
-            of_log_probs: g, [t]. of_entropies: h, [t], or None where the loss does not depend on the entropies.
+            offset: the result of ``statistics``.
+            of_log_probs: g, [t].
+            of_entropies: h, [t]; None where the loss does not depend on the entropies.
         """
         gradient = narrow_view(logits, dtype)
         shift = (scores.peaks if offset is None else scores.peaks - offset)[:, None]
-        # p = e / total with e = exp(z - peak): the division is done on the factors, which are one per token.
+        # p = e / total with e = exp(z - peak): divide the factors, of which there is one per token.
         totals = scores.log_totals.exp()[:, None]
         bias, slope = -of_log_probs[:, None] / totals, None
         if of_entropies is not None:
             slope = -of_entropies[:, None] / totals
             bias = bias + slope * (scores.entropies - scores.log_totals)[:, None]
         if offset is not None:
-            # The logits are at most 0 as they are: what is left to subtract goes into the factors, a pass less.
+            # The logits are at most 0 already: the rest of the shift goes into the factors, which saves a pass.
             rest = (-shift).exp()
             bias = bias * rest if slope is None else (bias - slope * shift) * rest
             slope = None if slope is None else slope * rest
@@ -89,12 +90,12 @@ class TorchEpilogue:
                 z.mul_(slope[part]).add_(bias[part]).mul_(e)
             _add(z, columns[part], of_log_probs[part])
             if gradient is not logits:
-                # By way of the scratch, since source and destination overlap.
+                # Through the scratch, because source and destination overlap.
                 gradient[part] = narrow_view(work, dtype).copy_(z)
         return gradient
 
     def _parts(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows that fit the scratch, and the scratch in their shape."""
+        """Yield slices of rows that fit the scratch, and the scratch in their shape."""
         tokens, columns = logits.shape
         step = self._scratch.numel() // columns
         for start in range(0, tokens, step):
@@ -103,12 +104,12 @@ class TorchEpilogue:
 
 
 def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    """[t] the logit of each row's column, 0 where it lies outside."""
+    """Return [t] the logit in each row's column, 0 where it is outside."""
     here = (columns >= 0) & (columns < logits.shape[1])
     return torch.where(here, logits.gather(1, torch.where(here, columns, 0)[:, None])[:, 0], 0.0)
 
 
 def _add(logits: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values [t] to each row's column, unless it lies outside."""
+    """Add values [t] to each row's column, unless it is outside."""
     here = (columns >= 0) & (columns < logits.shape[1])
     logits.scatter_add_(1, torch.where(here, columns, 0)[:, None], torch.where(here, values, 0.0)[:, None])

@@ -1,6 +1,6 @@
-"""The head's epilogues in Triton: one kernel reads a tile of logits for its statistics, one turns it into its gradient.
+"""The head's epilogues in Triton: one kernel computes a tile's statistics, the other its gradient.
 
-Each program walks along one token's row of logits. The contract of both is ``TorchEpilogue``'s.
+Each program walks along one token's row of logits. ``TorchEpilogue`` documents the contract of both.
 
 Shapes: t tokens, v rows of the output weight; logits are [t, v] fp32, already divided by the temperature.
 """
@@ -18,7 +18,7 @@ from or1_megatron.kernels.statistics import Scores
 from or1_megatron.kernels.tiles_torch import narrow_view
 
 _BLOCK = 4096
-"""Logits that a program handles at a time: 16 per thread."""
+"""Logits per program and iteration: 16 per thread."""
 _WARPS = 8
 
 
@@ -29,7 +29,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     of_row = logits + row * row_stride
     column = tl.load(columns + row)
-    # Not -inf, whose difference from itself is no number.
+    # Not -inf, because -inf - -inf is NaN.
     lowest = -3.4028234663852886e38
     peak = lowest
     total = 0.0
@@ -83,8 +83,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
             of_entropy = tl.load(of_entropies + row)
             factor = factor - of_entropy * (log_p + tl.load(entropies + row))
         slope = tl.exp(log_p) * factor + tl.where(at == column, of_log_prob, 0.0)
-        # A narrower gradient lies in the head of the same row: what is stored now may overwrite logits of this block
-        # and earlier ones, never later ones. So no thread may store before all have loaded.
+        # A narrower gradient is at the start of the same row: storing it may overwrite logits of this block and of
+        # earlier ones, never of later ones. So all threads must load before any stores.
         tl.debug_barrier()
         tl.store(gradient_of_row + at, slope.to(gradient.dtype.element_ty), mask=at < width)
 
@@ -93,7 +93,7 @@ class TritonEpilogue:
     """Statistics and gradient of a tile of logits; needs no scratch."""
 
     def statistics(self, logits: Tensor, columns: Tensor, out: Tensor) -> None:
-        """Write the tile's statistics to ``out`` [4, t]; the logits stay as they are."""
+        """Write the tile's statistics to ``out`` [4, t], and leave the logits unchanged."""
         tokens, width = logits.shape
         if tokens:
             _launch(_statistics_kernel, tokens, logits, logits.stride(0), columns, out, out.stride(0), width)

@@ -1,6 +1,7 @@
 """The objectives: pointwise in a token's log-prob and entropy, summed over tokens (eq. 3.1 of the report).
 
-They implement ``interfaces.Objective``: frozen and picklable, so that they travel to the ranks with their batch.
+They implement ``interfaces.Objective``. They are frozen and picklable, because each batch is sent to the ranks with its
+objective. docs/changing_the_objective.md says how to change one.
 
 Shapes: all tensors are [N], N counted tokens of one micro-batch, in fp32; N may be 0.
 """
@@ -18,31 +19,32 @@ from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import TokenInputs
 
 _LARGEST_LOG_RATIO = 20.0
-"""|log rho| is cut here, for exp() must stay finite: an infinite ratio behind a closed clip would still give a NaN
+"""|log rho| is clamped to this, so that exp() stays finite: an infinite ratio behind a closed clip would give a NaN
 gradient (0 * inf). No sane update comes near e^20."""
 
 
 def k3(of_samples: Tensor, other: Tensor) -> Tensor:
-    """Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1, r = q / p (RECIPE section 1). [N] >= 0.
+    """Return Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1, r = q / p (RECIPE section 1). [N].
 
     Args:
-        of_samples: log p of the sampled tokens; ``other``: log q of the same.
+        of_samples: log p of the sampled tokens.
+        other: log q of the same tokens.
 
     Worked example: p = 1/2, q = 1/4: r = 1/2, 1/2 + ln 2 - 1 = 0.193. d k3 / d log p = 1 - r = 1/2.
     """
     difference = (other - of_samples).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-    # expm1, since exp(d) - 1 - d cancels to noise for the small d that matter.
+    # expm1, because exp(d) - 1 - d cancels to noise for the small d that matter.
     return difference.expm1() - difference
 
 
 def correction_weights(
     policy: Tensor, engine: Tensor, mode: Literal["truncated", "masked"], cap: float
 ) -> tuple[Tensor, Tensor]:
-    """(weights w [N], which of them were cut [N]) for log-probs of the sampled tokens, both of the same weights.
+    """Return (importance weights w [N], which of them were cut [N]) from two log-probs of the sampled tokens.
 
-    The engine samples from pi_engine, the loss takes its samples as pi_k's: w = pi_k / pi_engine makes up for it, with
-    bounded variance: ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (IcePop: Ling team 2025).
+    The engine samples from pi_engine, and the loss treats the samples as pi_k's. w = pi_k / pi_engine corrects this;
+    the cap bounds its variance. ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (IcePop: Ling team 2025).
 
     Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked).
     """
@@ -55,7 +57,7 @@ def correction_weights(
 
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyLoss:
-    """Eq. 3.1 before its division by T_k, with the switches that the report compares and those of the field:
+    """Eq. 3.1 before its division by T_k, with the report's switches and other common ones:
 
         sum_t omega_t { - w_t J_t - alpha H_t + beta k3(pi_theta || pi_ref)_t }
         J = min(rho A, clip(rho, 1 - low, 1 + high) A), and where A < 0 with dual clip c: max(J, c A)
@@ -79,30 +81,29 @@ class ClippedPolicyLoss:
     clip_low: float
     clip_high: float
     entropy_coefficient: float
-    """alpha_k. At 0 the entropies stay out of the graph altogether."""
+    """alpha_k. At 0 the entropies are not part of the graph."""
     temperature: float
     on_policy: bool
     dual_clip: float | None = None
     """c > 1; None: off."""
     kl_coefficient: float = 0.0
-    """beta. Where there are reference log-probs and beta is 0, the KL is measured only."""
+    """beta. At 0 a KL to the reference is measured only."""
     correction: Literal["off", "truncated", "masked"] = "off"
     correction_cap: float = 2.0
     bonus_on: Literal["all", "clipped"] = "all"
-    """clipped: only tokens that a clip has closed (their J has no gradient) get the bonus. Beyond the report: at
-    N_SGD >= 4 a bonus on every token makes entropy unstable (RECIPE section 2)."""
+    """clipped: only clipped tokens, whose J has no gradient, get the bonus. Beyond the report: at N_SGD >= 4 a bonus on
+    every token makes entropy unstable (RECIPE section 2)."""
 
     def __call__(
         self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(loss, sums). Weighted by omega: ``loss``, ``policy_loss`` (the loss without the bonus). Over tokens:
-        ``entropy``, ``ratio``, ``max_ratio``, ``max_inverse_ratio``, ``clipped`` (tokens whose clipped term was the
-        smaller one) = ``clipped_low`` + ``clipped_high``, ``clipped_dual``, ``approx_kl``, and of d = log pi_theta -
-        old_log_probs: ``abs_log_ratio`` (sum of |d|), ``max_abs_log_ratio``. With a reference ``kl``, with a correction
-        ``weight``, ``max_weight`` and ``weight_cut``.
+        """Return (loss, sums).
 
-        ``approx_kl`` is the k3 estimator of KL(old || pi_theta) on old's samples. When on policy, "old" in the last
-        three is the engine.
+        Sums weighted by omega: ``loss``, ``policy_loss`` (the loss without the bonus). Sums over tokens: ``entropy``,
+        ``ratio``, ``clipped`` (tokens whose clipped term was the smaller one) = ``clipped_low`` + ``clipped_high``,
+        ``clipped_dual``, ``abs_log_ratio`` (|log pi_theta - log pi_old|) and ``approx_kl``, the k3 estimator of
+        KL(pi_old || pi_theta); pi_old is the engine when on policy. Maxima: ``max_ratio``, ``max_inverse_ratio``,
+        ``max_abs_log_ratio``. With a reference ``kl``; with a correction ``weight``, ``max_weight``, ``weight_cut``.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
         ratio = (log_probs - old).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
@@ -122,7 +123,11 @@ class ClippedPolicyLoss:
                 raise ValueError("the importance correction needs the engine's log-probs; TokenInputs has none")
             weights, cut = correction_weights(old, tokens.engine_log_probs, self.correction, self.correction_cap)
             surrogate = weights * surrogate
-            correction = {"weight": weights.sum(), "max_weight": _largest(weights), "weight_cut": _count(cut, weights)}
+            correction = {
+                "weight": weights.sum(),
+                "max_weight": _largest(weights),
+                "weight_cut": cut.sum(dtype=weights.dtype),
+            }
         per_token = -surrogate
         to_reference = None if tokens.reference_log_probs is None else k3(log_probs, tokens.reference_log_probs)
         if to_reference is not None and self.kl_coefficient != 0.0:
@@ -137,10 +142,10 @@ class ClippedPolicyLoss:
             sums |= _ratio_sums(log_probs, tokens, ratio.detach())
             above = ratio > 1.0
             sums |= {
-                "clipped": _count(closed, log_probs),
-                "clipped_low": _count(closed & ~above, log_probs),
-                "clipped_high": _count(closed & above, log_probs),
-                "clipped_dual": _count(floored, log_probs),
+                "clipped": closed.sum(dtype=ratio.dtype),
+                "clipped_low": (closed & ~above).sum(dtype=ratio.dtype),
+                "clipped_high": (closed & above).sum(dtype=ratio.dtype),
+                "clipped_dual": floored.sum(dtype=ratio.dtype),
             }
             if to_reference is not None:
                 sums["kl"] = to_reference.detach().sum()
@@ -148,11 +153,11 @@ class ClippedPolicyLoss:
 
 
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
-    """Whether rho is against pi_k, the policy at the step's start, rather than against what the engines sampled from.
+    """Whether rho's denominator is pi_k, the policy at the step's start, and not the weights that sampled.
 
-    They differ only where older weights sampled (``stale``). Then, without a correction, rho itself has to make up for
-    it, and is against the engines' log-probs: PPO as ever. With one, w = pi_k / pi_engine does, and rho measures
-    only how far the step has moved: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    They differ only where older weights sampled (``stale``). Without a correction rho is then against the engines'
+    log-probs, as in PPO. With one, w = pi_k / pi_engine corrects for the older weights, and rho measures only how far
+    the step has moved: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
     """
     return not stale or algorithm.correction.mode != "off"
 
@@ -160,7 +165,7 @@ def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
 def make_objective(
     algorithm: AlgorithmConfig, stage: StageConfig, alpha: float, clip_high: float, stale: bool = False
 ) -> ClippedPolicyLoss:
-    """The objective of a step's updates: alpha_k and epsilon_high are the controllers', all else is configured."""
+    """Return the objective of a step's updates, with the controllers' alpha_k and epsilon_high."""
     return ClippedPolicyLoss(
         clip_low=algorithm.loss.clip_low,
         clip_high=clip_high,
@@ -177,15 +182,14 @@ def make_objective(
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Supervised loss on the same path: - sum_t omega_t log pi_theta(target_t). Of the tokens' inputs only the weights
-    have a say."""
+    """Supervised loss on the same path: - sum_t omega_t log pi_theta(target_t)."""
 
     temperature: float = 1.0
 
     def __call__(
         self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(loss, sums); the sums: ``loss``, ``entropy``."""
+        """Return (loss, sums ``loss`` and ``entropy``)."""
         loss = -_weighted(log_probs, tokens).sum()
         return loss, {"loss": loss.detach(), "entropy": entropies.detach().sum()}
 
@@ -195,7 +199,7 @@ def _weighted(values: Tensor, tokens: TokenInputs) -> Tensor:
 
 
 def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, ratio: Tensor) -> dict[str, Tensor]:
-    """Of rho, and of the policy against ``old_log_probs``."""
+    """Return the sums and maxima of rho, and of the policy against ``old_log_probs``."""
     difference = (log_probs - tokens.old_log_probs).abs()
     return {
         "ratio": ratio.sum(),
@@ -207,11 +211,6 @@ def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, ratio: Tensor) -> dict[s
     }
 
 
-def _count(which: Tensor, like: Tensor) -> Tensor:
-    """How many, in the dtype of ``like``."""
-    return which.sum().to(like.dtype)
-
-
 def _largest(values: Tensor) -> Tensor:
-    """The maximum of non-negative values; 0 of none."""
+    """Return the maximum of non-negative values; 0 when there are none."""
     return values.max() if values.numel() else values.new_zeros(())

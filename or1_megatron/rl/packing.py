@@ -1,18 +1,19 @@
-"""Which sequence lies in which row of which data-parallel rank, planned from lengths alone (``rl.batch`` fills rows).
+"""Plans which sequence goes to which row of which data-parallel rank, from lengths alone (``rl.batch`` fills the rows).
 
-All rows of a step have one length T, since pipeline shapes are static, and every rank computes R of them. With L an
-extent, that is a sequence's length rounded up to what context parallelism asks for, a rank's work is
+All rows of a step have one length T, because pipeline shapes are static, and every rank computes R of them. The extent
+L of a sequence is its length rounded up for context parallelism. A rank's work is
 
     linear * R * T + quadratic * (sum of L^2 over its sequences and over the padding at the end of each row)
 
-and a step lasts as long as its costliest rank. R is the least that holds all sequences under the budget, T the least
-for that R (best fit, longest first, bisected over T). A second placement, by cost into the cheapest row with room, pads
-a little more and balances better where R is small; of the two the one whose costliest rank has less to do is taken.
-Rows go to ranks in layers of equal rank by cost: the layer with the widest spread first, its costliest row to the rank
-that has least so far. All of it is deterministic: ties go to the earlier sample, row and rank.
+and a step takes as long as its costliest rank. R is the smallest number of rows that hold all sequences under the
+budget, T the smallest length for that R (best fit, longest first, bisected over T). A second placement puts each
+sequence into the cheapest row with room; it pads a little more and balances better where R is small. The plan is the
+placement whose costliest rank has less work. Rows are sorted by cost and cut into layers of one row per rank. The layer
+with the widest spread is dealt first, its costliest row to the rank with the least work so far. All of this is
+deterministic: ties go to the earlier sample, row and rank.
 
-What no plan can do: T is never below the longest sequence, so where the budget is near it, R being whole costs up to
-1 / R of padding; and no rank is faster than the longest sequence alone, however few its samples.
+Limits: T is at least the longest sequence, so that a budget near it costs up to 1 / R of padding, because R is an
+integer; and no rank is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Rows = list[list[int]]  # of each row the sequences, by their index
+Rows = list[list[int]]  # for each row, the indices of its sequences
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """What a sequence of L tokens costs: ``linear * L + quadratic * L**2``, in any unit. It steers balance only."""
+    """The cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit. It only affects balance."""
 
     linear: float
     quadratic: float
@@ -42,49 +43,44 @@ class SequenceCost:
 
     @classmethod
     def of_decoder(cls, weights: int, attention_width: int) -> SequenceCost:
-        """FLOPs of a forward pass (backward is about twice that in both terms).
+        """Return the FLOPs of a forward pass (backward is about twice that in both terms).
 
-        Two per weight and token. A pair of tokens takes 2 * width for its score and as many for its value; causality
-        leaves L^2 / 2 pairs.
+        2 per weight and token. A pair of tokens takes 2 * width for its score and as many for its value; there are
+        L^2 / 2 causal pairs.
 
         Args:
-            weights: that multiply every token: all but the input embedding, the output layer among them, tied or not.
+            weights: all that multiply every token: the output layer, tied or not, but not the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
 
 
 QWEN2_7B = SequenceCost.of_decoder(7_070_619_136, 28 * 28 * 128)
-"""Attention costs as much as all else at 70K tokens."""
+"""Attention costs as much as everything else at 70K tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """How rows are cut: for how many data-parallel ranks, how long, in multiples of what.
-
-    Raises:
-        ValueError: ``alignment`` is not a multiple of ``sequence_alignment``.
-    """
+    """The limits that rows must fit. Raises ValueError when ``alignment`` is no multiple of ``sequence_alignment``."""
 
     data_ranks: int
     budget_tokens: int
     """A row holds at most this many tokens (rounded up to ``alignment``)."""
     alignment: int
-    """T is a multiple of it: 2 * CP * TP."""
+    """T is a multiple of it (2 * CP * TP)."""
     sequence_alignment: int = 1
-    """Each sequence's extent in the row is a multiple of it: 2 * CP when CP > 1, which cuts every sequence in as many
-    chunks."""
+    """Each sequence's extent is a multiple of it: 2 * CP when CP > 1, which cuts a sequence into as many chunks."""
     rows_multiple: int = 1
     """Rows per rank are a multiple of it: the pipeline size where stages are interleaved."""
     cost: SequenceCost = QWEN2_7B
     fixed_length: bool = False
-    """Every row is as long as the budget, in every step: for buffers that are allocated for one length."""
+    """T is the budget in every step, for buffers that are allocated for one length."""
 
     def __post_init__(self) -> None:
         if self.alignment % self.sequence_alignment:
             raise ValueError(
                 f"BatchLayout: alignment = {self.alignment} is not a multiple of sequence_alignment = "
-                f"{self.sequence_alignment}; a row ends where a sequence may end"
+                f"{self.sequence_alignment}; expected one, because a row ends where a sequence may end"
             )
 
     @property
@@ -98,11 +94,11 @@ class RowPlan:
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]  # [DP][R] rows of sample indices; a row may be empty
     row_tokens: int  # T
-    slowest_cost: float  # of the costliest rank, padding included
+    slowest_cost: float  # the costliest rank's, with padding
 
 
 def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
-    """Place sequences of these lengths [n], n >= 1, none above ``layout.capacity_tokens``, each in exactly one row."""
+    """Place each sequence in one row. ``lengths`` [n]: n >= 1, none above ``layout.capacity_tokens``."""
     extents = -(-lengths // layout.sequence_alignment) * layout.sequence_alignment
     sizes: list[int] = extents.tolist()
     order: list[int] = np.argsort(-extents, kind="stable").tolist()
@@ -110,7 +106,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
     used = len(_best_fit(sizes, order, layout.capacity_tokens))
     per_rank = -(-used // (ranks * layout.rows_multiple)) * layout.rows_multiple
     count = per_rank * ranks
-    lowest = -(-max(max(sizes), -(-sum(sizes) // count)) // unit)  # T in units of the alignment, as is all bisected
+    lowest = -(-max(max(sizes), -(-sum(sizes) // count)) // unit)  # T in units of the alignment, as in the bisection
 
     def tight(units: int) -> Rows | None:
         rows = _best_fit(sizes, order, units * unit)
@@ -120,9 +116,9 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
         return _cheapest(extents, layout.cost, order, count, units * unit)
 
     rows = _shortest(tight, lowest, layout.capacity_tokens // unit)
-    assert rows is not None  # at full capacity it is what gave ``count``
+    assert rows is not None  # at full capacity best fit gave ``count`` rows
     best = _deal(rows, extents, layout)
-    # However even, rows longer than this cost a rank more than the best plan's costliest.
+    # With longer rows even a perfectly balanced rank would cost more than the costliest of ``best``.
     squares = layout.cost.quadratic * float(np.square(extents, dtype=np.float64).sum()) / ranks
     longest_tokens = (best.slowest_cost - squares) / (layout.cost.linear * per_rank)
     rows = _shortest(even, lowest, min(int(longest_tokens), layout.capacity_tokens) // unit)
@@ -130,7 +126,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
 
 
 def _shortest(place: Callable[[int], Rows | None], lowest: int, highest: int) -> Rows | None:
-    """The rows for the least row length from ``lowest`` to ``highest`` at which ``place`` finds a way, or None."""
+    """Return the rows for the smallest length in ``lowest`` to ``highest`` at which ``place`` succeeds, or None."""
     best = place(highest) if lowest <= highest else None
     while best is not None and lowest < highest:
         middle = (lowest + highest) // 2
@@ -143,7 +139,7 @@ def _shortest(place: Callable[[int], Rows | None], lowest: int, highest: int) ->
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """In ``order``, each sequence into the row that it leaves the least room in; a new row when it fits in none."""
+    """Put each sequence, in ``order``, into the row that it fits most tightly; into a new row when it fits none."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:
@@ -159,7 +155,7 @@ def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows
 
 
 def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: int, capacity: int) -> Rows | None:
-    """In ``order``, each sequence into the cheapest of ``count`` rows that has room; None when one fits in none."""
+    """Put each sequence, in ``order``, into the cheapest of ``count`` rows with room; None when one fits none."""
     costs = cost.linear * extents + cost.quadratic * np.square(extents, dtype=np.float64)
     rows: Rows = [[] for _ in range(count)]
     rooms, loads = np.full(count, capacity), np.zeros(count)
@@ -174,7 +170,7 @@ def _cheapest(extents: Ints, cost: SequenceCost, order: Sequence[int], count: in
 
 
 def _deal(rows: Rows, extents: Ints, layout: BatchLayout) -> RowPlan:
-    """Rows to ranks, the same number to each."""
+    """Deal the rows to the ranks, the same number to each."""
     filled = np.array([extents[row].sum() for row in rows], dtype=np.int64)
     longest = layout.budget_tokens if layout.fixed_length else int(filled.max())
     row_tokens = -(-longest // layout.alignment) * layout.alignment

@@ -1,4 +1,4 @@
-"""The fused head on a GPU, both faces, against float64 on the whole matrix of logits; and what it allocates.
+"""The fused head on a GPU, both epilogues, against float64 on the whole matrix of logits; and what it allocates.
 
 Not proven here: speed (benchmarks/gpu/head.py), tensor parallelism over NCCL.
 """
@@ -20,7 +20,7 @@ from or1_megatron.kernels.head import (
 
 pytestmark = pytest.mark.gpu
 
-FACES: list[Any] = ["triton", "torch"]
+EPILOGUES: list[Any] = ["triton", "torch"]
 CASES = {
     "tails everywhere": (301, 136, 5003, 0, 1.0, 0.0),
     "temperature 0.6": (256, 128, 4096, 0, 0.6, 0.0),
@@ -62,10 +62,10 @@ def relative(found: Tensor, true: Tensor) -> float:
     return float((found.double() - true).norm() / true.norm())
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("mode", ["recompute", "one_pass"])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_float64(case: str, mode: str, face: Any) -> None:
+def test_equals_float64(case: str, mode: str, epilogue: Any) -> None:
     """fp32 inputs: log-prob and entropy within 1e-5, gradients within 1e-4 relative; the weight's gradient goes to
     main_grad, on top of what is there. Logits of size 1e4 carry an error of 1e-3 before the head has done anything.
     """
@@ -75,7 +75,7 @@ def test_equals_float64(case: str, mode: str, face: Any) -> None:
     weight.requires_grad_()
     weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     if mode == "recompute":
-        found = log_probs_and_entropies(hidden, weight, targets, temperature, shard, face=face)
+        found = log_probs_and_entropies(hidden, weight, targets, temperature, shard, epilogue=epilogue)
         (found[0] @ a + found[1] @ c).backward()
     else:
         seen: list[tuple[Tensor, Tensor]] = []
@@ -84,7 +84,7 @@ def test_equals_float64(case: str, mode: str, face: Any) -> None:
             seen.append((p.detach(), h.detach()))
             return (p * a[part]).sum() + (h * c[part]).sum(), {}
 
-        loss, _ = one_pass_loss(hidden, weight, targets, temperature, shard, pointwise, face=face)
+        loss, _ = one_pass_loss(hidden, weight, targets, temperature, shard, pointwise, epilogue=epilogue)
         loss.backward()
         found = torch.cat([p for p, _ in seen]), torch.cat([h for _, h in seen])
     shift = CASES[case][5]
@@ -100,15 +100,15 @@ def test_equals_float64(case: str, mode: str, face: Any) -> None:
         assert relative(of_main[: shard.true_vocab_size], of_weight) <= 1e-4
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_bfloat16_inputs(face: Any) -> None:
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_bfloat16_inputs(epilogue: Any) -> None:
     """bf16 inputs, fp32 statistics and accumulation: what is left is the rounding of products and of p - onehot."""
     hidden, weight, targets, a, c, shard, temperature = problem("tails everywhere", torch.bfloat16)
     log_probs, entropies, of_hidden, of_weight = oracle(hidden, weight, targets, a, c, shard, temperature)
     hidden.requires_grad_()
     weight.requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-    found = log_probs_and_entropies(hidden, weight, targets, temperature, shard, face=face)
+    found = log_probs_and_entropies(hidden, weight, targets, temperature, shard, epilogue=epilogue)
     (found[0] @ a + found[1] @ c).backward()
     assert float((found[0].double() - log_probs).abs().max()) <= 1e-3
     assert float((found[1].double() - entropies).abs().max()) <= 1e-3

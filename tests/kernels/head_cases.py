@@ -1,6 +1,6 @@
-"""Inputs of the head with their float64 oracle, and a run of them through either face in either mode.
+"""Inputs of the head with their float64 oracle, and a run of them through either epilogue in either mode.
 
-As a program (``python head_cases.py FACE IN OUT``) it runs the cases of a file that torch has saved: Triton's kernels
+``python head_cases.py EPILOGUE IN OUT`` runs the cases of a file that torch has saved: Triton's kernels
 can be interpreted on the CPU only in a process that had TRITON_INTERPRET=1 before it imported triton.
 """
 
@@ -100,7 +100,7 @@ def oracle(case: Case) -> Found:
     return Found(log_probs.detach(), entropies.detach(), x.grad, w.grad)
 
 
-def run(case: Case, face: Any = "torch", shard: VocabularyShard | None = None) -> Found:
+def run(case: Case, epilogue: Any = "torch", shard: VocabularyShard | None = None) -> Found:
     """Through the head; with a ``shard``, ``weight`` holds that shard's rows."""
     x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     shard = shard or VocabularyShard(0, case.true_vocab_size)
@@ -114,7 +114,7 @@ def run(case: Case, face: Any = "torch", shard: VocabularyShard | None = None) -
         return loss, {}
 
     arguments = (x, w, case.targets, case.temperature, shard)
-    options: Any = {"face": face, "budget_bytes": case.budget_bytes}
+    options: Any = {"epilogue": epilogue, "budget_bytes": case.budget_bytes}
     if case.mode == "one_pass":
         loss, _ = one_pass_loss(*arguments, pointwise, **options)
     else:
@@ -145,13 +145,13 @@ def run_interpreted(cases: dict[str, Case], folder: Path) -> dict[str, Found]:
     return {name: Found(**fields) for name, fields in torch.load(folder / "found.pt").items()}
 
 
-def main(face: str, cases: str, found: str) -> None:
+def main(epilogue: str, cases: str, found: str) -> None:
     torch.set_num_threads(1)
-    if face == "triton":
+    if epilogue == "triton":
         from or1_megatron.kernels import tiles_triton
 
         tiles_triton._BLOCK = 16  # several blocks and a tail in rows of a hundred logits
-    torch.save({name: vars(run(Case(**fields), face)) for name, fields in torch.load(cases).items()}, found)
+    torch.save({name: vars(run(Case(**fields), epilogue)) for name, fields in torch.load(cases).items()}, found)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_equals_float64(name: str, mode: str) -> None:
 
     x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     arguments: Any = (x, w, case.targets, 0.7, VocabularyShard(0, VOCABULARY))
-    tiles: Any = {"face": "torch", "budget_bytes": 4 * 16 * 16}
+    tiles: Any = {"epilogue": "torch", "budget_bytes": 4 * 16 * 16}
     if mode == "one_pass":
         loss, sums = one_pass_loss(*arguments, lambda p, h, part: objective(p, h, inputs[part]), **tiles)
     else:
