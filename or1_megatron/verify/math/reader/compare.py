@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.ranges import covered, names_of, same_ranges
+from or1_megatron.verify.math.reader.ranges import Interval, covered, names_of, same_ranges
 from or1_megatron.verify.math.reader.reading import (
     Cases,
     Dots,
     Empty,
-    Group,
     Matrix,
     Modular,
     NumberSet,
     Ratio,
     Reading,
     Relation,
+    Several,
     Words,
 )
-from or1_megatron.verify.math.reader.scalars import is_numeral, is_plain, same_quantity
+from or1_megatron.verify.math.reader.scalars import is_numeral, same_quantity
 from or1_megatron.verify.math.reader.spread import spread
-from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.value import proportional, real, same, symbols
 
 _T = TypeVar("_T")
@@ -33,32 +34,19 @@ _MAX_ITEMS = 64
 
 def compare(gold: Reading, answer: Reading) -> bool:
     """Whether two readings say the same under the policy. Raises Unreadable for what cannot be compared."""
-    if isinstance(gold, Words) or isinstance(answer, Words):
-        return _same_words(gold, answer)
-    if isinstance(gold, Empty) or isinstance(answer, Empty):
-        return isinstance(gold, Empty) and isinstance(answer, Empty)
-    if isinstance(gold, Dots) or isinstance(answer, Dots):
-        return isinstance(gold, Dots) and isinstance(answer, Dots)
-    if isinstance(gold, Cases) or isinstance(answer, Cases):
-        return _same_cases(gold, answer)
-    if _is_range(gold) and _is_range(answer):
-        return _same_range(gold, answer)
+    for kind, rule in _WHOLE_RULES:
+        if isinstance(gold, kind) or isinstance(answer, kind):
+            return rule(gold, answer)
+    ranges = covered(gold), covered(answer)
+    if ranges[0] is not None and ranges[1] is not None:
+        return _same_range(gold, answer, ranges[0], ranges[1])
     gold, answer = spread(gold), spread(answer)
-    if isinstance(gold, Modular) or isinstance(answer, Modular):
-        return _same_modular(gold, answer)
-    if isinstance(gold, Relation) or isinstance(answer, Relation):
-        return _same_relation(gold, answer)
-    if isinstance(gold, Matrix) or isinstance(answer, Matrix):
-        return _same_matrix(gold, answer)
-    if isinstance(gold, Ratio) or isinstance(answer, Ratio):
-        return _same_ratio(gold, answer)
+    for kind, rule in _SPREAD_RULES:
+        if isinstance(gold, kind) or isinstance(answer, kind):
+            return rule(gold, answer)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
         return same_quantity(gold, answer)
-    if isinstance(gold, NumberSet) and isinstance(answer, NumberSet):
-        return gold == answer
-    if isinstance(gold, Group) or isinstance(answer, Group):
-        return _same_group(gold, answer)
-    return False
+    return isinstance(gold, NumberSet) and gold == answer
 
 
 def _same_words(gold: Reading, answer: Reading) -> bool:
@@ -78,37 +66,35 @@ def _stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") else word
 
 
-def _is_range(reading: Reading) -> bool:
-    """Whether it says a set of reals otherwise than by one bracketed pair, which may be a point as well."""
-    return covered(reading) is not None
-
-
-def _same_range(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Group) and isinstance(answer, Group):  # two pairs: points or intervals, the same rule for both
-        return _same_group(gold, answer)
+def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
+    if isinstance(gold, Several) and isinstance(answer, Several):  # two pairs: points or intervals, by the same rule
+        return _same_several(gold, answer)
     names = names_of(gold), names_of(answer)
     if names[0] and names[1] and names[0] != names[1]:
         return False
-    left, right = covered(gold), covered(answer)
-    return left is not None and right is not None and same_ranges(left, right)
+    return same_ranges(left, right)
+
+
+def _all_same(gold: Sequence[Reading], answer: Sequence[Reading]) -> bool:
+    return len(gold) == len(answer) and all(map(compare, gold, answer))
 
 
 def _same_modular(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Modular) and isinstance(answer, Modular):
-        return same(gold.modulus, answer.modulus) and compare(_residue(gold.value), _residue(answer.value))
-    if isinstance(gold, Modular):
-        return compare(_residue(gold.value), answer)
-    assert isinstance(answer, Modular)
-    return compare(gold, _residue(answer.value))
+    if isinstance(gold, Modular) and isinstance(answer, Modular) and not same(gold.modulus, answer.modulus):
+        return False
+    return compare(_residue(gold), _residue(answer))
 
 
-def _residue(value: Reading) -> Reading:
+def _residue(reading: Reading) -> Reading:
+    if not isinstance(reading, Modular):
+        return reading
+    value = reading.value
     return value.sides[1] if isinstance(value, Relation) and value.operators == ("==",) else value
 
 
 def _same_relation(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Group) or isinstance(answer, Group):
-        return _same_group(gold, answer)
+    if isinstance(gold, Several) or isinstance(answer, Several):
+        return _same_several(gold, answer)
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_relations(gold, answer)
     if isinstance(gold, Relation):
@@ -123,21 +109,16 @@ def _same_relations(gold: Relation, answer: Relation) -> bool:
     assigned = _assigned(gold), _assigned(answer)
     if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
-    if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_plain(assigned[0][1].tree):
+    if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
         return False  # x = 5 is not answered by 7x = 35
     return _same_curve(gold, answer)
 
 
 def _same_curve(gold: Relation, answer: Relation) -> bool:
-    sides = (*gold.sides, *answer.sides)
-    if gold.operators != ("=",) or answer.operators != ("=",):
-        return (
-            gold.operators == answer.operators
-            and len(gold.sides) == len(answer.sides)
-            and all(compare(ours, theirs) for ours, theirs in zip(gold.sides, answer.sides, strict=True))
-        )
-    if not all(isinstance(side, Quantity) for side in sides):
-        return all(compare(ours, theirs) for ours, theirs in zip(gold.sides, answer.sides, strict=True))
+    if gold.operators != answer.operators:
+        return False
+    if gold.operators != ("=",) or not all(isinstance(side, Quantity) for side in (*gold.sides, *answer.sides)):
+        return _all_same(gold.sides, answer.sides)
     left, right = _difference(gold), _difference(answer)
     return symbols(left) == symbols(right) and proportional(left, right)
 
@@ -154,11 +135,11 @@ def _inequality(relation: Relation) -> bool:
 
 def _same_order(gold: Relation, answer: Relation) -> bool:
     left, right = _ascending(gold), _ascending(answer)
-    if left is None or right is None:
+    if left is None or right is None or left[0] != right[0]:
         return False
-    if left[0] == right[0] and all(compare(a, b) for a, b in zip(left[1], right[1], strict=True)):
+    if _all_same(left[1], right[1]):
         return True
-    if len(left[0]) != 1 or left[0] != right[0] or not all(isinstance(side, Quantity) for side in left[1] + right[1]):
+    if len(left[0]) != 1 or not all(isinstance(side, Quantity) for side in left[1] + right[1]):
         return False
     ordered = [Relation(("=",), tuple(sides), ("", "")) for sides in (left[1], right[1])]
     return proportional(_difference(ordered[0]), _difference(ordered[1]), positive=True)
@@ -199,11 +180,12 @@ def _is_measure(side: Reading) -> bool:
 
 
 def _consistent(sides: tuple[Reading, ...]) -> bool:
-    return all(compare(sides[-1], side) or _equal_trees(sides[-1], side) for side in sides[:-1])
-
-
-def _equal_trees(left: Reading, right: Reading) -> bool:
-    return isinstance(left, Quantity) and isinstance(right, Quantity) and same(left.tree, right.tree)
+    last = sides[-1]
+    return all(
+        compare(last, side)
+        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.tree, side.tree))
+        for side in sides[:-1]
+    )
 
 
 def _values(relation: Relation, as_gold: bool) -> list[Reading]:
@@ -234,7 +216,7 @@ def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
     last = answer.sides[-1]
     if not values and set(answer.operators) == {"="} and isinstance(last, Quantity) and isinstance(gold, Quantity):
         first = answer.sides[0]
-        numbers = isinstance(first, Quantity) and is_plain(gold.tree) and is_numeral(last.tree)
+        numbers = isinstance(first, Quantity) and is_numeral(gold.tree) and is_numeral(last.tree)
         named = isinstance(first, Quantity) and symbols(first.tree) and len(answer.sides) == 2
         if numbers and (named or _consistent(answer.sides)):
             return [last]  # a + b = 7, or 3 + 4 = 7, states a number
@@ -252,7 +234,7 @@ def _same_matrix(gold: Reading, answer: Reading) -> bool:
 def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
     if isinstance(side, Matrix):
         return side.rows
-    if isinstance(side, Group) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
+    if isinstance(side, Several) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
         return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
     if isinstance(side, Relation) and (assigned := _assigned(side)):
         return _rows(assigned[1])
@@ -275,7 +257,7 @@ def _ratio_parts(side: Reading) -> tuple[Node, ...] | None:
     if isinstance(side, Ratio):
         return side.parts
     if isinstance(side, Quantity) and side.unit is None:
-        return (side.tree, Node("num", number=notation.ONE, name="1"))
+        return (side.tree, number_node(1))
     if isinstance(side, Relation) and (assigned := _assigned(side)):
         return _ratio_parts(assigned[1])
     return None
@@ -286,39 +268,33 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
     ours, theirs = sides
     if not (isinstance(ours, Cases) and isinstance(theirs, Cases)) or len(ours.rows) != len(theirs.rows):
         return False
-    return _matched(list(ours.rows), list(theirs.rows), lambda a, b: compare(a[0], b[0]) and compare(a[1], b[1]))
+    return _matched(ours.rows, theirs.rows, _all_same)
 
 
-def _same_group(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Relation) and isinstance(answer, Group):
+def _same_several(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Relation) and isinstance(answer, Several):
         return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
-    if isinstance(answer, Relation) and isinstance(gold, Group):
+    if isinstance(answer, Relation) and isinstance(gold, Several):
         return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
-    if not (isinstance(gold, Group) and isinstance(answer, Group)):
+    if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
     if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
         return False
     if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
-        answer = Group(_distinct(answer.items), answer.brackets, answer.joined_by)
+        answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
     if len(gold.items) != len(answer.items):
         return False
-    bare = (gold.brackets == "", answer.brackets == "")
     named = notation.assignments(gold), notation.assignments(answer)
     if (named[0] or named[1]) and _same_assignments(gold, answer, named):
         return True
     if any(_name_variables(names) for names in named):
         return False
-    if all(bare) and not any(isinstance(item, Dots) for item in gold.items):
-        return _matched(list(gold.items), list(answer.items), _same_item)
-    ordered = all(compare(a, b) for a, b in zip(gold.items, answer.items, strict=True))
-    if gold.brackets == answer.brackets or "{}" in (gold.brackets, answer.brackets):
-        loose = {gold.brackets, answer.brackets} <= {"", "{}"}
-        return (
-            _matched(list(gold.items), list(answer.items), _same_item)
-            if loose and not all(bare)
-            else (ordered and gold.brackets == answer.brackets)
-        )
-    return any(bare) and {gold.brackets, answer.brackets} <= {"", "()"} and ordered
+    brackets = {gold.brackets, answer.brackets}
+    if "{}" in brackets and brackets <= {"", "{}"}:
+        return _matched(gold.items, answer.items, compare)
+    if brackets == {""} and not any(isinstance(item, Dots) for item in gold.items):
+        return _matched(gold.items, answer.items, compare)
+    return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
@@ -326,27 +302,23 @@ def _name_variables(names: dict[str, Reading] | None) -> bool:
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
-def _same_item(gold: Reading, answer: Reading) -> bool:
-    return compare(gold, answer)
-
-
 def _same_singleton(gold: Reading, answer: Reading) -> bool:
-    for group, other, swapped in ((gold, answer, False), (answer, gold, True)):
-        if isinstance(group, Group) and group.brackets in ("", "{}") and len(group.items) == 1:
-            return compare(other, group.items[0]) if swapped else compare(group.items[0], other)
-    return False
+    if isinstance(gold, Several):
+        return gold.brackets in ("", "{}") and len(gold.items) == 1 and compare(gold.items[0], answer)
+    assert isinstance(answer, Several)
+    return answer.brackets in ("", "{}") and len(answer.items) == 1 and compare(gold, answer.items[0])
 
 
-def _same_assignments(gold: Group, answer: Group, named: tuple[dict[str, Reading] | None, ...]) -> bool:
+def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Reading] | None, ...]) -> bool:
     ours, theirs = named
     if ours and theirs:
         return ours.keys() == theirs.keys() and all(compare(ours[name], theirs[name]) for name in ours)
     if answer.brackets == "{}" or gold.brackets == "{}":
         return False
-    left = list(ours.values()) if ours else list(gold.items)
+    left = list(ours.values()) if ours else gold.items
     # Against a tuple an answer's values stand in the order of their names, not in the order it chose to list them.
-    right = _by_name(theirs) if theirs else list(answer.items)
-    return all(compare(a, b) for a, b in zip(left, right, strict=True))
+    right = [value for _, value in sorted(theirs.items())] if theirs else answer.items
+    return _all_same(left, right)
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
@@ -358,11 +330,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
     return tuple(kept)
 
 
-def _by_name(named: dict[str, Reading]) -> list[Reading]:
-    return [value for _, value in sorted(named.items())]
-
-
-def _matched(ours: list[_T], theirs: list[_T], equal: Callable[[_T, _T], bool]) -> bool:
+def _matched(ours: Sequence[_T], theirs: Sequence[_T], equal: Callable[[_T, _T], bool]) -> bool:
     """Whether the two hold the same items, each as often. Equality is transitive enough for a greedy match."""
     if len(ours) != len(theirs):
         return False
@@ -373,3 +341,15 @@ def _matched(ours: list[_T], theirs: list[_T], equal: Callable[[_T, _T], bool]) 
             return False
         del rest[index]
     return True
+
+
+_Rules = Sequence[tuple[type, Callable[[Reading, Reading], bool]]]
+_WHOLE_RULES: _Rules = ((Words, _same_words), (Empty, operator.eq), (Dots, operator.eq), (Cases, _same_cases))
+_SPREAD_RULES: _Rules = (
+    (Modular, _same_modular),
+    (Relation, _same_relation),
+    (Matrix, _same_matrix),
+    (Ratio, _same_ratio),
+    (Several, _same_several),
+)
+"""By the type of either side, in this order: the rules for whole readings, and those for readings that are spread."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from or1_megatron.verify.math.reader.text import FUNCTIONS, Token, Unreadable
-from or1_megatron.verify.math.reader.tree import GREEK, Node, integer, number_of
+from or1_megatron.verify.math.reader.tree import GREEK, Node, number_node, number_of
 
 _MAX_DEPTH = 60
 _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\}"}
@@ -19,8 +19,9 @@ _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\
 def parse(items: list[Token]) -> Node:
     """The tree of one expression without relations and commas. Raises Unreadable."""
     parser = _Parser(items)
-    tree = parser.sum(0)
-    parser.expect_end()
+    tree = parser.sum()
+    if token := parser.peek():
+        raise Unreadable(f"unexpected {token.text!r}")
     return tree
 
 
@@ -47,11 +48,7 @@ class _Parser:
         if not self.take(text):
             raise Unreadable(f"expected {text}")
 
-    def expect_end(self) -> None:
-        if token := self.peek():
-            raise Unreadable(f"unexpected {token.text!r}")
-
-    def sum(self, depth: int) -> Node:
+    def sum(self) -> Node:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise Unreadable("nested too deep")
@@ -99,7 +96,7 @@ class _Parser:
             if left.op == "num" and left.name.isdigit() and self.fraction_by_slash():
                 numerator, denominator = self.items[self.at], self.items[self.at + 2]
                 self.at += 3
-                return self.mixed(left, integer(int(numerator.text)), integer(int(denominator.text)))
+                return self.mixed(left, number_node(int(numerator.text)), number_node(int(denominator.text)))
             behind = self.items[self.at - 1].text
             if (token.spaced or behind in (")", "!")) and self.items[self.at - 1].kind != "number":
                 return Node("mul", (left, self.factor()))
@@ -184,22 +181,16 @@ class _Parser:
             return Node("neg", (self.primary(),))
         return self.primary()
 
-    def argument(self, single_digits: bool = True) -> Node:
+    def argument(self) -> Node:
         r"""A macro's argument: braced, or one token; of ``\frac12`` each digit is one."""
         if self.take("{"):
-            tree = self.sum(0)
+            tree = self.sum()
             self.expect("}")
             return tree
         token = self.peek()
-        if (
-            token is not None
-            and token.kind == "number"
-            and single_digits
-            and token.text.isdigit()
-            and len(token.text) > 1
-        ):
+        if token is not None and token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
             self.items = [*self.items[: self.at], Token("number", token.text[1:]), *self.items[self.at + 1 :]]
-            return integer(int(token.text[0]))
+            return number_node(int(token.text[0]))
         return self.primary()
 
     def raw_argument(self) -> str:
@@ -231,7 +222,7 @@ class _Parser:
         if (token.kind == "sign" and token.text in "([{") or token.text == "\\{":
             return self.group(token.text)
         if token.kind == "sign" and token.text == "|":
-            tree = self.sum(0)
+            tree = self.sum()
             self.expect("|")
             return Node("abs", (tree,))
         if token.kind == "command":
@@ -254,15 +245,14 @@ class _Parser:
                 return None
             self.at += 1
             parts[token.text] = self.argument()
-        top, bottom = parts["_"], parts["^"]
-        return Node("binom" if letter == "C" else "perm", (top, bottom))
+        return Node("binom" if letter == "C" else "perm", (parts["_"], parts["^"]))
 
     def group(self, opener: str) -> Node:
-        tree = self.sum(0)
+        tree = self.sum()
         if opener == "{":
             for name in ("over", "choose"):
                 if self.take(name):
-                    right = self.sum(0)
+                    right = self.sum()
                     self.expect("}")
                     return Node("div", (tree, right), name="frac") if name == "over" else Node("binom", (tree, right))
             self.expect("}")
@@ -272,15 +262,13 @@ class _Parser:
 
     def command(self, name: str) -> Node:
         if name == "frac":
-            top = self.argument()
-            return Node("div", (top, self.argument()), name="frac")
+            return Node("div", (self.argument(), self.argument()), name="frac")
         if name == "binom":
-            top = self.argument()
-            return Node("binom", (top, self.argument()))
+            return Node("binom", (self.argument(), self.argument()))
         if name == "sqrt":
             return self.root()
         if name in ("lfloor", "lceil"):
-            tree = self.sum(0)
+            tree = self.sum()
             self.expect(_CLOSERS[name])
             return Node("floor" if name == "lfloor" else "ceil", (tree,))
         if name in ("pi", "infty"):
@@ -305,9 +293,9 @@ class _Parser:
         return Node("sym", name=f"\\{name} {''.join(letters)}")
 
     def root(self) -> Node:
-        index = integer(2)
+        index = number_node(2)
         if self.take("["):
-            index = self.sum(0)
+            index = self.sum()
             self.expect("]")
         return Node("root", (self.argument(), index))
 
@@ -333,7 +321,7 @@ class _Parser:
         tree = self.listed(name) if name in ("max", "min", "gcd", "lcm") else self.applied(name, base)
         if power is None:
             return tree
-        if power == Node("neg", (integer(1),)) and name in ("sin", "cos", "tan"):
+        if power == Node("neg", (number_node(1),)) and name in ("sin", "cos", "tan"):
             return replace(tree, op="arc" + name)
         return Node("pow", (tree, power))
 
@@ -361,8 +349,8 @@ class _Parser:
         if opener is None:
             raise Unreadable(f"\\{name} without its list")
         closer = {"(": ")", "\\{": "\\}", "{": "}"}[opener]
-        args = [self.sum(0)]
+        args = [self.sum()]
         while self.take(","):
-            args.append(self.sum(0))
+            args.append(self.sum())
         self.expect(closer)
         return Node(name, tuple(args))

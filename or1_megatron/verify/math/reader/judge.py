@@ -19,7 +19,7 @@ from or1_megatron.verify.math.reader.reading import (
     Words,
     read,
 )
-from or1_megatron.verify.math.reader.scalars import is_plain
+from or1_megatron.verify.math.reader.scalars import is_numeral
 from or1_megatron.verify.math.reader.text import Token, Unreadable, clean
 from or1_megatron.verify.math.reader.units import HEDGES
 
@@ -61,7 +61,7 @@ def states_number_or_words(gold: str) -> bool:
         found = _reading(gold, True)
     except (Unreadable, RecursionError):
         return False
-    return isinstance(found, Words) or (isinstance(found, Quantity) and is_plain(found.tree))
+    return isinstance(found, Words) or (isinstance(found, Quantity) and is_numeral(found.tree))
 
 
 def leaves_open(answer: str) -> bool:
@@ -140,7 +140,7 @@ def _squeezed(cleaned: str) -> str:
 
 
 def _name(reading: Reading) -> str:
-    return {"Quantity": "a value", "Group": "several values", "Relation": "a relation", "Words": "words"}.get(
+    return {"Quantity": "a value", "Several": "several values", "Relation": "a relation", "Words": "words"}.get(
         type(reading).__name__, type(reading).__name__.lower()
     )
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 
-from or1_megatron.verify.math.reader.reading import Group, Reading, Relation
+from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
 from or1_megatron.verify.math.reader.text import plain
 from or1_megatron.verify.math.reader.tree import Node
 from or1_megatron.verify.math.reader.units import NUMBER_WORDS
-from or1_megatron.verify.math.reader.value import operations
 
-ONE = Fraction(1)
 SameValue = Callable[[str, str], bool]
 
 _BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
@@ -127,7 +124,7 @@ def _head(text: str) -> str:
     return re.sub(r"[{}\s]", "", text)
 
 
-def assignments(group: Group) -> dict[str, Reading] | None:
+def assignments(group: Several) -> dict[str, Reading] | None:
     """Name to value, where every item is ``name = value`` and the names differ by more than their subscripts."""
     named: dict[str, Reading] = {}
     for item in group.items:
@@ -135,6 +132,3 @@ def assignments(group: Group) -> dict[str, Reading] | None:
             return None
         named[_head(item.heads[0])] = item.sides[1]
     return named if len(named) == len(group.items) else None
-
-
-__all__ = ["ONE", "RULES", "assignments", "based", "branches", "operations", "same_head"]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from or1_megatron.verify.math.reader.expression import parse
 from or1_megatron.verify.math.reader.text import Token, Unreadable
-from or1_megatron.verify.math.reader.tree import Node, integer
+from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.units import (
     HEDGES,
     LEAD_INS,
@@ -37,7 +37,11 @@ def read_quantity(items: list[Token]) -> Quantity:
     """Raises Unreadable where words say more than a unit, a noun or a lead-in."""
     if compound := _compound(items):
         return compound
-    items, negative = _without_lead_in(items)
+    items = without_lead_in(items)
+    if len(items) > 1 and items[0].text == ":":
+        items = items[1:]
+    negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
+    items = items[1:] if negative else items
     unit: tuple[str, Fraction] | None = None
     if len(items) > 1 and items[0].text in SYMBOL_UNITS and items[0].kind == "sign":
         unit, items = UNITS[SYMBOL_UNITS[items[0].text]], items[1:]
@@ -46,7 +50,7 @@ def read_quantity(items: list[Token]) -> Quantity:
     end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
     body, tail = items[:end], items[end:]
     if not body and len(tail) == 1 and tail[0].text in NUMBER_WORDS:
-        return _signed(Quantity(integer(NUMBER_WORDS[tail[0].text])), negative)
+        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text])), negative)
     percent = False
     if body and body[-1].text == "%" and not tail:
         percent, body = True, body[:-1]
@@ -70,14 +74,11 @@ def _signed(found: Quantity, negative: bool) -> Quantity:
     return replace(found, tree=Node("neg", (found.tree,))) if negative else found
 
 
-def _without_lead_in(items: list[Token]) -> tuple[list[Token], bool]:
-    while len(items) > 1 and items[0].kind == "word" and items[0].text in LEAD_INS:
+def without_lead_in(items: list[Token], keep: int = 1) -> list[Token]:
+    """Drop words such as "the answer is" from the front, while more than ``keep`` tokens are there."""
+    while len(items) > keep and items[0].kind == "word" and items[0].text in LEAD_INS:
         items = items[1:]
-    if len(items) > 1 and items[0].text == ":":
-        items = items[1:]
-    if len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative"):
-        return items[1:], True
-    return items, False
+    return items
 
 
 def _degrees(tree: Node) -> Node | None:
@@ -154,5 +155,4 @@ def _compound(items: list[Token]) -> Quantity | None:
         )
     except ValueError:
         return None
-    value = total / units[0][1]
-    return Quantity(Node("num", number=value, name=str(value)), units[0])
+    return Quantity(number_node(total / units[0][1]), units[0])

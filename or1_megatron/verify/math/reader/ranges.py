@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import Group, NumberSet, Reading, Relation, Union
+from or1_megatron.verify.math.reader.reading import NumberSet, Reading, Relation, Several, Union
 from or1_megatron.verify.math.reader.tree import Node
 from or1_megatron.verify.math.reader.value import real, same, symbols
 
@@ -15,28 +15,28 @@ _ZERO = Node("num", name="0")
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     low: Node
     high: Node
     low_closed: bool
     high_closed: bool
 
 
-_EVERYTHING = Span(_MINUS_INFINITY, _INFINITY, False, False)
+_EVERYTHING = Interval(_MINUS_INFINITY, _INFINITY, False, False)
 _NUMBER_SETS = {
     "R": (_EVERYTHING,),
-    "R+": (Span(_ZERO, _INFINITY, False, False),),
+    "R+": (Interval(_ZERO, _INFINITY, False, False),),
 }
 
 
-def covered(reading: Reading) -> tuple[Span, ...] | None:
+def covered(reading: Reading) -> tuple[Interval, ...] | None:
     """The spans that a reading covers, lowest first; None for what is no set of reals."""
     if isinstance(reading, NumberSet):
         spans = _NUMBER_SETS.get(reading.name)
         return spans if spans is None or not reading.without else _punctured(reading.without)
     if isinstance(reading, Union):
         return _joined([_part(part) for part in reading.parts])
-    if isinstance(reading, Group):
+    if isinstance(reading, Several):
         if reading.brackets in ("()", "[]", "(]", "[)"):
             return _bracketed(reading)
         if reading.brackets == "" and all(isinstance(item, Relation) for item in reading.items):
@@ -49,11 +49,11 @@ def names_of(reading: Reading) -> frozenset[str]:
     """The variables that the inequalities of a reading speak of."""
     if isinstance(reading, Relation):
         return frozenset(head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
-    parts = reading.items if isinstance(reading, Group) else reading.parts if isinstance(reading, Union) else ()
+    parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
 
 
-def same_ranges(left: tuple[Span, ...], right: tuple[Span, ...]) -> bool:
+def same_ranges(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
     return len(left) == len(right) and all(
         a.low_closed == b.low_closed
         and a.high_closed == b.high_closed
@@ -76,14 +76,16 @@ def _position(tree: Node) -> float:
     return float(value)
 
 
-def _part(reading: Reading) -> tuple[Span, ...] | None:
-    if isinstance(reading, Group) and reading.brackets == "{}":
+def _part(reading: Reading) -> tuple[Interval, ...] | None:
+    if isinstance(reading, Several) and reading.brackets == "{}":
         points = [item.tree for item in reading.items if isinstance(item, Quantity)]
-        return tuple(Span(point, point, True, True) for point in points) if len(points) == len(reading.items) else None
+        return (
+            tuple(Interval(point, point, True, True) for point in points) if len(points) == len(reading.items) else None
+        )
     return covered(reading)
 
 
-def _joined(parts: list[tuple[Span, ...] | None]) -> tuple[Span, ...] | None:
+def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
     """All spans in order; those that touch are one."""
     if any(part is None for part in parts):
         return None
@@ -95,23 +97,23 @@ def _joined(parts: list[tuple[Span, ...] | None]) -> tuple[Span, ...] | None:
     for span in ordered[1:]:
         last = merged[-1]
         if _same(last.high, span.low) and (last.high_closed or span.low_closed):
-            merged[-1] = Span(last.low, span.high, last.low_closed, span.high_closed)
+            merged[-1] = Interval(last.low, span.high, last.low_closed, span.high_closed)
         else:
             merged.append(span)
     return tuple(merged)
 
 
-def _bracketed(group: Group) -> tuple[Span, ...] | None:
+def _bracketed(group: Several) -> tuple[Interval, ...] | None:
     if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
         return None
     low, high = (item.tree for item in group.items if isinstance(item, Quantity))
     ends = real(low), real(high)
     if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
         return None
-    return (Span(low, high, group.brackets[0] == "[", group.brackets[1] == "]"),)
+    return (Interval(low, high, group.brackets[0] == "[", group.brackets[1] == "]"),)
 
 
-def _alternatives(group: Group) -> tuple[Span, ...] | None:
+def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
     if all(relation.operators == ("!=",) for relation in relations):
         return _punctured(tuple(relation.sides[1] for relation in relations))
@@ -120,18 +122,18 @@ def _alternatives(group: Group) -> tuple[Span, ...] | None:
     return _joined([_inequality(relation) for relation in relations])
 
 
-def _punctured(points: tuple[Reading, ...]) -> tuple[Span, ...] | None:
+def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
     values = [point.tree for point in points if isinstance(point, Quantity)]
     if len(values) != len(points) or any(real(value) is None for value in values):
         return None
     spans, low = [], _MINUS_INFINITY
     for point in sorted(values, key=_position):
-        spans.append(Span(low, point, False, False))
+        spans.append(Interval(low, point, False, False))
         low = point
-    return (*spans, Span(low, _INFINITY, False, False))
+    return (*spans, Interval(low, _INFINITY, False, False))
 
 
-def _inequality(relation: Relation) -> tuple[Span, ...] | None:
+def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
     """``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
@@ -152,19 +154,19 @@ def _inequality(relation: Relation) -> tuple[Span, ...] | None:
     return _ascending(sides, [operator == "<=" for operator in operators]) if named else None
 
 
-def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Span, ...] | None:
+def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:
     if len(sides) == 3:
         low, middle, high = sides
         if symbols(middle) & (symbols(low) | symbols(high)):
             return None
-        return (Span(low, high, closed[0], closed[1]),)
+        return (Interval(low, high, closed[0], closed[1]),)
     if len(sides) != 2:
         return None
     left, right = sides
     if left.op == "abs" and left.args[0].op == "sym" and not symbols(right):
-        return (Span(Node("neg", (right,)), right, closed[0], closed[0]),)
+        return (Interval(Node("neg", (right,)), right, closed[0], closed[0]),)
     if left.op == "sym" and not symbols(right):
-        return (Span(_MINUS_INFINITY, right, False, closed[0]),)
+        return (Interval(_MINUS_INFINITY, right, False, closed[0]),)
     if right.op == "sym" and not symbols(left):
-        return (Span(left, _INFINITY, closed[0], False),)
+        return (Interval(left, _INFINITY, closed[0], False),)
     return None

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from or1_megatron.verify.math.reader.expression import parse
-from or1_megatron.verify.math.reader.quantity import Quantity, read_quantity
+from or1_megatron.verify.math.reader.quantity import Quantity, read_quantity, without_lead_in
 from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_megatron.verify.math.reader.tree import Node
-from or1_megatron.verify.math.reader.units import JOINERS, LEAD_INS, QUALIFIERS
+from or1_megatron.verify.math.reader.units import JOINERS, QUALIFIERS
 
 
 @dataclass(frozen=True)
-class Group:
+class Several:
     """Several answers: ``brackets`` is "" for a bare list, else the opening and the closing one, such as "[)"."""
 
     items: tuple[Reading, ...]
@@ -87,7 +87,7 @@ class Empty:
 
 
 Reading = (
-    Quantity | Group | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
+    Quantity | Several | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
 )  # fmt: skip
 
 _RELATIONS = {
@@ -200,7 +200,7 @@ def _read(items: list[Token]) -> Reading:
     parts, separators = _split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = _split(items, lambda token: token.kind == "sign" and token.text == ";")
-        return Group(tuple(_as_tuple(_read(part)) for part in parts if part))
+        return Several(tuple(_as_tuple(_read(part)) for part in parts if part))
     if separators:
         return _listed(parts, separators)
     if modular := _modular(items):
@@ -219,7 +219,7 @@ def _read(items: list[Token]) -> Reading:
 
 
 def _as_tuple(reading: Reading) -> Reading:
-    return Group(reading.items, "()") if isinstance(reading, Group) and reading.brackets == "" else reading
+    return Several(reading.items, "()") if isinstance(reading, Several) and reading.brackets == "" else reading
 
 
 def _separates(token: Token) -> bool:
@@ -229,13 +229,10 @@ def _separates(token: Token) -> bool:
 def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
     joiner = next((text for text in separators if text in JOINERS), ",")
     filled = [part for part in parts if part]
-    if len(filled) < 2 or not parts[0] or not parts[-1]:
+    if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
         raise Unreadable("a list with an empty place")
-    if joiner == "," and len(filled) != len(parts):
-        raise Unreadable("a list with an empty place")
-    while filled[0] and filled[0][0].kind == "word" and filled[0][0].text in LEAD_INS and len(filled[0]) > 1:
-        filled[0] = filled[0][1:]
-    return Group(tuple(_read(part) for part in filled), joined_by=joiner)
+    filled[0] = without_lead_in(filled[0])
+    return Several(tuple(_read(part) for part in filled), joined_by=joiner)
 
 
 def _number_set(items: list[Token]) -> Reading | None:
@@ -270,27 +267,19 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         found = _read(parts[1])
         if isinstance(found, Quantity):
             return found.approximate()
-    while parts[0] and parts[0][0].kind == "word" and parts[0][0].text in LEAD_INS:
-        parts[0] = parts[0][1:]
+    parts[0] = without_lead_in(parts[0], keep=0)
     if not all(parts):
         if len(parts) == 2 and operators == ("=",) and parts[1]:
             return _read(parts[1])  # "the answer is = 5"
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    sides = tuple(_side(part) for part in parts)
-    return Relation(operators, sides, heads)
-
-
-def _side(items: list[Token]) -> Reading:
-    return _read(items)
+    return Relation(operators, tuple(_read(part) for part in parts), heads)
 
 
 def _ratio(parts: list[list[Token]]) -> Reading:
-    while parts[0] and parts[0][0].kind == "word" and parts[0][0].text in LEAD_INS:
-        parts[0] = parts[0][1:]
-    filled = [Node("ldots") if spelling(part) == "\\ldots " else parse(part) for part in parts]
-    return Ratio(tuple(filled))
+    parts[0] = without_lead_in(parts[0], keep=0)
+    return Ratio(tuple(Node("ldots") if spelling(part) == "\\ldots " else parse(part) for part in parts))
 
 
 def _bracketed(items: list[Token]) -> Reading | None:
@@ -309,14 +298,14 @@ def _bracketed(items: list[Token]) -> Reading | None:
         old_style = any(token.text in ("over", "choose") for token in inside)  # these need their braces
         return None if old_style else _read(inside)
     if opener == "\\{" and len(parts) == 1:
-        return Group((_read(inside),), "{}")
+        return Several((_read(inside),), "{}")
     if not separators:
         found = _read(inside) if (opener, closer) == ("(", ")") else None
-        return found if isinstance(found, Quantity | Relation | Group) else None
+        return found if isinstance(found, Quantity | Relation | Several) else None
     if not all(parts):
         raise Unreadable("a tuple with an empty place")
     brackets = (opener + closer).replace("\\", "")
-    return Group(tuple(_read(part) for part in parts), brackets)
+    return Several(tuple(_read(part) for part in parts), brackets)
 
 
 def _environment(items: list[Token]) -> Reading | None:
@@ -349,7 +338,7 @@ def _environment(items: list[Token]) -> Reading | None:
 def _system(cells: list[list[list[Token]]]) -> Reading:
     stripped = [[_without_commas(cell) for cell in row] for row in cells]
     if all(len(row) == 1 for row in stripped):
-        return Group(tuple(_read(row[0]) for row in stripped), joined_by="and")
+        return Several(tuple(_read(row[0]) for row in stripped), joined_by="and")
     if all(len(row) == 2 for row in stripped):
         return Cases(tuple((_read(row[0]), _read(_unworded(row[1]))) for row in stripped))
     raise Unreadable("cases")

@@ -3,10 +3,9 @@ r"""When two values are the same answer: equal numbers, in a form that was asked
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.units import UNITS
 from or1_megatron.verify.math.reader.value import operations, rational, real, same, symbols
 
@@ -19,11 +18,6 @@ _FAMILIES = (
     frozenset({"floor", "ceil"}),
     frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
 )
-
-
-def is_plain(tree: Node) -> bool:
-    """Whether a gold is a number written out: then the answer has to be one as well."""
-    return is_numeral(tree)
 
 
 def is_numeral(tree: Node) -> bool:
@@ -63,7 +57,7 @@ def is_worked_out(gold: Node, answer: Node) -> bool:
     Against a plain number only a numeral will do. Against a closed form, a function of constants is refused unless
     the gold has one of its family: a question's sin 15° must not be its own answer.
     """
-    if is_plain(gold):
+    if is_numeral(gold):
         return is_numeral(answer)
     allowed = set(operations(gold))
     return all(family & allowed for family in _FAMILIES if family & set(_constant_functions(answer)))
@@ -116,7 +110,7 @@ def _same_percent(gold: Quantity, answer: Quantity) -> bool:
             return True
         value = real(gold.tree)
         return value is not None and abs(value) > 1  # below 1 a plain gold is a share
-    hundredth = Node("div", (answer.tree if answer.percent else gold.tree, Node("num", number=Fraction(100))))
+    hundredth = Node("div", (answer.tree if answer.percent else gold.tree, number_node(100)))
     other = gold.tree if answer.percent else answer.tree
     return gold.percent != answer.percent and same(hundredth, other)
 
@@ -126,8 +120,8 @@ def _same_with_units(gold: Quantity, answer: Quantity) -> bool:
         return _same_with_one_unit(gold, answer)
     if not is_worked_out(gold.tree, answer.tree) or gold.unit[0] != answer.unit[0]:
         return False
-    scaled = [Node("mul", (side.tree, _number(side.unit[1]))) for side in (gold, answer) if side.unit]
-    return same(*scaled)
+    sizes = gold.unit[1], answer.unit[1]
+    return same(Node("mul", (gold.tree, number_node(sizes[0]))), Node("mul", (answer.tree, number_node(sizes[1]))))
 
 
 def _same_with_one_unit(gold: Quantity, answer: Quantity) -> bool:
@@ -138,7 +132,3 @@ def _same_with_one_unit(gold: Quantity, answer: Quantity) -> bool:
     if unit == UNITS["degree"] and "pi" in operations(bare):
         return same(bare, Node("degree", (other,)))
     return is_worked_out(gold.tree, answer.tree) and same(gold.tree, answer.tree)
-
-
-def _number(value: Fraction) -> Node:
-    return Node("num", number=value, name=str(value))

@@ -4,56 +4,56 @@ from __future__ import annotations
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import Group, Reading, Relation
+from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
 from or1_megatron.verify.math.reader.value import operations
 
 
 def spread(reading: Reading) -> Reading:
     r"""``\pm`` as two values; ``x = 1, 2`` and ``x = \pm 1`` as lists of relations with one name."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
-        return Group(tuple(Quantity(tree, reading.unit, reading.noun) for tree in notation.branches(reading.tree)))
+        return Several(tuple(Quantity(tree, reading.unit, reading.noun) for tree in notation.branches(reading.tree)))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
         return pairs
     if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
         inner = spread(reading.sides[1])
         if (
-            isinstance(inner, Group)
+            isinstance(inner, Several)
             and inner.brackets in ("", "{}")
             and (inner.brackets == "" or reading.operators == ("in",))
         ):
             items = tuple(Relation(("=",), (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
-            return Group(items)
-    if isinstance(reading, Group) and reading.brackets in ("", "{}"):
-        return Group(_flattened(reading), reading.brackets, reading.joined_by)
+            return Several(items)
+    if isinstance(reading, Several) and reading.brackets in ("", "{}"):
+        return Several(_flattened(reading), reading.brackets, reading.joined_by)
     return reading
 
 
-def pointwise(relation: Relation) -> Group | None:
+def pointwise(relation: Relation) -> Several | None:
     """``(x, y) = (3, 4)`` as ``x = 3, y = 4``."""
     if relation.operators != ("=",):
         return None
     left, right = relation.sides
-    if not (isinstance(left, Group) and isinstance(right, Group) and left.brackets == right.brackets == "()"):
+    if not (isinstance(left, Several) and isinstance(right, Several) and left.brackets == right.brackets == "()"):
         return None
     names = [item.tree.name for item in left.items if isinstance(item, Quantity) and item.tree.op == "sym"]
     if len(names) != len(left.items) or len(names) != len(right.items):
         return None
     sides = zip(left.items, right.items, names, strict=True)
-    return Group(tuple(Relation(("=",), (a, b), (name, "")) for a, b, name in sides))
+    return Several(tuple(Relation(("=",), (a, b), (name, "")) for a, b, name in sides))
 
 
 def _unnamed(item: Reading) -> Reading:
     """The point of ``(p, q) = (2, 3)`` in a list of points."""
-    if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Group):
+    if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Several):
         return item.sides[1] if pointwise(item) else item
     return item
 
 
-def _flattened(group: Group) -> tuple[Reading, ...]:
+def _flattened(group: Several) -> tuple[Reading, ...]:
     flat: list[Reading] = []
     last: Relation | None = None
     for item in map(spread, map(_unnamed, group.items) if len(group.items) > 1 else group.items):
-        parts = item.items if isinstance(item, Group) and item.brackets == "" else (item,)
+        parts = item.items if isinstance(item, Several) and item.brackets == "" else (item,)
         for part in parts:
             if isinstance(part, Relation) and part.operators == ("=",) and part.heads[0]:
                 last = part

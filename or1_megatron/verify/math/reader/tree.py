@@ -56,7 +56,7 @@ class Node:
     name: str = ""
 
 
-def integer(value: int) -> Node:
+def number_node(value: Fraction | int) -> Node:
     return Node("num", number=Fraction(value), name=str(value))
 
 

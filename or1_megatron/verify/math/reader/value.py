@@ -9,7 +9,8 @@ it is written the same way up to the order of terms and factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 
@@ -130,61 +131,15 @@ def evaluate(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
 
 
 def _value(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
-    op = tree.op
-    if op == "num":
+    if tree.op == "num":
         return mpmath.mpf(tree.number.numerator) / tree.number.denominator
-    if op == "sym":
+    if tree.op == "sym":
         return mpmath.mpc(0, 1) if tree.name == "i" else mpmath.e if tree.name == "e" else point[tree.name]
-    if op == "pi":
+    if tree.op == "pi":
         return +mpmath.pi
-    if op in ("sum", "prod", "pm", "mp", "infty"):
+    if tree.op not in _OPERATIONS:  # sum, prod, pm, mp, infty, gcd, lcm, det: compared as they are written
         raise TooLarge
-    values = [_value(argument, point) for argument in tree.args]
-    first = values[0]
-    if op in ("neg", "add", "mixed", "mul", "div"):
-        return _arithmetic(op, values)
-    if op == "pow":
-        return _power(first, values[1])
-    if op == "root":
-        return _root(first, values[1])
-    if op in ("floor", "ceil", "max", "min", "gcd", "lcm", "det", "perm"):
-        return _of_reals(op, values)
-    if op in ("factorial", "binom"):
-        return _counted(op, values)
-    if op in ("log", "lg", "ln", "exp"):
-        return _logarithm(op, values)
-    if op == "degree":
-        return first * mpmath.pi / 180
-    if op == "abs":
-        return abs(first)
-    return _TRIGONOMETRIC[op](first)
-
-
-_TRIGONOMETRIC = {
-    "sin": mpmath.sin,
-    "cos": mpmath.cos,
-    "tan": mpmath.tan,
-    "cot": mpmath.cot,
-    "sec": mpmath.sec,
-    "csc": mpmath.csc,
-    "arcsin": mpmath.asin,
-    "arccos": mpmath.acos,
-    "arctan": mpmath.atan,
-    "sinh": mpmath.sinh,
-    "cosh": mpmath.cosh,
-    "tanh": mpmath.tanh,
-}
-
-
-def _arithmetic(op: str, values: list[mpmath.mpc]) -> mpmath.mpc:
-    first, second = values[0], values[-1]
-    return {
-        "neg": lambda: -first,
-        "add": lambda: first + second,
-        "mixed": lambda: first + second,
-        "mul": lambda: first * second,
-        "div": lambda: first / second,
-    }[op]()
+    return _OPERATIONS[tree.op](*[_value(argument, point) for argument in tree.args])
 
 
 def _power(base: mpmath.mpc, exponent: mpmath.mpc) -> mpmath.mpc:
@@ -203,35 +158,66 @@ def _root(radicand: mpmath.mpc, index: mpmath.mpc) -> mpmath.mpc:
     return mpmath.power(radicand, 1 / index) if index != 2 else mpmath.sqrt(radicand)
 
 
-def _of_reals(op: str, values: list[mpmath.mpc]) -> mpmath.mpc:
-    if any(mpmath.im(value) != 0 for value in values):
-        raise Undefined(f"{op} of what is not real")
-    reals = [mpmath.re(value) for value in values]
-    if op in ("max", "min"):
-        return (max if op == "max" else min)(reals)
-    if op in ("floor", "ceil"):
-        return (mpmath.floor if op == "floor" else mpmath.ceil)(reals[0])
-    if op == "perm":
-        return mpmath.gamma(reals[0] + 1) / mpmath.gamma(reals[0] - reals[1] + 1)
-    raise TooLarge
+def _of_reals(function: Callable[..., mpmath.mpf]) -> Callable[..., mpmath.mpf]:
+    def applied(*values: mpmath.mpc) -> mpmath.mpf:
+        if any(mpmath.im(value) != 0 for value in values):
+            raise Undefined("a function of reals, of what is not real")
+        return function(*map(mpmath.re, values))
+
+    return applied
 
 
-def _counted(op: str, values: list[mpmath.mpc]) -> mpmath.mpc:
-    if any(abs(value) > _MAX_FACTORIAL for value in values):
-        raise TooLarge
-    return mpmath.factorial(values[0]) if op == "factorial" else mpmath.binomial(values[0], values[1])
+def _counting(function: Callable[..., mpmath.mpc]) -> Callable[..., mpmath.mpc]:
+    def applied(*values: mpmath.mpc) -> mpmath.mpc:
+        if any(abs(value) > _MAX_FACTORIAL for value in values):
+            raise TooLarge
+        return function(*values)
+
+    return applied
 
 
-def _logarithm(op: str, values: list[mpmath.mpc]) -> mpmath.mpc:
-    first = values[0]
-    if op == "exp":
-        return _power(mpmath.e, first)
-    if first == 0:
+def _logarithm(of: mpmath.mpc, base: mpmath.mpc | None = None) -> mpmath.mpc:
+    """Raises Undefined for zero. ``base`` None: the natural one."""
+    if of == 0:
         raise Undefined("the logarithm of zero")
-    if len(values) == 2:
-        return mpmath.log(first) / mpmath.log(values[1])
-    # A bare \log is a symbol of unknown base: no value of \ln's or \lg's, but ratios of two \log are right.
-    return mpmath.log(first) * {"ln": 1, "lg": 1 / mpmath.log(10), "log": mpmath.mpf("1.6180339")}[op]
+    return mpmath.log(of) if base is None else mpmath.log(of) / mpmath.log(base)
+
+
+_OPERATIONS: Mapping[str, Callable[..., mpmath.mpc]] = {
+    "neg": operator.neg,
+    "add": operator.add,
+    "mixed": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": _power,
+    "root": _root,
+    "abs": abs,
+    "floor": _of_reals(mpmath.floor),
+    "ceil": _of_reals(mpmath.ceil),
+    "max": _of_reals(lambda *values: max(values)),
+    "min": _of_reals(lambda *values: min(values)),
+    "perm": _of_reals(lambda n, k: mpmath.gamma(n + 1) / mpmath.gamma(n - k + 1)),
+    "factorial": _counting(mpmath.factorial),
+    "binom": _counting(mpmath.binomial),
+    "exp": lambda exponent: _power(mpmath.e, exponent),
+    "ln": lambda of: _logarithm(of),
+    "lg": lambda of: _logarithm(of) * (1 / mpmath.log(10)),
+    # A bare \log has an unknown base: it equals neither \ln nor \lg, but ratios of two \log are right.
+    "log": lambda of, base=None: _logarithm(of, base) * (mpmath.mpf("1.6180339") if base is None else 1),
+    "degree": lambda angle: angle * mpmath.pi / 180,
+    "sin": mpmath.sin,
+    "cos": mpmath.cos,
+    "tan": mpmath.tan,
+    "cot": mpmath.cot,
+    "sec": mpmath.sec,
+    "csc": mpmath.csc,
+    "arcsin": mpmath.asin,
+    "arccos": mpmath.acos,
+    "arctan": mpmath.atan,
+    "sinh": mpmath.sinh,
+    "cosh": mpmath.cosh,
+    "tanh": mpmath.tanh,
+}
 
 
 _POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "0.57729", "2.66514")
