@@ -25,7 +25,7 @@ from gpu_models import batch_of, make_policy, one_rank, random_qwen2, sync
 from result import figure, write_result
 
 from or1_megatron.parallel.mesh import stop_process_group
-from or1_megatron.parallel.offload import Offload
+from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.loss import ClippedPolicyLoss
 
@@ -88,12 +88,10 @@ def first_turn(policy: MegatronPolicy, offload: Offload) -> dict[str, Any]:
     kept = [tensor.cpu() for tensor in owned(policy)]
     torch.cuda.empty_cache()
     free = free_bytes()
-    seconds, held = timed(lambda: offload.offload_parameters() + offload.offload_optimizer())
-    held += offload.offload_gradients()
+    seconds, held = timed(lambda: offload.offload("parameters", "optimizer"))
+    held += offload.offload("gradients")
     freed = free_bytes() - free
-    offload.restore_parameters()
-    offload.restore_gradients()
-    offload.restore_optimizer()
+    offload.restore("parameters", "gradients", "optimizer")
     exact = all(torch.equal(a, b.cpu()) for a, b in zip(kept, owned(policy), strict=True))
     return {"seconds": seconds, "held": held, "freed": freed, "exact": exact}
 
@@ -101,10 +99,11 @@ def first_turn(policy: MegatronPolicy, offload: Offload) -> dict[str, Any]:
 def rates(offload: Offload, plain: PlainCopy, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """By thing and way, in each round GB/s of (its move, a plain copy of as many bytes)."""
     found: dict[str, list[tuple[float, float]]] = {}
+    things: tuple[Thing, ...] = ("parameters", "optimizer")
     for _ in range(rounds):
-        for thing in ("parameters", "optimizer"):
-            for way, copy in (("offload", plain.out), ("restore", plain.back)):
-                seconds, moved = timed(getattr(offload, f"{way}_{thing}"))
+        for thing in things:
+            for way, move, copy in (("offload", offload.offload, plain.out), ("restore", offload.restore, plain.back)):
+                seconds, moved = timed(partial(move, thing))
                 plain_seconds, _ = timed(partial(copy, moved))
                 found.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, moved / plain_seconds / 1e9))
     return found

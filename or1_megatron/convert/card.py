@@ -1,4 +1,4 @@
-"""The model card of a run's checkpoint: what it began with, how it was trained, how far, and how well it does."""
+"""The model card of a run's checkpoint: its base model, recipe, step and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _METRICS = ("accuracy/all", "accuracy/non_truncated", "truncation/ratio", "lengt
 
 
 def model_card(run: RunOf) -> str:
-    """Markdown with the front matter that model hubs read. No path of this machine's is in it."""
+    """Return Markdown with the front matter that model hubs read. It holds no path of this machine."""
     base = run.config.model.hf.name
     done = f"{run.step} of {sum(stage.steps for stage in run.config.stages)}"
     lines = [

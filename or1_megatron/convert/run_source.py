@@ -1,4 +1,4 @@
-"""What a run's folder tells about one of its checkpoints."""
+"""Reads what a run's folder says about one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RunOf:
     step: int
     config: Config
     base: Path | None
-    """An HF folder with the model's config and tokenizer: the one that it began with, or its export; None: gone."""
+    """An HF folder with the model's config and tokenizer: the run's base model or its export; None if both are gone."""
     metrics: Mapping[str, Any]
-    """Of the step."""
+    """The step's row of metrics."""
     evaluation: tuple[int, Mapping[str, Any]] | None
-    """The last one up to the step, and its step."""
+    """The last evaluation up to the step: (its step, its row)."""
 
 
 def run_of(checkpoint: Path) -> RunOf | None:
-    """The run that ``<run>/checkpoints/step_N`` is of; None for a checkpoint that lies elsewhere."""
+    """Return the run of ``<run>/checkpoints/step_N``; None for a checkpoint in another place."""
     checkpoint = checkpoint.resolve()  # best is a link
     folder = RunFolder(checkpoint.parents[1])
     step = step_of(checkpoint)

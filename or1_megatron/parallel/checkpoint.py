@@ -1,7 +1,7 @@
-"""Loading a checkpoint: Megatron's sharded format, read at any layout, checked against its manifest first.
+"""Loads a checkpoint in Megatron's sharded format, at any layout, after a check against its manifest.
 
-A folder holds ``*.distcp`` and ``.metadata`` (parameters, masters, moments; ``shard_files``), ``common.pt`` (step
-counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's generators) and ``manifest.json``
+A folder holds ``*.distcp`` and ``.metadata`` (parameters, master weights, moments; ``shard_files``), ``common.pt``
+(step counts), ``loop.json`` (the loop's state), ``random.pt`` (each rank's random generators) and ``manifest.json``
 (``runtime.manifest``). ``saver`` writes it.
 """
 
@@ -16,22 +16,23 @@ import torch
 
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.saver import COMMON, LOOP, RANDOM, CheckpointError, restore_random_state
+from or1_megatron.parallel.saver import COMMON, RANDOM, CheckpointError, restore_random_state
 from or1_megatron.parallel.shard_files import read_shards
 from or1_megatron.parallel.sharded_state import local_shards, set_optimizer_step
 from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest
+from or1_megatron.runtime.run_folder import LOOP_STATE
 
 
 def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[str, Any]:
-    """Restore what was saved, at this run's layout, and return the loop's state; collective.
+    """Restore a checkpoint at this run's layout and return the loop's state; collective.
 
-    The generators are restored where the number of ranks is the same; otherwise they keep their seeds.
+    The random generators are restored if the number of ranks is the same; otherwise they keep their seeds.
 
     Args:
-        digests: compare the files' digests first; not needed where that has just been done.
+        digests: compare the files' digests first; not needed if the caller has just done it.
 
     Raises:
-        CheckpointError: something is missing, cut or altered (found before anything is loaded).
+        CheckpointError: a file is missing, cut or altered (found before anything is loaded).
         StateMismatch: the checkpoint is of another model.
     """
     problem = None
@@ -41,7 +42,7 @@ def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             problem = CheckpointError(str(error))
     raise_together(policy.mesh, problem)
-    policy.sync_parameters()  # or a gather still under way would undo what is loaded
+    policy.sync_parameters()  # or a gather still under way would overwrite what is loaded
     common = torch.load(folder / COMMON)
     read_shards(folder, local_shards(policy))
     policy.sgd_steps = int(common["sgd_steps"])
@@ -49,4 +50,4 @@ def load(policy: MegatronPolicy, folder: Path, digests: bool = True) -> Mapping[
     states = torch.load(folder / RANDOM, weights_only=False)
     if len(states) == policy.mesh.world:
         restore_random_state(states[policy.mesh.rank])
-    return dict(json.loads((folder / LOOP).read_text()))
+    return dict(json.loads((folder / LOOP_STATE).read_text()))

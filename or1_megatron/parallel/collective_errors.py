@@ -1,4 +1,4 @@
-"""A failure that rank 0 finds and every rank raises alike, so that none is left waiting for another."""
+"""Errors that rank 0 finds and all ranks raise, so that no rank waits for another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from or1_megatron.parallel.mesh import Mesh
 
 
 class AgreedError(UserError, RuntimeError):
-    """Raised on all ranks at once with the same message, which rank 0 shows."""
+    """Raised on all ranks with the same message, which rank 0 shows."""
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
-    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is not looked at."""
-    told = [error]
+    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is ignored."""
+    errors = [error]
     if mesh.world > 1:
-        dist.broadcast_object_list(told, src=0, group=mesh.control)
-    if told[0] is not None:
-        raise told[0]
+        dist.broadcast_object_list(errors, src=0, group=mesh.control)
+    if errors[0] is not None:
+        raise errors[0]

@@ -1,4 +1,4 @@
-"""Context parallelism of packed rows without Transformer Engine: who holds which tokens, and attention over them.
+"""Context parallelism of packed rows without Transformer Engine: which rank holds which tokens, and attention.
 
 Every sequence of a row is cut into 2 * CP equal chunks; rank r holds chunks r and 2 * CP - 1 - r (zig-zag), so that
 each rank has the same number of tokens and the same causal work. Before attention each rank gathers the keys and values
@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """One chunk of queries and the keys that it sees: causal, both ending at the same token."""
+    """One chunk of queries and the keys that it sees: both end at the same token, and the mask is causal."""
 
     query: slice  # of this rank's t tokens
     key: slice  # of the row's T tokens
@@ -34,17 +34,17 @@ class ContextShard:
     """A rank's part of one row."""
 
     held: Tensor  # [t] int64: the row positions that this rank holds, in its order
-    to_row_order: Tensor  # [T] int64: where each row position stands among all ranks' tokens laid end to end
-    spans: tuple[QueryChunk, ...]
+    to_row_order: Tensor  # [T] int64: the place of each row position among all ranks' tokens, end to end
+    chunks: tuple[QueryChunk, ...]
 
 
 def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """[t] int64: the row positions of one rank, sequence by sequence, its earlier chunk first.
+    """Return [t] int64 row positions of one rank, sequence by sequence, the earlier chunk first.
 
     Two sequences of 8 and 4 tokens over 2 ranks: rank 0 holds 0 1 6 7 | 8 11, rank 1 holds 2 3 4 5 | 9 10.
 
     Raises:
-        ValueError: the length of a sequence (``bounds`` [S+1] are their ends) is not a multiple of 2 * ranks.
+        ValueError: a sequence's length is not a multiple of 2 * ranks (``bounds`` [S+1] are 0 and the ends).
     """
     parts = []
     for start, end in itertools.pairwise(bounds):
@@ -60,34 +60,34 @@ def held_positions(bounds: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 
 def context_shard(bounds: Sequence[int], rank: int, ranks: int, device: torch.device) -> ContextShard:
-    """The part of ``rank`` out of ``ranks`` of the row whose sequences end at ``bounds`` [S+1]."""
+    """Return the part of ``rank``, of ``ranks`` ranks, of the row whose sequences end at ``bounds`` [S+1]."""
     everyone = torch.cat([held_positions(bounds, other, ranks) for other in range(ranks)])
     to_row_order = torch.empty_like(everyone)
     to_row_order[everyone] = torch.arange(len(everyone))
-    spans, place = [], 0
+    chunks, place = [], 0
     for start, end in itertools.pairwise(bounds):
         chunk = (end - start) // (2 * ranks)
         for index in (rank, 2 * ranks - 1 - rank):
-            spans.append(QueryChunk(slice(place, place + chunk), slice(start, start + (index + 1) * chunk)))
+            chunks.append(QueryChunk(slice(place, place + chunk), slice(start, start + (index + 1) * chunk)))
             place += chunk
     held = everyone[rank * (len(everyone) // ranks) :][: len(everyone) // ranks]
-    return ContextShard(held.to(device), to_row_order.to(device), tuple(spans))
+    return ContextShard(held.to(device), to_row_order.to(device), tuple(chunks))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, shard: ContextShard, scale: float | None = None) -> Tensor:
-    """[t, N, D] of attention, from query [t, N, D] and this rank's key and value [t, G, D].
+    """Compute attention [t, N, D] from this rank's query [t, N, D], key and value [t, G, D].
 
-    The gradient of keys and values is summed over the ranks on its way back (reduce-scatter).
+    Backward sums the gradients of keys and values over the ranks (reduce-scatter).
 
     Args:
-        scale: what q . k is multiplied with; 1 / sqrt(D) when None.
+        scale: factor of q . k; 1 / sqrt(D) when None.
     """
     mine = torch.cat((key, value), dim=1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())
     keys, values = gathered.index_select(0, shard.to_row_order).chunk(2, dim=1)  # [T, G, D] each
     outputs = []
-    for span in shard.spans:
-        q, k, v = query[span.query], keys[span.key], values[span.key]
+    for chunk in shard.chunks:
+        q, k, v = query[chunk.query], keys[chunk.key], values[chunk.key]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, D]
         mask = causal_lower_right(q.shape[2], k.shape[2])
         grouped = q.shape[1] != k.shape[1]

@@ -1,4 +1,4 @@
-"""Lets Megatron-Core run where there is no CUDA: what it asks of ``torch.cuda`` is answered by the CPU.
+"""Lets Megatron-Core run without CUDA: the CPU answers its calls of ``torch.cuda``.
 
 Megatron writes ``device="cuda"`` and ``torch.cuda.current_device()`` throughout. On a machine with CUDA this module
 does nothing. Elsewhere it maps the CUDA device to the CPU, streams and synchronisation to nothing, and the CUDA random
@@ -24,7 +24,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Answers every torch call that names the CUDA device as if it had named the CPU."""
+    """Replaces the CUDA device by the CPU in every torch call."""
 
     def __torch_function__(
         self,
@@ -41,7 +41,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """A stream on which everything has already happened; also its events, and the context of one, or of a device."""
+    """Stands for a stream, an event, or the context of a stream or device: all work on it is already done."""
 
     cuda_stream = 0
 
@@ -63,7 +63,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """A new function at each call: torch's compiler tells what it patches apart by identity."""
+    """Return a new function at each call: torch's compiler tells patched functions apart by identity."""
     return lambda *args, **kwargs: value()
 
 
@@ -122,33 +122,31 @@ def _skip_compilation() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The expert dispatcher's counts of tokens; Megatron makes arrays only of those that it finds on a GPU."""
+    """For the expert dispatcher's counts of tokens: Megatron makes numpy arrays only of tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def install_without_cuda() -> bool:
-    """Install the layer in this process if it has no CUDA device; returns whether it is active. Idempotent."""
+def install_without_cuda() -> None:
+    """Install the layer in this process, once, if it has no CUDA device."""
     global _installed
-    if torch.cuda.is_available():
-        return False
-    if not _installed:
-        _skip_compilation()
-        _patch_torch_cuda()
-        _patch_tensor()
-        _CudaMeansCpu().__enter__()
-        import megatron.core.tensor_parallel.random as megatron_random
-        import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
+    if _installed or torch.cuda.is_available():
+        return
+    _skip_compilation()
+    _patch_torch_cuda()
+    _patch_tensor()
+    _CudaMeansCpu().__enter__()
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher
 
-        from or1_megatron.parallel import gloo_collectives as uneven
+    from or1_megatron.parallel import gloo_collectives
 
-        uneven.install()
-        megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
-        megatron_random._set_cuda_rng_state = _set_cpu_rng_state
-        megatron_random._get_cuda_rng_state = _get_cpu_rng_state
-        _installed = True
-    return True
+    gloo_collectives.install()
+    megatron_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
+    megatron_random._set_cuda_rng_state = _set_cpu_rng_state
+    megatron_random._get_cuda_rng_state = _get_cpu_rng_state
+    _installed = True
 
 
 def device() -> torch.device:
-    """The device that this process trains on."""
+    """Return the device that this process trains on."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -1,7 +1,7 @@
-"""Gathering and scattering parts of different sizes over gloo, which NCCL can and gloo cannot.
+"""Gather and reduce-scatter with parts of different sizes over gloo, which supports equal parts only.
 
-Megatron does so among the tensor-parallel ranks that share an expert: each brings the tokens routed to it from where
-they came from. Patched into Megatron where there is no CUDA (``cpu_device``).
+Megatron uses them among the tensor-parallel ranks that share an expert: each rank contributes the tokens that were
+routed to the expert from it. Patched into Megatron where there is no CUDA (``cpu_device``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _reduce_scatter_even = mappings._reduce_scatter_along_first_dim
 def _gather(
     mine: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """[t, ...] of each rank, t its own, to all of them end to end."""
+    """Gather [t, ...] of each rank, with its own t, end to end on all ranks."""
     if output_split_sizes is None or len(set(output_split_sizes)) == 1:
         gathered: Tensor = _gather_even(mine, group, output_split_sizes, use_global_buffer)
         return gathered
@@ -35,7 +35,7 @@ def _gather(
 def _reduce_scatter(
     whole: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """The sum over ranks of [T, ...]; of it this rank's [t, ...]."""
+    """Sum [T, ...] over ranks; return this rank's [t, ...] of it."""
     if input_split_sizes is None or len(set(input_split_sizes)) == 1:
         scattered: Tensor = _reduce_scatter_even(whole, group, input_split_sizes, use_global_buffer)
         return scattered

@@ -1,4 +1,4 @@
-"""Process groups: who shares which part of the model and of the batch."""
+"""Process groups: which ranks share which part of the model and of the batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from or1_megatron.config.schema import ParallelConfig
 
+_START_UP_S = 4 * 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place: its index and the size along each axis of parallelism."""
+    """This rank's index, and the size, along each axis of parallelism."""
 
     rank: int
     world: int
@@ -30,14 +33,14 @@ class Mesh:
     data_rank: int
     data: int
     control: dist.ProcessGroup
-    """All ranks, over gloo: what is not tensors on the training device."""
+    """All ranks, over gloo: for objects and CPU tensors."""
     replica: dist.ProcessGroup
     """The ranks that share this rank's data-parallel index, over gloo; its first rank receives their micro-batches."""
     replica_leaders: tuple[int, ...]
     """Global rank of each replica's first rank, by data-parallel index."""
     expert_rank: int = 0
     expert: int = 1
-    """Ranks over which a layer's experts are spread; they lie within the context- and data-parallel ranks."""
+    """Ranks over which a layer's experts are spread; they are among the context- and data-parallel ranks."""
 
     @property
     def first_stage(self) -> bool:
@@ -55,44 +58,39 @@ class SubWorld:
     ranks: int
     store: dist.Store
     name: str
-    """Of this one; used once per store."""
+    """Used once per store."""
 
 
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
-    """Join the world that torchrun laid out: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
+    """Join the world that torchrun started: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
-    A process started without torchrun is a world of one. A part of the world is joined by its own processes only.
+    A process started without torchrun is a world of one. Only the processes of a sub-world join it.
     """
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if sub_world is not None:
-        rank, store = int(os.environ["RANK"]), dist.PrefixStore(sub_world.name, sub_world.store)
-        backend = "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=sub_world.ranks, timeout=timeout)
-        return
-    # Rank 0 may have a checkpoint to read and engines to start before it joins. What is inside a verb has a deadline.
-    timeout = max(timeout, datetime.timedelta(hours=4))
-    if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    if torch.cuda.is_available():
+    backend = "gloo"
+    world: dict[str, Any] = {}
+    if torch.cuda.is_available() and "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl"
+    if sub_world is not None:
+        store = dist.PrefixStore(sub_world.name, sub_world.store)
+        world = {"store": store, "rank": int(os.environ["RANK"]), "world_size": sub_world.ranks}
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        # Rank 0 may read a checkpoint and start engines before it joins. A verb has its own deadline.
+        timeout_s = max(timeout_s, _START_UP_S)
+        if "RANK" not in os.environ:
+            world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
 
 
 def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Mesh:
-    """Cut the started world into Megatron's groups and seed each model-parallel rank.
+    """Divide the started world into Megatron's groups and seed each model-parallel rank.
 
     A collective of these groups that takes longer than ``timeout_s`` fails.
 
     Raises:
-        ValueError: the number of processes is not the number of ranks that the config asks for.
+        ValueError: torchrun started another number of processes than the config asks for.
     """
     world = dist.get_world_size()
     if world != config.ranks:
@@ -133,7 +131,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
 
 
 def _control_groups(timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]]:
-    """(all ranks, this rank's replica, every replica's first rank), over gloo."""
+    """Return (all ranks, this rank's replica, every replica's first rank), over gloo."""
     mine = parallel_state.get_data_parallel_rank()
     by_rank: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(by_rank, mine)
@@ -150,7 +148,7 @@ def _control_groups(timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGr
 
 
 def stop_process_group() -> None:
-    """Leave the world; a no-op when it was never joined."""
+    """Leave the world, if this process has joined one."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,6 +1,6 @@
 """A model on this rank: its chunks, filled from an HF folder, and a forward pass over packed rows.
 
-What the policy trains and the frozen reference has in common.
+The policy and the frozen reference both build on it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.cpu_device import device
@@ -31,7 +32,7 @@ class Network:
     hf: Mapping[str, Any]
     config: TransformerConfig
     chunks: list[PolicyModel]
-    """More than one when the pipeline is interleaved."""
+    """More than one if the pipeline is interleaved."""
     weights: ShardedWeights
 
 
@@ -39,7 +40,7 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     """Build this rank's chunks and fill them from ``model.hf``; collective.
 
     Raises:
-        ModelError, ValueError: the folder cannot be used, or its model cannot be cut so.
+        ModelError, ValueError: the folder cannot be used, or its model does not fit the layout.
     """
     hf = read_hf_config(model.hf)
     family = family_of(hf)
@@ -59,25 +60,27 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
 
 
 def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
-    """This rank's part of each micro-batch."""
+    """Move this rank's part of each micro-batch to its device."""
     return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
 
 
-def speaks_for_row(mesh: Mesh) -> bool:
-    """Whether it is this rank that returns the scores of its replica's micro-batches."""
-    return mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
+def reported(mesh: Mesh, scored: Sequence[Tensor]) -> list[tuple[Float32Array, Float32Array]] | None:
+    """Return (log-probs, entropies) per micro-batch from [2, C] each, on the one rank of a replica that reports them.
+
+    That is the first tensor- and context-parallel rank of the last stage; other ranks return None.
+    """
+    if mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0:
+        return [(log_probs, entropies) for log_probs, entropies in (both.numpy() for both in scored)]
+    return None
 
 
 def score_rows(
     mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Float32Array, Float32Array]] | None:
-    """Log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
+    """Return log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
 
-    Returns them on the first tensor- and context-parallel rank of the last stage, None on other ranks.
+    Only the rank that ``reported`` names returns them; other ranks return None.
     """
     for chunk in chunks:
         chunk.eval()
-    scored = forward(chunks, rows_on_device(mesh, rows), temperature)
-    if not speaks_for_row(mesh):
-        return None
-    return [(log_probs.numpy(), entropies.numpy()) for log_probs, entropies in scored]
+    return reported(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))

@@ -1,13 +1,13 @@
-"""What a rank's policy holds on its device, moved to the host and back, so that colocated engines find room.
+"""Moves what a rank's policy holds on its device to the host and back, to make room for colocated engines.
 
 Megatron keeps many tensors as views of few storages: with its distributed optimizer every parameter is a view of one
-flat buffer, every ``main_grad`` always is. So what is moved are storages: one is copied out and resized to nothing, and
-comes back into the same storage object, so that every view of it is valid again and no name has to be bound anew. While
-a storage is away its views must not be read: they point nowhere. :meth:`Offload.require` says so in words, and
-:meth:`Offload.readable` gives what they would read.
+flat buffer, and every ``main_grad`` always is. So storages are moved: one is copied out and resized to nothing, and its
+bytes later return to the same storage object, so that every view of it is valid again and no name is bound anew. While
+a storage is away its views must not be read. :meth:`Offload.require` refuses in words, and :meth:`Offload.readable`
+gives the values that they would have.
 
 Megatron's own ``offload_to_cpu`` binds an optimizer's tensors to new memory instead. In fp32 the distributed
-optimizer's tensors are views of the parameters, and would part from them: the step would then update copies.
+optimizer's tensors are views of the parameters; bound to other memory, they would leave the step to update copies.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 SLAB_BYTES = 256 << 20
-"""Host memory is taken in slabs of this size: torch's allocator of page-locked memory rounds up to a power of two,
-which for one buffer of all parameters could be nearly twice what they need."""
+"""Host memory is allocated in slabs of this size: torch rounds page-locked memory up to a power of two, which for one
+buffer of all parameters could be nearly twice what they need."""
 
 Thing = Literal["parameters", "gradients", "optimizer"]
 
 
 class HostCopy:
-    """The bytes of storages that are away from the device, and the storages they go back to.
+    """Holds the bytes of storages that are away from the device.
 
-    The slabs, page-locked where there is CUDA, are kept when the storages are back: only the first turn pays for them.
+    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them.
+
+    Args:
+        drop: keep no bytes; the storages come back as zeros.
     """
 
-    def __init__(self, slab_bytes: int = SLAB_BYTES) -> None:
-        self._slab_bytes = slab_bytes
+    def __init__(self, slab_bytes: int = SLAB_BYTES, drop: bool = False) -> None:
+        self._slab_bytes, self._drop = slab_bytes, drop
         self._slabs: list[Tensor] = []  # uint8
         self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
         self._first: dict[int, int] = {}  # of each storage that is away, where in the slabs its bytes begin
@@ -45,34 +48,38 @@ class HostCopy:
         return bool(self._away)
 
     def take(self, storages: Sequence[UntypedStorage]) -> int:
-        """Copy the storages to the host and free them on the device; the bytes moved."""
+        """Copy the storages to the host and free them on the device; return the bytes moved."""
         sizes = [storage.nbytes() for storage in storages]
-        self._grow(sum(sizes))
-        torch.cuda.synchronize()  # whatever still writes to them, on any stream
-        for on_device, on_host in self._pieces(storages):
-            on_host.copy_(on_device, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # until no stream writes to them any more
+        if not self._drop:
+            self._grow(sum(sizes))
+            for on_device, on_host in self._pieces(storages):
+                on_host.copy_(on_device, non_blocking=True)
+            torch.cuda.synchronize()
+            ends = itertools.accumulate(sizes)
+            self._first = {s._cdata: end - size for s, size, end in zip(storages, sizes, ends, strict=True)}
         self._away = list(zip(storages, sizes, strict=True))
-        ends = itertools.accumulate(sizes)
-        self._first = {s._cdata: end - size for s, size, end in zip(storages, sizes, ends, strict=True)}
         for storage in storages:
             storage.resize_(0)
-        torch.cuda.empty_cache()  # what torch merely keeps for itself, the engines cannot have
+        torch.cuda.empty_cache()  # the engines cannot use what torch keeps in its cache
         return sum(sizes)
 
     def give_back(self) -> int:
-        """Make the storages anew on the device and fill them as they were; the bytes moved."""
+        """Make the storages anew on the device and fill them as they were; return the bytes moved."""
+        storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
             storage.resize_(size)
-        storages = [storage for storage, _ in self._away]
-        for on_device, on_host in self._pieces(storages):
-            on_device.copy_(on_host, non_blocking=True)
-        torch.cuda.synchronize()  # the slabs are free to be overwritten when this returns
+            if self._drop:
+                _bytes(storage).zero_()
+        if not self._drop:
+            for on_device, on_host in self._pieces(storages):
+                on_device.copy_(on_host, non_blocking=True)
+            torch.cuda.synchronize()  # the slabs may be overwritten when this returns
         self._away, self._first = [], {}
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """The values of a contiguous tensor whose storage is away (views of the slabs where they can be); else None."""
+        """Return a contiguous tensor's values if its storage is away (a view of a slab if possible), else None."""
         first = self._first.get(tensor.untyped_storage()._cdata)
         if first is None:
             return None
@@ -83,7 +90,7 @@ class HostCopy:
         return found.view(tensor.dtype).view(tensor.shape)
 
     def _range(self, begin: int, count: int) -> list[Tensor]:
-        """``count`` bytes from ``begin`` on, slab by slab."""
+        """Return ``count`` bytes from ``begin`` on, slab by slab."""
         pieces = []
         for slab in self._slabs:
             piece = slab[max(begin, 0) : max(begin + count, 0)]
@@ -99,7 +106,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(device bytes, host bytes): the storages one behind the other over the slabs, cut where either ends."""
+        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -115,8 +122,8 @@ class HostCopy:
 class Offload:
     """Moves one rank's parameters, gradients and optimizer state off the device, each by itself, and back.
 
-    Bit-exact but for gradients, which are dropped: they come back as zeros, which is what an update starts from. Each
-    method is harmless to call twice, in any order with the others; it returns the bytes that it moved (0: none to).
+    All come back to the bit but gradients: they are spent once the optimizer has stepped, so they are dropped and come
+    back as zeros, from which an update starts. What is away already stays away, and likewise for what is back.
 
     Args:
         chunks: this rank's model chunks.
@@ -133,22 +140,17 @@ class Offload:
             raise ValueError("offload needs buffers that may be freed, but ddp_config.nccl_ub registers them with NCCL")
         self._chunks = list(chunks)
         self._optimizer = optimizer
-        self._parameters = HostCopy(slab_bytes)
-        self._state = HostCopy(slab_bytes)
-        self._gradients: list[tuple[UntypedStorage, int]] = []  # released, with their sizes in bytes
+        self._parameters, self._state = HostCopy(slab_bytes), HostCopy(slab_bytes)
+        things = self._parameters, HostCopy(drop=True), self._state
+        self._held: dict[Thing, HostCopy] = dict(zip(("parameters", "gradients", "optimizer"), things, strict=True))
 
     @property
     def away(self) -> frozenset[Thing]:
         """What is not on the device now."""
-        held: dict[Thing, object] = {
-            "parameters": self._parameters,
-            "gradients": self._gradients,
-            "optimizer": self._state,
-        }
-        return frozenset(thing for thing, away in held.items() if away)
+        return frozenset(thing for thing, away in self._held.items() if away)
 
     def require(self, action: str, *things: Thing) -> None:
-        """Refuse an action whose tensors are away, instead of reading memory that is not theirs.
+        """Refuse an action that needs what is away, instead of reading memory of others.
 
         Raises:
             RuntimeError: one of ``things`` is away.
@@ -158,97 +160,52 @@ class Offload:
             raise RuntimeError(f"{action} needs the {' and '.join(missing)}, offloaded to the host: restore first")
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """The tensor, or what it holds as a tensor on the host if that is where it is now: to be read, as by a save.
+        """Return the tensor, or its values as a tensor on the host if it is there now: to be read, as by a save.
 
-        It must be contiguous, and no gradient: those are nowhere while they are away.
+        It must be contiguous, and no gradient: those have no values while they are away.
         """
-        for host_copy in (self._parameters, self._state):
-            found = host_copy.read(tensor)
-            if found is not None:
-                return found
-        return tensor
+        found = self._parameters.read(tensor)
+        found = self._state.read(tensor) if found is None else found
+        return tensor if found is None else found
 
     def offload(self, *things: Thing) -> int:
-        """Several things away, in the order given."""
-        moves = {
-            "parameters": self.offload_parameters,
-            "gradients": self.offload_gradients,
-            "optimizer": self.offload_optimizer,
-        }
-        return sum(moves[thing]() for thing in things)
+        """Free these on the device, in the order given; return the bytes moved, 0 for what was away already.
+
+        The optimizer has master weights and moments; without master weights (fp32 training) moments only. Collective
+        for parameters with ``overlap_param_gather``: a gather that is under way ends first.
+        """
+        moved = 0
+        for thing in things:
+            if thing in self.away:
+                continue
+            if thing == "parameters":
+                finish_parameter_gather(self._chunks)
+            elif thing == "gradients":
+                self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
+            moved += self._held[thing].take(self._storages(thing))
+        return moved
 
     def restore(self, *things: Thing) -> int:
-        """Several things back, in the order given."""
-        moves = {
-            "parameters": self.restore_parameters,
-            "gradients": self.restore_gradients,
-            "optimizer": self.restore_optimizer,
-        }
-        return sum(moves[thing]() for thing in things)
+        """Bring these back to the device, in the order given; return the bytes moved."""
+        return sum(self._held[thing].give_back() for thing in things)
 
-    # -- parameters ----------------------------------------------------------------------------------------------
-
-    def offload_parameters(self) -> int:
-        """Parameters to the host. Collective with ``overlap_param_gather``: a gather still under way ends first."""
-        if self._parameters:
-            return 0
-        for chunk in self._chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-        return self._parameters.take(self._parameter_storages())
-
-    def restore_parameters(self) -> int:
-        """Parameters back to the device."""
-        return self._parameters.give_back() if self._parameters else 0
-
-    def _parameter_storages(self) -> list[UntypedStorage]:
-        return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def offload_gradients(self) -> int:
-        """Release the gradient buffers, and every gradient that the optimizer made of them; the bytes freed.
-
-        Nothing is copied: gradients are spent once the optimizer has stepped.
-        """
-        if self._gradients:
-            return 0
-        self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
-        torch.cuda.synchronize()
-        buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        storages = distinct_storages(buffer.grad_data for buffer in buffers)
-        self._gradients = [(storage, storage.nbytes()) for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        torch.cuda.empty_cache()
-        return sum(size for _, size in self._gradients)
-
-    def restore_gradients(self) -> int:
-        """Make the gradient buffers anew, all zeros."""
-        made = 0
-        for storage, size in self._gradients:
-            storage.resize_(size)
-            _bytes(storage).zero_()
-            made += size
-        self._gradients = []
-        return made
-
-    # -- optimizer -----------------------------------------------------------------------------------------------
-
-    def offload_optimizer(self) -> int:
-        """Master weights and moments to the host; without master weights (fp32 training) the moments."""
-        return 0 if self._state else self._state.take(self._state_storages())
-
-    def restore_optimizer(self) -> int:
-        """Master weights and moments back to the device."""
-        return self._state.give_back() if self._state else 0
-
-    def _state_storages(self) -> list[UntypedStorage]:
-        """What the optimizer owns: its state, and its parameters save those that are the model's or views of them."""
+    def _storages(self, thing: Thing) -> list[UntypedStorage]:
+        if thing == "parameters":
+            return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
+        if thing == "gradients":
+            buffers = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+            return distinct_storages(buffer.grad_data for buffer in buffers)
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [one.optimizer for one in chained if one.optimizer is not None]
-        models = {storage._cdata for storage in self._parameter_storages()}
+        models = {storage._cdata for storage in self._storages("parameters")}  # or views of them: not the optimizer's
         return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
+
+
+def finish_parameter_gather(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Wait for the gather of updated parameters, where it overlaps with other work; collective."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
@@ -260,12 +217,12 @@ def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """All of a storage as uint8 [n bytes], sharing its memory."""
+    """Return all of a storage as uint8 [n bytes], sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The tensors' storages on the training device, each once, in order of appearance."""
+    """Return the tensors' storages on the training device, each once, in order of appearance."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:

@@ -18,8 +18,8 @@ from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE
-from or1_megatron.parallel.network import build_network, rows_on_device, score_rows, speaks_for_row
-from or1_megatron.parallel.offload import Offload
+from or1_megatron.parallel.network import build_network, reported, rows_on_device, score_rows
+from or1_megatron.parallel.offload import Offload, finish_parameter_gather
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
@@ -70,32 +70,27 @@ class MegatronPolicy:
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
 
-    # -- the work ------------------------------------------------------------------------------------------------
-
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
-        """Log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
-
-        Returns them on the first tensor- and context-parallel rank of the last stage, None on other ranks.
-        """
+        """As ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
 
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
-        """One optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
+        """Take an optimizer step on this data-parallel rank's micro-batches; ``token_count`` is the batch's T_k."""
         return self.update_and_score(rows, objective, token_count)[0]
 
     def update_and_score(
         self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
     ) -> tuple[UpdateReport, list[tuple[Float32Array, Float32Array]] | None]:
-        """``update``, and what its forward pass gave: as ``score`` before it would have, and where."""
+        """Update, and return also what its forward pass gave, in the form of ``score``."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
         for network, chunk in zip(self.networks, self.chunks, strict=True):
             network.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        told = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums = self._total([sums for sums, _ in told])
+        found = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
+        sums = self._total([sums for sums, _ in found])
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -111,20 +106,15 @@ class MegatronPolicy:
             forward_backward_s=differentiated_s - started_s,
             optimizer_s=finished_s - differentiated_s,
         )
-        if not speaks_for_row(self.mesh):
-            return report, None
-        return report, [(scored[0].numpy(), scored[1].numpy()) for _, scored in told]
+        return report, reported(self.mesh, [scored for _, scored in found])
 
     def sync_parameters(self) -> None:
-        """Finish gathering the parameters that the last step updated; collective, before they are read elsewhere."""
-        if "parameters" in self.host.away:
-            return
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+        """Finish gathering the parameters that the last step updated, before they are read; collective."""
+        if "parameters" not in self.host.away:
+            finish_parameter_gather(self.chunks)
 
     def _step(self, loss: float) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the step was skipped for want of a finite loss or gradient)."""
+        """Step unless loss or gradient is not finite; return (gradient norm before clipping, whether skipped)."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -140,21 +130,20 @@ class MegatronPolicy:
         return grad_norm, False
 
     def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """The objective's sums over all micro-batches of all data-parallel ranks, on every rank.
+        """Return the objective's sums over all micro-batches of all data-parallel ranks, on every rank.
 
         Names that start with ``max_`` are maxima, the rest sums.
         """
-        speaks = self.mesh.last_stage and self.mesh.tensor_rank == 0
-        local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if speaks else [])
-        if self.mesh.world == 1:
-            return local
-        everyone: list[dict[str, float]] = [{} for _ in range(self.mesh.world)]
-        dist.all_gather_object(everyone, local, group=self.mesh.control)
+        counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
+        local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
+        everyone: list[dict[str, float]] = [local] * self.mesh.world
+        if self.mesh.world > 1:
+            dist.all_gather_object(everyone, local, group=self.mesh.control)
         return _folded(everyone)
 
 
 def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The parts' values by name: the maximum of those that start with ``max_``, the sum of the others."""
+    """Return the parts' values by name: the maximum of those that start with ``max_``, the sum of the others."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -167,11 +156,9 @@ def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def gather_scores(mesh: Mesh, local: Any) -> list[list[tuple[Float32Array, Float32Array]]] | None:
-    """What ``score`` returned, [DP][micro-batches], on rank 0; None elsewhere. Collective over all ranks."""
-    gathered: list[Any] | None = [None] * mesh.world if mesh.rank == 0 else None
-    if mesh.world == 1:
-        gathered = [(0, local)]
-    else:
+    """Gather what ``score`` returned, [DP][micro-batches], on rank 0; None elsewhere. Collective over all ranks."""
+    gathered: list[Any] | None = [(0, local)] * mesh.world if mesh.rank == 0 else None
+    if mesh.world > 1:
         dist.gather_object((mesh.data_rank, local), gathered, dst=0, group=mesh.control)
     if gathered is None:
         return None
@@ -184,7 +171,7 @@ def unpack_scores(
     scored: Sequence[Sequence[tuple[Float32Array, Float32Array]]],
     sample_count: int,
 ) -> TokenScores:
-    """Scores of packed micro-batches back to one array per sample, in the samples' order.
+    """Turn scores of packed micro-batches into one array per sample, in the samples' order.
 
     Args:
         ranks: [DP][micro-batches], as batched.
@@ -227,6 +214,3 @@ def export_hf(policy: MegatronPolicy, folder: Path) -> None:
         except ExportError as error:
             problem = error
     raise_together(policy.mesh, problem)
-
-
-__all__: list[Any] = ["MegatronPolicy", "export_hf", "gather_scores", "unpack_scores"]

@@ -1,4 +1,4 @@
-"""The frozen reference of the KL penalty: weights of an HF folder at the policy's layout, that only score."""
+"""The frozen reference of the KL penalty: a model from an HF folder, at the policy's layout, that only scores."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class FrozenReference:
     """One rank's part of the reference: no gradients, no optimizer, in no checkpoint (the config names its folder).
 
     Args:
-        folder: HF folder; of the policy's architecture, in the policy's ``dtype``.
+        folder: HF folder of a model of the policy's architecture.
+        dtype: the policy's.
         parallel: the policy's layout; ``mesh`` is this rank's place in it.
-        offload: its weights lie on the host, but for the time of a pass.
+        offload: keep the weights on the host, except during a pass.
     """
 
     def __init__(self, folder: Path, dtype: str, parallel: ParallelConfig, mesh: Mesh, offload: bool) -> None:
-        # Userbuffers belong to the policy, one set per process; without gradients there is nothing to compute again.
+        # A process has one set of userbuffers, the policy's; without gradients there is nothing to recompute.
         plain = parallel.model_copy(update={"overlap_tensor": False, "recompute": "none"})
         network = build_network(ModelConfig.model_validate({"hf": folder, "dtype": dtype}), plain, mesh)
         self._mesh, self.chunks = mesh, network.chunks

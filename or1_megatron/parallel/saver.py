@@ -1,13 +1,12 @@
-"""Saving a checkpoint while training goes on: copy the state, write the copy in the background.
+"""Saves a checkpoint while training continues: copies the state, then writes the copy in the background.
 
-``save`` holds the loop for a copy of the state into host buffers that are kept for the next save. They take 12 bytes
-per parameter in fp32 and 14 in bf16 (page-locked, with CUDA, up to twice that: torch rounds each buffer up to a power
-of two), over all ranks together: what data-parallel ranks hold in common is dealt out
-among them. A thread then writes, and its exchanges with other ranks go over a process group of their own, since those
-of training go on meanwhile.
+``save`` blocks the loop only while it copies the state into host buffers, which are kept for the next save. Over all
+ranks together they take 12 bytes per parameter in fp32 and 14 in bf16 (page-locked, with CUDA, up to twice that: torch
+rounds each buffer up to a power of two); state that data-parallel ranks share is divided among them. A thread then
+writes. It talks to the other ranks over a process group of its own, since training uses the other groups meanwhile.
 
-Every rank writes and syncs its file; rank 0 adds what there is one of, the manifest last, syncs, and renames the folder
-into place. Killed at any moment, the checkpoints before it are what they were.
+Every rank writes and syncs its file. Rank 0 adds the files that exist once, the manifest last, syncs them, and renames
+the folder into place. A kill at any moment leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
-from or1_megatron.errors import Or1Error
 from or1_megatron.parallel.collective_errors import AgreedError, raise_together
 from or1_megatron.parallel.lockstep import LockstepError
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -46,16 +44,15 @@ from or1_megatron.runtime.run_folder import LOOP_STATE, put_in_place
 
 log = logging.getLogger(__name__)
 
-LOOP = LOOP_STATE
 RANDOM = "random.pt"
-COMMON = "common.pt"  # what Megatron calls the state that is not sharded
+COMMON = "common.pt"  # Megatron's name for the state that is not sharded
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_LAST_WAIT_S = 10.0  # for a save that has been given up
-_NO_ROOM_BYTES = 1 << 20  # with less than this left, a failed write is put down to it
+_LAST_WAIT_S = 10.0  # for a save that is overdue
+_NO_ROOM_BYTES = 1 << 20  # a write that fails with less than this free has failed for want of room
 
 
 class CheckpointError(AgreedError):
-    """A checkpoint that cannot be loaded or written: names the file, what was found and what was expected."""
+    """A checkpoint cannot be loaded or written: names the file, what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class _RankFile:
 
 @dataclass(frozen=True, slots=True)
 class _PendingSave:
-    """One save: everything in it is a copy that training does not touch."""
+    """One save, as copies that training does not touch."""
 
     folder: Path
     slices: Sequence[tuple[TensorSlice, Tensor]]
@@ -78,19 +75,15 @@ class _PendingSave:
     common: Mapping[str, Any]
     loop_json: str
 
-    @property
-    def aside(self) -> Path:
-        return self.folder.with_name(self.folder.name + PARTIAL_SUFFIX)
-
 
 class CheckpointSaver:
-    """One rank's end of saving. Constructed and closed on every rank; ``finish`` tells something on rank 0 only.
+    """Saves one rank's part. Constructed and closed on every rank; only rank 0 learns from ``finish`` how it went.
 
     Args:
         asynchronous: write in the background; otherwise ``save`` returns when all is on disk, and needs no copy.
         timeout_s: longest time that a save may take once its state is copied.
-        before_complete: called by rank 0's background thread before it completes a checkpoint: waits for what else has
-            to be on disk by then, since a run that resumes from it will not do that again.
+        before_complete: called by rank 0's background thread before it completes a checkpoint. It waits for other
+            files that must be on disk by then, since a run that resumes from the checkpoint does not write them again.
     """
 
     def __init__(
@@ -108,25 +101,25 @@ class CheckpointSaver:
         self._buffers: list[tuple[TensorSlice, Tensor]] = []
         self._thread: threading.Thread | None = None
         self._overdue = False
-        self._outcome: float | CheckpointError | None = None  # seconds; None: told, or nothing to tell
+        self._outcome: float | CheckpointError | None = None  # seconds; None when it has been reported
         if asynchronous:
-            self._copied()  # memory that is used for the first time is slow: not while the loop waits
+            self._copied()  # the first use of memory is slow: do it before the loop waits for it
 
-    # -- the loop's side -----------------------------------------------------------------------------------------
+    # -- called by the loop --------------------------------------------------------------------------------------
 
     def save(self, folder: Path, loop_state: Mapping[str, Any]) -> None:
         """Copy parameters, optimizer, generators and ``loop_state`` for the checkpoint ``folder``; collective.
 
-        ``folder`` appears whole or not at all, when ``finish`` says so; one of that name is replaced. A save that is
-        still being written is waited for first: there is one set of buffers.
+        ``folder`` appears whole or not at all, before ``finish`` returns seconds; an older one of that name is
+        replaced. There is one set of buffers, so this first waits for a save that is still being written.
 
         Raises:
-            CheckpointError: on every rank, when there is no room for it, or the save before it failed. What was there
-                before stays.
+            CheckpointError: on every rank, when there is no room for it, or the save before it failed. Earlier
+                checkpoints stay.
         """
         problem = self._ended()
         if self._mesh.rank == 0 and problem is None:
-            problem = _prepare(folder.with_name(folder.name + PARTIAL_SUFFIX), self._policy)
+            problem = _prepare(folder, self._policy)
         raise_together(self._mesh, problem)
         self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
@@ -139,10 +132,10 @@ class CheckpointSaver:
             raise_together(self._mesh, self._ended())
 
     def finish(self, wait: bool) -> float | None:
-        """Rank 0: seconds that the save which has completed since the last call took to write, else None.
+        """Return, on rank 0, the seconds that a save took to write if it has completed since the last call, else None.
 
         Args:
-            wait: for a save that is still being written.
+            wait: wait for a save that is still being written.
 
         Raises:
             CheckpointError: it failed.
@@ -156,7 +149,7 @@ class CheckpointSaver:
         return written_s
 
     def close(self) -> None:
-        """Let a running save come to its end, before the process group goes."""
+        """Wait for a running save, before the process group is destroyed."""
         if (problem := self._ended(_LAST_WAIT_S if self._overdue else None)) is not None:
             log.error("%s", problem)
 
@@ -166,11 +159,11 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not issubclass(kind, LockstepError):  # with a rank gone, its part will not come
+        if kind is None or not issubclass(kind, LockstepError):  # after the loss of a rank its part will not come
             self.close()
 
     def _ended(self, wait_s: float | None = None) -> CheckpointError | None:
-        """Wait for the running save, if any; its failure, which rank 0 knows."""
+        """Wait for the running save, if there is one, and return its failure, which only rank 0 knows."""
         if self._thread is None:
             return None
         self._thread.join(self._timeout_s if wait_s is None else wait_s)
@@ -184,11 +177,11 @@ class CheckpointSaver:
         return problem
 
     def _copied(self) -> Sequence[tuple[TensorSlice, Tensor]]:
-        """The slices that this rank writes, copied into the buffers; without asynchrony the live tensors themselves."""
+        """Copy the slices that this rank writes into the buffers; a synchronous save takes the live tensors."""
         if self._written_here is None:
             self._written_here = [shard for shard in local_shards(self._policy) if shard.is_written_here]
         live = [
-            (part, tensor[part.start : part.start + part.count])
+            (part, part.of(tensor))
             for shard in self._written_here
             for tensor in (shard.tensor(),)
             for part in shard.slices
@@ -206,16 +199,16 @@ class CheckpointSaver:
             torch.cuda.synchronize()
         return self._buffers
 
-    # -- the background's side -----------------------------------------------------------------------------------
+    # -- run by the background thread ----------------------------------------------------------------------------
 
     def _write(self, job: _PendingSave) -> None:
         started_s = time.perf_counter()
         part: _RankFile | str
         try:
-            path = job.aside / f"__{self._mesh.rank}_0.distcp"
+            path = _aside(job.folder) / f"__{self._mesh.rank}_0.distcp"
             slices, entry = write_slices(path, job.slices)
             part = _RankFile(slices, path.name, entry, job.random)
-        except Exception as error:  # rank 0 tells it, whatever it is
+        except Exception as error:  # rank 0 reports it
             log.info("rank %d could not write its part of %s", self._mesh.rank, job.folder, exc_info=True)
             part = _reason(error)
         try:
@@ -226,12 +219,12 @@ class CheckpointSaver:
         except Exception as error:
             log.info("checkpoint %s could not be completed", job.folder, exc_info=True)
             if self._mesh.rank == 0:
-                self._outcome = _not_written(job.aside, _reason(error))
+                self._outcome = _not_written(job.folder, _reason(error))
         else:
             self._outcome = time.perf_counter() - started_s
 
     def _gathered(self, part: _RankFile | str) -> list[_RankFile | str]:
-        """Every rank's part, on rank 0."""
+        """Gather every rank's part, or its reason for having none, on rank 0."""
         if self._group is None:
             return [part]
         parts: list[Any] = [None] * self._mesh.world
@@ -239,44 +232,46 @@ class CheckpointSaver:
         return parts
 
 
-class _Failed(Or1Error):
-    """Why a rank could not write."""
+def _aside(folder: Path) -> Path:
+    """Return the folder in which a checkpoint is written before it is renamed to ``folder``."""
+    return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 
 def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
-    """Rank 0: make one checkpoint of the ranks' files, manifest last, and rename it into place."""
+    """Make one checkpoint of the ranks' files, the manifest last, and rename it into place; on rank 0."""
     for rank, part in enumerate(parts):
         if isinstance(part, str):
-            raise _Failed(part if rank == 0 else f"rank {rank}: {part}")
+            raise RuntimeError(part if rank == 0 else f"rank {rank}: {part}")
     done = [part for part in parts if isinstance(part, _RankFile)]
-    write_metadata(job.aside, [written for part in done for written in part.slices])
-    save_config(CheckpointingConfig("torch_dist"), str(job.aside))
+    aside = _aside(job.folder)
+    write_metadata(aside, [written for part in done for written in part.slices])
+    save_config(CheckpointingConfig("torch_dist"), str(aside))
     for name, content in ((COMMON, dict(job.common)), (RANDOM, [dict(part.random) for part in done])):
         buffer = io.BytesIO()  # torch.save to a full disk raises an error that does not say so
         torch.save(content, buffer)
-        (job.aside / name).write_bytes(buffer.getvalue())
-    (job.aside / LOOP).write_text(job.loop_json)
-    write_manifest(job.aside, {part.file: part.entry for part in done})
-    put_in_place(job.aside, job.folder)
+        (aside / name).write_bytes(buffer.getvalue())
+    (aside / LOOP_STATE).write_text(job.loop_json)
+    write_manifest(aside, {part.file: part.entry for part in done})
+    put_in_place(aside, job.folder)
 
 
-def _prepare(aside: Path, policy: MegatronPolicy) -> CheckpointError | None:
-    """An empty folder on a disk with room for the checkpoint, or why not."""
-    of_a_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: it, Adam's moments, and a bf16 one's master
-    needed = policy.parameter_count * of_a_parameter  # at least
+def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
+    """Make an empty folder on a disk with room for the checkpoint; return the error if that is not possible."""
+    per_parameter = 12 if policy.dtype is torch.float32 else 14  # bytes: itself, moments, in bf16 a master
+    needed, aside = policy.parameter_count * per_parameter, _aside(folder)  # at least
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         free = _free_bytes(aside)
     except OSError as error:
-        return _not_written(aside, _reason(error))
+        return _not_written(folder, _reason(error))
     if free < needed:
-        return _not_written(aside, f"the disk is full: {free:,} bytes are free, a checkpoint takes {needed:,} or more")
+        return _not_written(folder, f"the disk is full: {free:,} bytes are free, a checkpoint takes {needed:,} or more")
     return None
 
 
 def _reason(error: BaseException) -> str:
-    """One line."""
+    """Return an error's reason in one line."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return "the disk is full"
     lines = str(error).strip().splitlines()
@@ -287,19 +282,19 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
 
 
-def _not_written(aside: Path, reason: str) -> CheckpointError:
-    """The error of a failed save, whose remains are deleted: the disk may be full."""
+def _not_written(folder: Path, reason: str) -> CheckpointError:
+    """Delete what a failed save has left, since the disk may be full, and return its error."""
+    aside = _aside(folder)
     full = any(os.strerror(number) in reason for number in _FULL) or _free_bytes(aside) < _NO_ROOM_BYTES
     shutil.rmtree(aside, ignore_errors=True)
-    folder = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
     return CheckpointError(
         f"checkpoint {folder} could not be written: {'the disk is full' if full else reason}. The checkpoints before "
-        "it are intact: free some space and run the same command again to go on from the newest"
+        "it are intact: free some space and run the same command again to resume from the newest"
     )
 
 
 def random_state() -> Mapping[str, Any]:
-    """A copy of this rank's generators. Megatron's own, for dropout, are never drawn from: there is none."""
+    """Copy the states of this rank's generators. Megatron's own, for dropout, are not used: there is no dropout."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -307,6 +302,7 @@ def random_state() -> Mapping[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Undo ``random_state``."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""One pass of a list of micro-batches through all pipeline stages, by Megatron's own schedules.
+"""Passes a list of micro-batches through all pipeline stages, by Megatron's own schedules.
 
 Shapes: T packed tokens of a row (the same for every row of a batch), t = T / CP of them on this rank, C counted tokens
 of the row, c of this rank, H hidden.
@@ -34,7 +34,7 @@ class DeviceRow:
     """A micro-batch as tensors on the training device."""
 
     row_tokens: int
-    """T, of the whole row."""
+    """T."""
     token_ids: Tensor  # [t]
     row: PackedRow
     counted: Tensor  # [c] places of the counted tokens among this rank's
@@ -44,7 +44,7 @@ class DeviceRow:
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
-    """Move this rank's part of one micro-batch; only counted positions are kept of the per-token arrays."""
+    """Move this rank's part of one micro-batch; per-token arrays keep their counted positions only."""
     row = pack_row(
         torch.from_numpy(micro_batch.cu_seqlens),
         torch.from_numpy(micro_batch.position_ids).to(device),
@@ -79,7 +79,10 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
 
 
 def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Tensor, Tensor, VocabularyShard]:
-    """Last stage: hidden [t, 1, H] (t / TP under sequence parallelism) to ([c, H], output weight, its shard)."""
+    """Turn hidden [t, 1, H] (t / TP under sequence parallelism) into ([c, H], output weight, its shard).
+
+    For the last stage.
+    """
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
@@ -95,10 +98,12 @@ def _head_input(model: PolicyModel, hidden: Tensor, row: DeviceRow) -> tuple[Ten
 
 
 def _objective_loss(
-    row: DeviceRow, model: PolicyModel, objective: Objective, one_pass: bool, hidden: Tensor
+    objective: Objective, one_pass: bool, row: DeviceRow, model: PolicyModel, hidden: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Mapping[str, Tensor], Tensor]]:
-    """(loss, counted tokens, (named sums, log-probs and entropies [2, c])) of one micro-batch, in the form in which
-    Megatron's schedules want them from the last stage."""
+    """Compute (loss, counted tokens, (named sums, log-probs and entropies [2, c])) of one micro-batch.
+
+    Megatron's schedules expect this form from the last stage.
+    """
     seen: list[Tensor] = []
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -112,12 +117,12 @@ def _objective_loss(
     else:
         scored = log_probs_and_entropies(counted, weight, row.targets, objective.temperature, shard)
         loss, sums = pointwise(*scored, slice(None))
-    told = {"loss": loss.detach(), **sums}, torch.cat(seen, dim=1)
-    return loss, torch.tensor(len(row.counted), dtype=torch.int), told
+    reported = {"loss": loss.detach(), **sums}, torch.cat(seen, dim=1)
+    return loss, torch.tensor(len(row.counted), dtype=torch.int), reported
 
 
 def _of_whole_row(row: DeviceRow, scored: Tensor) -> Tensor:
-    """[2, C] on the CPU, from this rank's [2, c]; a collective of the context-parallel ranks, where there are any."""
+    """Gather this rank's [2, c] to [2, C] on the CPU; collective over the context-parallel ranks, if there are any."""
     if row.row.shard is not None:
         of_row = scored.new_zeros(2, row.row_tokens)
         of_row[:, row.row.shard.held[row.counted]] = scored
@@ -126,14 +131,10 @@ def _of_whole_row(row: DeviceRow, scored: Tensor) -> Tensor:
     return scored.cpu()
 
 
-def _scores(
-    row: DeviceRow, model: PolicyModel, temperature: float, hidden: Tensor, non_loss_data: bool
-) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) [C] of one micro-batch on the CPU, on every context-parallel rank alike."""
+def _scores(temperature: float, row: DeviceRow, model: PolicyModel, hidden: Tensor, non_loss_data: bool) -> Tensor:
+    """Compute log-probs and entropies [2, C] of one micro-batch, on the CPU of every context-parallel rank."""
     counted, weight, shard = _head_input(model, hidden, row)
-    scored = torch.stack(log_probs_and_entropies(counted, weight, row.targets, temperature, shard))
-    log_probs, entropies = _of_whole_row(row, scored)
-    return log_probs, entropies
+    return _of_whole_row(row, torch.stack(log_probs_and_entropies(counted, weight, row.targets, temperature, shard)))
 
 
 def _module(model: Any) -> PolicyModel:
@@ -147,7 +148,7 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
         row, model = next(rows_left), _module(chunk)
         hidden = chunk(row.token_ids[None], row.row)
         if model.post_process and isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            # Each module waits for its own parameters on the way; the head reads its weight outside of any.
+            # Each module waits for its own parameters; the head reads its weight outside of any module.
             chunk.param_to_bucket_group[model.head_weight()].finish_param_sync()
         return hidden, partial(loss, row, model)
 
@@ -168,23 +169,13 @@ def forward_backward(
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
     """Accumulate the gradient of the objective's global token mean.
 
-    Returns on the last stage, per micro-batch, the objective's sums, and the log-probs and entropies [2, C] it saw.
+    Returns, on the last stage, the objective's sums and its log-probs and entropies [2, C] per micro-batch.
     """
-
-    def loss(row: DeviceRow, model: PolicyModel, hidden: Tensor) -> Any:
-        return _objective_loss(row, model, objective, one_pass, hidden)
-
-    told = _run(chunks, rows, loss, forward_only=False)
-    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, told, strict=bool(told))]
+    found = _run(chunks, rows, partial(_objective_loss, objective, one_pass), forward_only=False)
+    return [(sums, _of_whole_row(row, scored)) for row, (sums, scored) in zip(rows, found, strict=bool(found))]
 
 
 @torch.no_grad()
-def forward(
-    chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temperature: float
-) -> list[tuple[Tensor, Tensor]]:
-    """(log-probs, entropies) [C] of every micro-batch, on the last stage; empty elsewhere."""
-
-    def scores(row: DeviceRow, model: PolicyModel, hidden: Tensor, non_loss_data: bool) -> Any:
-        return _scores(row, model, temperature, hidden, non_loss_data)
-
-    return _run(chunks, rows, scores, forward_only=True)
+def forward(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], temperature: float) -> list[Tensor]:
+    """Return log-probs and entropies [2, C] of every micro-batch, on the last stage; an empty list elsewhere."""
+    return _run(chunks, rows, partial(_scores, temperature), forward_only=True)

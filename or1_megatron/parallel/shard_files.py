@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from or1_megatron.errors import UserError
 from or1_megatron.runtime.manifest import FileEntry
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and write
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A contiguous part of a local shard, and the slice of a whole tensor that it is.
+    """A rectangular slice of a whole tensor, which lies contiguously in a local shard.
 
     ``offset`` and ``sizes`` have as many entries as ``whole``; ``start`` counts elements of the shard's tensor.
     """
@@ -50,9 +50,9 @@ class TensorSlice:
     sizes: tuple[int, ...]
     start: int
 
-    @property
-    def count(self) -> int:
-        return math.prod(self.sizes)
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the slice as a flat view of the shard's tensor."""
+        return shard[self.start : self.start + math.prod(self.sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class LocalShard:
     tensor: Callable[[], Tensor]
     slices: tuple[TensorSlice, ...]
     is_written_here: bool
-    """Of ranks that hold the same, one writes it."""
+    """True on one of the ranks that hold the same shard."""
     may_differ: bool
-    """The whole's shape depends on the layout (a padded vocabulary): rows that one side lacks are zeros."""
+    """The whole tensor's shape depends on the layout (a padded vocabulary): rows that the file lacks become zeros."""
 
 
 class StateMismatch(UserError, RuntimeError):
-    """The state on disk is not that of this model; names the tensor, what was found and what was expected."""
+    """The state on disk is of another model; names the tensor, what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class WrittenSlice:
 
 
 class _DigestedFile:
-    """A file whose digest is known when it is written. As much of a file as torch.save needs."""
+    """A file that computes its digest while it is written; it has the methods that torch.save needs."""
 
     def __init__(self, path: Path, wrote: Callable[[int], None]) -> None:
         self._file = path.open("wb", buffering=0)
@@ -93,13 +93,13 @@ class _DigestedFile:
         self._digest = hashlib.sha256()
         self.position = 0
         self.failure: Exception | None = None
-        """What torch.save makes another error of."""
+        """The first error; torch.save raises another one in its place."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         left = view
         try:
-            while left:  # in pieces that stay in the processor's cache between digest and write, which may cut short
+            while left:  # a write may take less than it is given
                 count = self._file.write(left[:_PIECE_BYTES])
                 self._digest.update(left[:count])
                 left = left[count:]
@@ -114,7 +114,7 @@ class _DigestedFile:
         pass
 
     def sync(self) -> FileEntry:
-        """Bring the file to the disk; what a manifest says of it."""
+        """Bring the file to the disk; return its entry for the manifest."""
         os.fsync(self._file.fileno())
         return FileEntry(self.position, self._digest.hexdigest())
 
@@ -127,7 +127,7 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and sync it. Raises OSError.
 
-    ``wrote`` is told of every few bytes; what it raises ends the writing.
+    ``wrote`` is told the count of every few bytes written; an error that it raises ends the writing.
     """
     file = _DigestedFile(path, wrote)
     written = []
@@ -146,12 +146,12 @@ def write_slices(
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
-    """torch.save writes a tensor's whole storage: a view becomes a copy."""
+    """Copy a view: torch.save would write its whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def write_metadata(folder: Path, written: Sequence[WrittenSlice]) -> None:
-    """Write ``.metadata``, which makes one state of the ranks' files."""
+    """Write ``.metadata``, which makes one checkpoint of the ranks' files."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for stored in written:
@@ -170,7 +170,7 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
     """Fill the shards' live tensors.
 
     Raises:
-        StateMismatch: a tensor is not there, has another shape, or is not there whole. Nothing has been changed then.
+        StateMismatch: a tensor is missing or incomplete, or has another shape. Nothing has been changed then.
     """
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
@@ -185,15 +185,14 @@ def read_shards(folder: Path, shards: Sequence[LocalShard]) -> None:
             items += _reads(folder, part, found, shard.may_differ)
             targets[MetadataIndex(part.key, torch.Size(part.offset))] = (shard, part)
     assert len(targets) == sum(len(shard.slices) for shard in shards), "two shards of one slice"
-    planner = _Planner(targets)
     for shard, part in targets.values():
         if shard.may_differ:
-            planner.view(shard, part).zero_()
-    reader.read_data(LoadPlan(items), planner)
+            part.of(shard.tensor()).zero_()
+    reader.read_data(LoadPlan(items), _Planner(targets))
 
 
 def _reads(folder: Path, part: TensorSlice, found: TensorStorageMetadata, may_differ: bool) -> list[ReadItem]:
-    """What has to be read for a slice; rows that only one side has (``may_differ``) are left out."""
+    """Return what must be read for a slice; with ``may_differ``, rows that only one side has are left out."""
     if tuple(found.size) != part.whole and not may_differ:
         raise StateMismatch(f"{folder}: {part.key} has shape {tuple(found.size)}; this model's is {part.whole}")
     chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
@@ -210,18 +209,15 @@ def _reads(folder: Path, part: TensorSlice, found: TensorStorageMetadata, may_di
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells the reader where a slice that it has read belongs."""
+    """Tells torch's reader where the data that it has read belongs."""
 
     def __init__(self, targets: dict[MetadataIndex, tuple[LocalShard, TensorSlice]]) -> None:
         super().__init__()
         self._targets = targets
 
-    @staticmethod
-    def view(shard: LocalShard, part: TensorSlice) -> Tensor:
-        return shard.tensor()[part.start : part.start + part.count].view(part.sizes)
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.view(*self._targets[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)])
+        shard, part = self._targets[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
+        target = part.of(shard.tensor()).view(part.sizes)
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         return target

@@ -1,24 +1,28 @@
-"""What a checkpoint holds of the policy, and where this rank's part lies in the whole.
+"""The policy's state for checkpoints, and where this rank's share of it lies in the whole.
 
-Names and places are Megatron's: its ``sharded_state_dict`` says which part of which whole tensor a parameter is, in
-any layout. Masters and moments lie where their parameter lies. Megatron's distributed optimizer cuts them by flat
-ranges over data-parallel ranks, which are not slices of the whole; its own reshardable format therefore gathers all of
-them at every save, in the foreground. Here a flat range becomes the few slices that it is made of (part of a row, whole
-rows, part of a row), so that every rank writes what it holds, nobody exchanges anything, and any layout reads it.
+Names and places are Megatron's: its ``sharded_state_dict`` says which part of which whole tensor a parameter is, at
+any layout. Master weights and moments lie where their parameter lies. Megatron's distributed optimizer cuts them into
+flat ranges over the data-parallel ranks, which are not rectangles of the whole; its own reshardable format therefore
+gathers all of them at every save, in the foreground. Here a flat range becomes the few slices that it is made of (part
+of a row, whole rows, part of a row). So every rank writes what it holds, no rank sends anything, and any layout can
+read it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.nn import Parameter
 
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.shard_files import LocalShard, TensorSlice
@@ -27,30 +31,27 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
-    """All that this rank holds: parameters, and of each its master weights (where they are others) and moments.
+    """Return all that this rank holds: parameters, their moments, and master weights apart from the parameters.
 
-    Adam's moments come into being with the first update; for a save or load before it they are made here.
+    Adam's moments come into being with the first update; before it they are made here.
     """
     if policy.sgd_steps == 0:
         for optimizer in policy.optimizer.chained_optimizers:
             optimizer.init_state_fn(optimizer.optimizer)
-    readable = policy.host.readable  # wherever it is now
-    places = _places(policy)
-    replicated = _Shared()
-    found = [
-        replicated.shard(lambda p=parameter: readable(p.detach()).view(-1), place.slices(0, place.count), place)  # type: ignore[misc]
-        for parameter, place in places.items()
-    ]
+    places, writers = _places(policy), _Writers()
+    found = [writers.shard(parameter.detach, place) for parameter, place in places.items()]
     for optimizer in policy.optimizer.chained_optimizers:
-        if isinstance(optimizer, DistributedOptimizer):
-            found += _cut_states(optimizer, places, readable)
-        else:
-            found += _whole_states(optimizer, places, replicated, readable)
-    return found
+        found += _optimizer_shards(optimizer, places, writers)
+    return [replace(shard, tensor=partial(_flat, policy, shard.tensor)) for shard in found]
+
+
+def _flat(policy: MegatronPolicy, tensor: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor flat, from the device or from the host if it is there now."""
+    return policy.host.readable(tensor().detach()).view(-1)
 
 
 def optimizer_step(policy: MegatronPolicy) -> int:
-    """Adam's count of steps, which is one for all parameters."""
+    """Return Adam's count of steps, which all parameters share."""
     steps = {int(group["step"]) for group in _groups(policy) if "step" in group}
     assert len(steps) <= 1, f"parameter groups have taken different numbers of steps: {steps}"
     return steps.pop() if steps else 0
@@ -62,7 +63,7 @@ def set_optimizer_step(policy: MegatronPolicy, step: int) -> None:
 
 
 def restart_optimizer(policy: MegatronPolicy) -> None:
-    """Moments and step counts as before the first step; masters stay. Every rank does it to its own part."""
+    """Reset moments and step counts, not the master weights. Every rank resets its own part."""
     policy.host.require("restart_optimizer", "optimizer")
     for shard in local_shards(policy):
         if any(part.key.startswith(tuple(f"optimizer.state.{name}." for name in _MOMENTS)) for part in shard.slices):
@@ -78,17 +79,17 @@ def _groups(policy: MegatronPolicy) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's elements lie: one shard, or several in a row (gate and up, fused)."""
+    """Where a parameter's elements lie in the whole: in one shard, or in several in a row (gate and up, fused)."""
 
     key: str
     shards: tuple[ShardedTensor, ...]  # their data are views of one meta tensor of the parameter's shape
-    replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that would write a replicated tensor
+    replica: tuple[int, ...]  # (PP, TP, DP): all 0 on the rank that Megatron would have write a replicated tensor
     count: int
     of_expert: bool
-    """Its DP replicas are then fewer than the dense parameters': those of its own experts."""
+    """An expert's parameter has fewer DP replicas than a dense one."""
 
     def slices(self, first: int, last: int, prefix: str = "") -> tuple[TensorSlice, ...]:
-        """The elements [first, last) of the parameter, flattened; ``start`` counts from ``first``."""
+        """Return the elements [first, last) of the flat parameter as slices; ``start`` counts from ``first``."""
         made = []
         for shard in self.shards:
             begin = shard.data.storage_offset()
@@ -104,12 +105,17 @@ class _Place:
         return tuple(made)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that hold the same, data parallelism aside."""
+        return not any(self.replica[:2])
+
+    @property
     def may_differ(self) -> bool:
         return any(shard.allow_shape_mismatch for shard in self.shards)
 
 
 def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [first, last) of a row-major array as (offset, sizes) of slices, in order.
+    """Cut the elements [first, last) of a row-major array into rectangles; yield their (offset, sizes) in order.
 
     >>> list(slices_of((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
@@ -134,10 +140,12 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
             yield (bottom, *offset), (1, *lengths)
 
 
-def _places(policy: MegatronPolicy) -> dict[torch.nn.Parameter, _Place]:
-    """Every parameter of this rank, by what Megatron says of it. Transformer Engine's ``_extra_state`` is left out:
-    it holds nothing without fp8, and our own layers have none."""
-    places: dict[torch.nn.Parameter, _Place] = {}
+def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
+    """Return the place of every parameter of this rank, from Megatron's ``sharded_state_dict``.
+
+    Transformer Engine's ``_extra_state`` is left out: without fp8 it is empty.
+    """
+    places: dict[Parameter, _Place] = {}
     for network in policy.networks:
         for entry in network.sharded_state_dict(metadata={}).values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
@@ -155,64 +163,49 @@ def _places(policy: MegatronPolicy) -> dict[torch.nn.Parameter, _Place]:
     return places
 
 
-class _Shared:
-    """Deals what data-parallel ranks hold in common out among them, so that each writes about as much as the others."""
+class _Writers:
+    """Divides what data-parallel ranks hold in common among them, so that each writes about as much as the others."""
 
     def __init__(self) -> None:
         self._rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._load = [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
-    def shard(self, tensor: Callable[[], Tensor], slices: tuple[TensorSlice, ...], place: _Place) -> LocalShard:
+    def shard(self, tensor: Callable[[], Tensor], place: _Place, prefix: str = "") -> LocalShard:
+        """Make a whole parameter, or state of its shape, a shard that one of the ranks writes."""
+        slices = place.slices(0, place.count, prefix)
         if place.of_expert:
             return LocalShard(tensor, slices, not any(place.replica), place.may_differ)
         writer = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[writer] += place.count
-        mine = not any(place.replica[:2]) and writer == self._rank
+        mine = place.is_first and writer == self._rank
         return LocalShard(tensor, slices, mine, place.may_differ)
 
 
-def _cut_states(
-    optimizer: DistributedOptimizer, places: dict[torch.nn.Parameter, _Place], readable: Callable[[Tensor], Tensor]
+def _optimizer_shards(
+    optimizer: MegatronOptimizer, places: Mapping[Parameter, _Place], writers: _Writers
 ) -> Iterator[LocalShard]:
-    """Masters and moments of the flat ranges that this data-parallel rank updates."""
+    """Yield master weights and moments of the parameters that an optimizer updates on this rank."""
     for parameter, place in places.items():
-        if parameter not in optimizer.model_param_group_index_map:
+        # An fp32 parameter is its own master.
+        names = _MOMENTS if parameter.dtype is torch.float32 else ("param", *_MOMENTS)
+        if _state(optimizer, parameter, names[-1]) is None:
             continue
-        part = optimizer._get_model_param_range_map(parameter)["param"]
-        is_first = not any(place.replica[:2]) and optimizer.distributed_optimizer_instance_id == 0
-        for name in _names(parameter):
-
-            def tensor(parameter: torch.nn.Parameter = parameter, name: str = name) -> Tensor:
-                state: Tensor = optimizer._get_main_param_and_optimizer_states(parameter)[name]
-                return readable(state.detach()).view(-1)
-
-            slices = place.slices(part.start, part.end, f"optimizer.state.{name}.")
-            yield LocalShard(tensor, slices, is_first, place.may_differ)
+        for name in names:
+            state, prefix = partial(_state, optimizer, parameter, name), f"optimizer.state.{name}."
+            if isinstance(optimizer, DistributedOptimizer):
+                part = optimizer._get_model_param_range_map(parameter)["param"]
+                is_first = place.is_first and optimizer.distributed_optimizer_instance_id == 0
+                yield LocalShard(state, place.slices(part.start, part.end, prefix), is_first, place.may_differ)
+            else:
+                yield writers.shard(state, place, prefix)
 
 
-def _whole_states(
-    optimizer: Any,
-    places: dict[torch.nn.Parameter, _Place],
-    replicated: _Shared,
-    readable: Callable[[Tensor], Tensor],
-) -> Iterator[LocalShard]:
-    """Masters and moments where every data-parallel rank has them all."""
-    inner = optimizer.optimizer
-    for parameter, place in places.items():
-        main = getattr(parameter, "main_param", None)
-        if (parameter if main is None else main) not in inner.state:
-            continue
-        for name in _names(parameter):
-
-            def tensor(parameter: torch.nn.Parameter = parameter, name: str = name) -> Tensor:
-                main = getattr(parameter, "main_param", None)
-                main = parameter if main is None else main
-                state: Tensor = main if name == "param" else inner.state[main][name]
-                return readable(state.detach()).view(-1)
-
-            yield replicated.shard(tensor, place.slices(0, place.count, f"optimizer.state.{name}."), place)
-
-
-def _names(parameter: torch.nn.Parameter) -> tuple[str, ...]:
-    """Of the optimizer's state; an fp32 parameter is its own master."""
-    return _MOMENTS if parameter.dtype is torch.float32 else ("param", *_MOMENTS)
+def _state(optimizer: MegatronOptimizer, parameter: Parameter, name: str) -> Any:
+    """Return a parameter's master weights (``param``) or moments as this rank holds them; None if it holds none."""
+    if isinstance(optimizer, DistributedOptimizer):
+        held = parameter in optimizer.model_param_group_index_map
+        return optimizer._get_main_param_and_optimizer_states(parameter)[name] if held else None
+    main = getattr(parameter, "main_param", None)
+    main = parameter if main is None else main
+    state = optimizer.optimizer.state
+    return None if main not in state else main if name == "param" else state[main][name]

@@ -42,15 +42,13 @@ def test_freed_and_back_to_the_bit(distributed: bool, small_qwen2: Path, gpu_mes
     offload = Offload(moves.chunks, moves.optimizer)
     kept = [t.cpu() for t in owned(moves)]
     before = torch.cuda.memory_allocated()
-    moved = offload.offload_gradients() + offload.offload_optimizer() + offload.offload_parameters()
+    moved = offload.offload("gradients", "optimizer", "parameters")
     freed = before - torch.cuda.memory_allocated()
     assert moved > 0
     assert freed >= 0.98 * moved
     taken = torch.full((moved // 4,), torch.nan, device="cuda")  # as an engine would write where they lay
     del taken
     torch.cuda.synchronize()
-    offload.restore_parameters()
-    offload.restore_optimizer()
-    offload.restore_gradients()
+    offload.restore("parameters", "optimizer", "gradients")
     assert all(torch.equal(a, b.cpu()) for a, b in zip(kept, owned(moves), strict=True))
     assert update(moves) == pytest.approx(update(stays), rel=1e-3)

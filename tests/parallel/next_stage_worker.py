@@ -29,9 +29,7 @@ def parts(policy: MegatronPolicy) -> dict[str, Any]:
     At layouts without data or tensor parallelism each lies whole on one rank, so that they can be compared.
     """
     mine = {
-        f"{part.key} {part.offset}": hashlib.sha256(
-            shard.tensor()[part.start : part.start + part.count].numpy().tobytes()
-        ).hexdigest()
+        f"{part.key} {part.offset}": hashlib.sha256(part.of(shard.tensor()).numpy().tobytes()).hexdigest()
         for shard in local_shards(policy)
         for part in shard.slices
     }

@@ -71,8 +71,8 @@ def compare(make: Callable[[], MegatronPolicy], batch: Any, data_rank: int) -> d
     stays, moves = make(), make()
     norms = [update(stays) for _ in range(3)]
     offload = Offload(moves.chunks, moves.optimizer, SLAB_BYTES)
-    seen: dict[str, Any] = {"moved first": offload.offload_optimizer()}  # before there are any moments
-    offload.restore_optimizer()
+    seen: dict[str, Any] = {"moved first": offload.offload("optimizer")}  # before there are any moments
+    offload.restore("optimizer")
     found = [update(moves)]
 
     things: dict[str, Callable[[MegatronPolicy], Iterator[Tensor]]] = {
@@ -83,11 +83,11 @@ def compare(make: Callable[[], MegatronPolicy], batch: Any, data_rank: int) -> d
     held = {name: storage_bytes(of(moves)) for name, of in things.items()}
     kept = {name: copies(of(moves)) for name, of in things.items()}
     freed = {
-        "gradients": offload.offload_gradients(),
-        "optimizer": offload.offload_optimizer(),
-        "parameters": offload.offload_parameters(),
+        "gradients": offload.offload("gradients"),
+        "optimizer": offload.offload("optimizer"),
+        "parameters": offload.offload("parameters"),
     }
-    seen["again"] = [offload.offload_parameters(), offload.offload_optimizer(), offload.offload_gradients()]
+    seen["again"] = [offload.offload("parameters"), offload.offload("optimizer"), offload.offload("gradients")]
     seen["held"], seen["freed"] = held, freed
     seen["left"] = {name: storage_bytes(of(moves)) for name, of in things.items()}
     # whole tensors, whether cut at a slab's end or not, and flat as a save sees them
@@ -100,10 +100,10 @@ def compare(make: Callable[[], MegatronPolicy], batch: Any, data_rank: int) -> d
     )
     seen["away"], seen["refusal"] = sorted(offload.away), refusal(offload)
     # another order back than away
-    back = {"parameters": offload.restore_parameters(), "gradients": offload.restore_gradients()}
+    back = {"parameters": offload.restore("parameters"), "gradients": offload.restore("gradients")}
     seen["away, optimizer left"] = sorted(offload.away)
-    seen["back"] = {**back, "optimizer": offload.restore_optimizer()}
-    seen["back again"] = [offload.restore_optimizer(), offload.restore_parameters(), offload.restore_gradients()]
+    seen["back"] = {**back, "optimizer": offload.restore("optimizer")}
+    seen["back again"] = [offload.restore("optimizer"), offload.restore("parameters"), offload.restore("gradients")]
     seen["refused when back"] = refusal(offload)
     one = next(parameters(moves)).detach()
     seen["readable back"] = offload.readable(one) is one

@@ -15,7 +15,7 @@ def test_zig_zag_by_hand() -> None:
     shard = context_shard([0, 8, 12], 1, 2, torch.device("cpu"))
     everyone = torch.cat([held_positions([0, 8, 12], rank, 2) for rank in range(2)])
     assert everyone[shard.to_row_order].tolist() == list(range(12))
-    keys = [(span.query.start, span.query.stop, span.key.start, span.key.stop) for span in shard.spans]
+    keys = [(chunk.query.start, chunk.query.stop, chunk.key.start, chunk.key.stop) for chunk in shard.chunks]
     assert keys == [(0, 2, 0, 4), (2, 4, 0, 6), (4, 5, 8, 10), (5, 6, 8, 11)]
 
 
