@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, Section
-from or1_megatron.config.yaml_reader import YamlError, read_file
+from or1_megatron.config.yaml_reader import read_file
 
 SCALES: Final = ("paper", "small")
 Scale = Literal["paper", "small"]
@@ -123,8 +123,6 @@ def load_ablation(path: Path) -> Ablation:
     try:
         data, _ = read_file(path)
         ablation = Ablation.model_validate_json(json.dumps({**data, "path": str(path)}), strict=True)
-    except YamlError as error:
-        raise ConfigError(str(error)) from None
     except ValidationError as error:
         lines = [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None

@@ -23,6 +23,7 @@ from or1_megatron.commands.convert import convert
 from or1_megatron.commands.doctor import doctor
 from or1_megatron.commands.errors import explained
 from or1_megatron.commands.picture import picture
+from or1_megatron.commands.recipes import recipes
 from or1_megatron.commands.report import report_command
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.train import train
@@ -52,7 +53,7 @@ def main(
     pass
 
 
-for command in (train, check_parity, replay, plan_handoff, config, doctor, rollouts, picture, verify):
+for command in (train, recipes, config, check_parity, replay, plan_handoff, doctor, rollouts, picture, verify):
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")

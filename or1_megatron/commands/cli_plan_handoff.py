@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
-from or1_megatron.commands.options import ConfigFile, Overrides
+from or1_megatron.commands.options import ConfigFile, Overrides, config_file, shape_folder
 
 
 def plan_handoff(
@@ -21,4 +21,7 @@ def plan_handoff(
         from or1_megatron.commands.plan_handoff import forecast_of, print_forecast
         from or1_megatron.config.load import load_config
 
-        print_forecast(forecast_of(load_config(config, overrides or ())), gigabits, Console())
+        loaded = load_config(config_file(config), overrides or ())
+        if shape := shape_folder(loaded):
+            loaded = loaded.model_copy(update={"model": loaded.model.model_copy(update={"hf": shape})})
+        print_forecast(forecast_of(loaded), gigabits, Console())

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
+from or1_megatron.commands.options import config_file
 
 
 def verify(
     file: Annotated[Path, typer.Argument(help="Rows of problems (.jsonl, .parquet), each with a 'response'.")],
     out: Annotated[Path, typer.Option(help="The same rows with reward, status and detail; resumed, if begun.")],
-    config: Annotated[Path | None, typer.Option(help="A run's YAML file, for its verify section.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file or a recipe, for its verify section.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Rows judged at once.")] = 1,
     unusable: Annotated[
         Literal["refuse", "drop"],
@@ -28,5 +29,5 @@ def verify(
         from or1_megatron.config.load import load_config
         from or1_megatron.config.schema import VerifyConfig
 
-        settings = VerifyConfig() if config is None else load_config(config).verify
+        settings = VerifyConfig() if config is None else load_config(config_file(config)).verify
         verify_file(file, out, settings, workers, unusable, explain, Console())

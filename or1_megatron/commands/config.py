@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from or1_megatron.commands.errors import explained
-from or1_megatron.commands.options import ConfigFile, Overrides
+from or1_megatron.commands.options import ConfigFile, Overrides, config_file
 
 
 def config(
@@ -19,5 +19,5 @@ def config(
     with explained():
         from or1_megatron.config.load import load_config, resolved_yaml, value_of
 
-        loaded = load_config(config, overrides or ())
+        loaded = load_config(config_file(config), overrides or ())
         print(resolved_yaml(loaded).rstrip() if key is None else value_of(loaded, key))

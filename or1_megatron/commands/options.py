@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.")]
+if TYPE_CHECKING:
+    from or1_megatron.config.schema import Config
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or the name of a recipe (`or1 recipes` lists them).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set stages.0.steps=3. Repeatable."),
 ]
 RunDir = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+def config_file(given: Path) -> Path:
+    """Return the file that a ConfigFile stands for. A file comes before a recipe of the same name, with a note.
+
+    Raises ConfigError when there is neither.
+    """
+    from or1_megatron.config.recipes import find, named
+
+    found = find("recipe", given)
+    if found == given and (recipe := named("recipe").get(str(given))):
+        note(f"{given} is a file here and is used; the recipe of that name is {recipe}")
+    return found
+
+
+def shape_folder(config: Config) -> Path | None:
+    """Return the shape to plan with where the model's folder is absent and a shape is named like it, with a note.
+
+    Raises ModelError when there is neither.
+    """
+    from or1_megatron.config.recipes import shape_like
+    from or1_megatron.weights.families import ModelError
+
+    model = config.model.hf
+    if model.is_dir():
+        return None
+    shape = shape_like(model)
+    if shape is None:
+        raise ModelError(
+            f"model folder {model} does not exist; expected an HF folder with config.json, or a shape to plan with: "
+            "--set model.hf=NAME (`or1 recipes` lists the names)"
+        )
+    note(f"{model} is not there; planned with the shape {shape.name}")
+    return shape
+
+
+def note(text: str) -> None:
+    print(f"or1: note: {text}", file=sys.stderr)

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
-from or1_megatron.commands.options import ConfigFile, Overrides
+from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
 
 if TYPE_CHECKING:
+    from or1_megatron.config.schema import Config
     from or1_megatron.sizing.run_plan import Device
 
 
@@ -36,7 +37,10 @@ def train(
     ] = None,
     shape: Annotated[
         Path | None,
-        typer.Option(help="--dry-run for the model of this folder's config.json; neither weights nor data are needed."),
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help="--dry-run for this model shape (`or1 recipes` lists them) or a folder's config.json; reads no data.",
+        ),
     ] = None,
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is resumed.
@@ -45,24 +49,26 @@ def train(
     """
     with explained():
         from or1_megatron.config.load import load_config
-        from or1_megatron.sizing.dry_run import plan_run, plan_shape, print_plan
+        from or1_megatron.config.recipes import find
+        from or1_megatron.sizing.dry_run import plan_run, print_plan
         from or1_megatron.trainer.preflight import check_inputs, lacking
 
+        path = config_file(config)
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
-        loaded = load_config(config, overrides)
-        if shape is not None:
-            if not dry_run:
-                raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
-            print_plan(plan_shape(loaded, shape, _device(device)), Console())
+        loaded = load_config(path, overrides)
+        if shape is not None and not dry_run:
+            raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
+        if dry_run:
+            folder = find("shape", shape) if shape else shape_folder(loaded)
+            planned = plan_run(loaded, _device(device, loaded), folder)
+            print_plan(planned, Console())
+            for line in () if shape else lacking(loaded):
+                print(f"or1: not there yet: {line}", file=sys.stderr)
             return
         planned = plan_run(loaded, _device(device))
-        if dry_run or check:
+        if check:
             print_plan(planned, Console())
-            if check:
-                check_inputs(loaded, ground_truths=True)
-                return
-            for line in lacking(loaded):
-                print(f"or1: not there yet: {line}", file=sys.stderr)
+            check_inputs(loaded, ground_truths=True)
             return
         from or1_megatron.runtime.launch import run_ranks
 
@@ -71,7 +77,7 @@ def train(
         check_inputs(loaded)
         code = run_ranks(
             "or1_megatron.trainer.run",
-            [str(config), *(part for override in overrides for part in ("--set", override))],
+            [str(path), *(part for override in overrides for part in ("--set", override))],
             ranks=loaded.parallel.ranks,
             threads_per_rank=loaded.parallel.threads_per_rank,
             grace_s=loaded.checkpoint.signal_grace_s,
@@ -79,13 +85,19 @@ def train(
     raise typer.Exit(code)
 
 
-def _device(named: str | None) -> Device:
-    if named is None:
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(named: str | None, planned: Config | None = None) -> Device:
+    """Return the device that ``--device`` names; else this machine's, or GPUs where a plan is made for them."""
     if named == "cpu":
         return "cpu"
     if named == "cuda":
         return "cuda"
-    raise typer.BadParameter(f"'{named}' is neither cpu nor cuda", param_hint="--device")
+    if named is not None:
+        raise typer.BadParameter(f"'{named}' is neither cpu nor cuda", param_hint="--device")
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if planned is not None and ("nccl" in planned.handoff.transport or "cuda" in planned.handoff.transport):
+        note(f"planned for GPUs, since handoff.transport is {planned.handoff.transport}; this machine has none")
+        return "cuda"
+    return "cpu"

@@ -1,10 +1,12 @@
-"""What every section of the configuration is made of."""
+"""What every section of the configuration is made of, and the error of one that cannot be used."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from or1_megatron.errors import UserError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -19,3 +21,7 @@ class Section(BaseModel):
     """Base of all sections: immutable, and strict about names and types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot be used; the message names file and key, what was found and what was expected."""

@@ -1,8 +1,10 @@
 """From YAML files and overrides to a Config, and back.
 
-    base: recipe.yaml           # optional; relative to this file; chains; this file's values win; lists replace
+    base: recipe.yaml           # optional; relative to this file, or the name of a recipe or layout
     run: {dir: "${RUNS:-runs}/mine"}
     optimizer: {lr: 1e-6}
+
+A base may have a base. A file's values win over those of its base, key by key; a list replaces a list.
 
 ``${VAR}`` and ``${VAR:-default}`` in a value are replaced from the environment; ``$${`` stands for a literal ``${``. An
 unquoted value is read as YAML again after that, so ``steps: ${STEPS}`` may be a number. Relative paths (data, model,
@@ -13,58 +15,20 @@ Types are strict: ``"3"`` and ``true`` are not integers, ``3`` is not a string.
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import json
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from or1_megatron.config.base import ConfigError as ConfigError
+from or1_megatron.config.keys import did_you_mean, nearest_key
+from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
-from or1_megatron.config.yaml_reader import Origins, YamlError, dump, read_file, read_value
-from or1_megatron.errors import UserError
+from or1_megatron.config.yaml_reader import Origins, dump, read_file, read_value
 
-RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
-    # Where things are and how long the run goes on.
-    "run.dir",
-    "run.previous",  # its checkpoint has been read
-    "stages.*.steps",
-    "data.unusable",  # where both start, they give the same problems; the data's fingerprint is compared anyway
-    # How the work is spread: any layout loads any other's checkpoint, and the loss does not depend on the cut.
-    "parallel.*",
-    "rollout.*",
-    "handoff.*",
-    "cluster.*",
-    # Limits of the verifiers: a time-out is counted apart from a wrong answer.
-    "verify.*",
-    # What is watched and kept. Not the evaluation's data and sampling: the best checkpoint is chosen by them.
-    "evaluate.every_steps",
-    "evaluate.samples_during",
-    "checkpoint.*",
-    "safety.*",
-    "track.*",
-)
-"""Dotted keys (``*``: any part) that a resumed run may have otherwise than the run it resumes. All else must agree."""
-
-NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness",)
-"""Exceptions to RESUMABLE_CHANGES: what the run comes to depends on them."""
-
-NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
-    *RESUMABLE_CHANGES,
-    "run.stage",
-    "algorithm.*",
-    "optimizer.*",
-    "evaluate.*",
-)
-"""What a stage that begins in a run of its own may have otherwise than the run of the stage before, beside its own
-entry in ``stages`` and later ones. Not the model, the data and the seed: the data's cursor goes on."""
-
-_ABSENT: Final = "absent"
 _EXPECTED: Final = {
     "model_type": "a mapping",
     "tuple_type": "a list",
@@ -81,10 +45,6 @@ _EXPECTED: Final = {
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, its bases, then ``overrides`` (``a.b=value``, value in YAML; ``stages.0.steps=3`` indexes a list).
 
@@ -96,12 +56,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
     """As ``load_config``, for a file of another schema; None: its defaults and the overrides."""
-    try:
-        data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
-        for override in overrides:
-            _override(data, origins, override)
-    except YamlError as error:
-        raise ConfigError(str(error)) from None
+    data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
+    for override in overrides:
+        _override(data, origins, override)
     try:
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
@@ -128,67 +85,9 @@ def value_of(config: Config, key: str) -> str:
     for depth, part in enumerate(parts):
         inside = isinstance(value, dict) and part in value
         if not inside and not (isinstance(value, list) and part.isdecimal() and int(part) < len(value)):
-            raise ConfigError(f"{key}: unknown key{_nearest(tuple(parts[: depth + 1]), Config)}")
+            raise ConfigError(f"{key}: unknown key{nearest_key(tuple(parts[: depth + 1]), Config)}")
         value = value[part] if inside else value[int(part)]
     return dump(value).rstrip() if isinstance(value, dict | list) else "" if value is None else str(value)
-
-
-def check_resume(old: Config, new: Config) -> None:
-    """Refuse to resume a run of ``old`` as ``new`` where they differ in more than RESUMABLE_CHANGES.
-
-    Raises:
-        ConfigError: a line for each such key with its old and new value.
-    """
-    by_cut = old.algorithm.loss.aggregation == "micro_batch_mean"  # the one loss that depends on the layout
-    forbidden = (*NOT_RESUMABLE, *(("parallel.*",) if by_cut else ()))
-    if changed := _changed(old, new, RESUMABLE_CHANGES, forbidden):
-        raise ConfigError(
-            f"run {new.run.folder} cannot be resumed with another configuration; put these back, "
-            "or start a new run with --set run.dir=...:\n" + "\n".join(changed)
-        )
-
-
-def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from ``checkpoint``, of a run of ``old``.
-
-    Raises:
-        ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
-    """
-    assert new.run.stage is not None
-    later = [f"stages.{index}.*" for index in range(new.run.stage - 1, max(len(old.stages), len(new.stages)))]
-    if changed := _changed(old, new, (*NEXT_STAGE_CHANGES, *later), ()):
-        raise ConfigError(
-            f"stage {new.run.stage} cannot begin from {checkpoint} with another configuration in what a new stage does "
-            "not change; put these back:\n" + "\n".join(changed)
-        )
-
-
-def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    before, after = _flat(old), _flat(new)
-
-    def may_change(key: str) -> bool:
-        is_allowed = any(fnmatch.fnmatchcase(key, pattern) for pattern in allowed)
-        return is_allowed and not any(fnmatch.fnmatchcase(key, pattern) for pattern in forbidden)
-
-    return [
-        f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
-        for key in dict.fromkeys((*before, *after))
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and not may_change(key)
-    ]
-
-
-def _flat(config: Config) -> dict[str, str]:
-    """Dotted key to JSON text of every leaf; an empty list or mapping is a leaf."""
-
-    def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        if not items or not value:
-            yield key, json.dumps(value)
-        else:
-            for name, child in items:
-                yield from leaves(child, f"{key}.{name}" if key else str(name))
-
-    return dict(leaves(config.model_dump(mode="json"), ""))
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
@@ -202,9 +101,16 @@ def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any
         return data, origins
     if not isinstance(base, str):
         raise ConfigError(f"{origins[('base',)]}: base: found {_shown(base)}, expected one file name")
-    if not (path.parent / base).is_file():
-        raise ConfigError(f"{origins[('base',)]}: base: no such file: {path.parent / base} (relative to {path})")
-    below, below_origins = _read_with_bases(path.parent / base, (*above, path.resolve()))
+    below_path, recipes = path.parent / base, named("recipe") | named("layout")
+    if base in recipes and not (below_path.is_file() and below_path.resolve() != path.resolve()):
+        below_path = recipes[base]
+    if not below_path.is_file():
+        beside = [file.stem for file in below_path.parent.glob(f"*{below_path.suffix}")]
+        raise ConfigError(
+            f"{origins[('base',)]}: base: no such file: {below_path} (relative to {path})"
+            + did_you_mean(below_path.stem, [*beside, *recipes])
+        )
+    below, below_origins = _read_with_bases(below_path, (*above, path.resolve()))
     _lay_over(below, data, below_origins, origins, ())
     return below, below_origins
 
@@ -262,7 +168,7 @@ def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[Ba
     known_above = next((origins[parts[:n]] for n in range(len(parts), 0, -1) if parts[:n] in origins), path)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"{known_above}: {key}: unknown key{_nearest(parts, schema)}"
+        return f"{known_above}: {key}: unknown key{nearest_key(parts, schema)}"
     if kind == "missing":
         return f"{known_above}: {key}: missing; it has no default"
     if kind == "value_error":
@@ -278,38 +184,3 @@ def _shown(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({names.get(type(value), type(value).__name__)})"
-
-
-def _nearest(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """``; did you mean a.b?`` for the known key nearest to an unknown one: a sibling first, then from any section."""
-    known = dict.fromkeys(_keys(schema, ()))
-    shape = tuple("*" if part.isdecimal() else part for part in parts)
-    siblings = [key for key in known if key[:-1] == shape[:-1]]
-    close = difflib.get_close_matches(parts[-1], [key[-1] for key in siblings], n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {'.'.join((*parts[:-1], close[0]))}?"
-    elsewhere = {key[-1]: key for key in known}
-    if found := difflib.get_close_matches(parts[-1], elsewhere, n=1, cutoff=0.8):
-        return f"; did you mean {'.'.join(elsewhere[found[0]])}?"
-    return f"; known here: {', '.join(key[-1] for key in siblings)}"
-
-
-def _keys(section: type[BaseModel], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Every key of the schema, parents before children, with ``*`` for a place in a list."""
-    for name, field in section.model_fields.items():
-        key = (*above, name)
-        yield key
-        inner, in_list = _section_of(field.annotation)
-        if inner is not None:
-            yield from _keys(inner, (*key, "*") if in_list else key)
-
-
-def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a field's type is, or is a tuple of; (None, False) for a plain value."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
-    for argument in typing.get_args(annotation):
-        inner, _ = _section_of(argument)
-        if inner is not None:
-            return inner, typing.get_origin(annotation) is tuple
-    return None, False

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from or1_megatron.errors import UserError
+from or1_megatron.config.base import ConfigError
 
 Origins = dict[tuple[str, ...], str]
 """``file:line`` of every key; a place in a list counts as a part of the key."""
@@ -27,10 +27,6 @@ _RESOLVERS: Final = (
     ("float", r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", "-+.0123456789"),
 )
 """Which unquoted words are more than strings (YAML 1.2's core rules, less inf and nan)."""
-
-
-class YamlError(UserError, ValueError):
-    """A file or a value that cannot be read; the message names file and line."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,19 +46,19 @@ def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[
     """The mapping in ``path``, environment filled in, and where each key stood.
 
     Raises:
-        YamlError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
+        ConfigError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
     """
     if not path.is_file():
-        raise YamlError(f"{path}: no such file; expected a YAML configuration")
+        raise ConfigError(f"{path}: no such file; expected a YAML configuration")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise YamlError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     node = _compose(text, str(path))
     if node is None:
         return {}, {}
     if not isinstance(node, yaml.MappingNode):
-        raise YamlError(f"{path}:{_line(node)}: found {_kind(node)}, expected a mapping of sections")
+        raise ConfigError(f"{path}:{_line(node)}: found {_kind(node)}, expected a mapping of sections")
     origins: Origins = {}
     reader = _Reader(str(path), environment, origins)
     value: dict[str, Any] = reader.value(node, ())
@@ -70,7 +66,7 @@ def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 def read_value(text: str, where: str, environment: Mapping[str, str] = os.environ) -> Any:
-    """One value in YAML, environment filled in; ``where`` names its place in an error (YamlError)."""
+    """One value in YAML, environment filled in; ``where`` names its place in an error (ConfigError)."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, environment, {}).value(node, ())
 
@@ -93,9 +89,9 @@ def _compose(text: str, where: str) -> yaml.Node | None:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise YamlError(f"{where}{line}: not valid YAML: {error.problem}") from None
+        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise YamlError(f"{where}: not valid YAML: {error}") from None
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
 
 
 def _line(node: yaml.Node) -> int:
@@ -130,9 +126,9 @@ class _Reader:
             name, line = str(name_node.value), _line(name_node)
             dotted = ".".join((*key, name))
             if not isinstance(name_node, yaml.ScalarNode) or name == "<<":
-                raise YamlError(f"{self._where}:{line}: {dotted}: expected a plain key (to merge files, write base:)")
+                raise ConfigError(f"{self._where}:{line}: {dotted}: expected a plain key (to merge files, write base:)")
             if name in seen:
-                raise YamlError(f"{self._where}:{line}: {dotted}: given twice; first in line {seen[name]}")
+                raise ConfigError(f"{self._where}:{line}: {dotted}: given twice; first in line {seen[name]}")
             seen[name] = line
             self._origins[(*key, name)] = f"{self._where}:{line}"
             yield name, self.value(child, (*key, name))
@@ -149,7 +145,7 @@ class _Reader:
             return _Loader("").construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
-            raise YamlError(f"{self._where}:{_line(node)}: {'.'.join(key)}: {reason}") from None
+            raise ConfigError(f"{self._where}:{_line(node)}: {'.'.join(key)}: {reason}") from None
 
     def _expand(self, node: yaml.Node, key: tuple[str, ...]) -> str:
         def replacement(match: re.Match[str]) -> str:
@@ -158,12 +154,12 @@ class _Reader:
                 return "${"
             at = f"{self._where}:{_line(node)}: {'.'.join(key)}"
             if name is None:
-                raise YamlError(f"{at}: '${{' without a name and '}}'; expected ${{NAME}} or ${{NAME:-default}}")
+                raise ConfigError(f"{at}: '${{' without a name and '}}'; expected ${{NAME}} or ${{NAME:-default}}")
             if self._environment.get(name):
                 return self._environment[name]
             if match[2] is None:
                 state = "empty" if name in self._environment else "not set"
-                raise YamlError(f"{at}: environment variable {name} is {state}; set it, or give ${{{name}:-default}}")
+                raise ConfigError(f"{at}: environment variable {name} is {state}; set it, or give ${{{name}:-default}}")
             return default
 
         return _REFERENCE.sub(replacement, node.value)

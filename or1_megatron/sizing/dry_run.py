@@ -22,23 +22,21 @@ from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.shape import Shape
 
 
-def plan_shape(config: Config, model: Path, device: Device) -> Plan:
-    """The plan of ``config`` for the shape in ``model``'s config.json alone; the problems are not counted.
+def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
+    """Return the plan of ``config`` with the model and the problem files that it names.
 
-    Raises ModelError for the model, PlanError for the plan.
+    Args:
+        shape: a folder whose config.json takes the model's place; neither weights nor problems are read then.
+
+    Raises:
+        ConfigError: a problem file that cannot be counted.
+        ModelError: a model that cannot be read.
+        PlanError: a plan that cannot work.
     """
-    hf = read_hf_config(model)
+    hf = read_hf_config(shape or config.model.hf)
     family_of(hf)
-    return plan(config, hf, None, device)
-
-
-def plan_run(config: Config, device: Device) -> Plan:
-    """The plan of ``config`` with the model and the problem files that it names.
-
-    Raises ConfigError for a problem file that cannot be counted, ModelError for the model, PlanError for the plan.
-    """
-    hf = read_hf_config(config.model.hf)
-    family_of(hf)
+    if shape is not None:
+        return plan(config, hf, None, device)
     if config.algorithm.kl.reference is not None:
         check_reference(config.algorithm.kl.reference, hf)
     for held_out in config.evaluate.data:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from or1_megatron.config.load import ConfigError, check_next_stage, check_resume, load_config
+from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.errors import UserError

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from or1_megatron.config.load import load_config, resolved_yaml
+from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.data.stream import MixtureStream
 from or1_megatron.errors import UserError
@@ -333,7 +334,7 @@ def main() -> int:
     rank = int(os.environ.get("RANK", "0"))
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(find("recipe", arguments.config), arguments.overrides)
         stop = StopRequested(config.checkpoint.signal_grace_s)
         set_up_logging(RunFolder(config.run.folder).logs, rank)
         if (summary := finished_before(config)) is not None:

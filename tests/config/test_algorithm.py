@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.config.load import ConfigError, check_resume, load_config, resolved_yaml
+from or1_megatron.config.load import ConfigError, load_config, resolved_yaml
+from or1_megatron.config.resume import check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.sizing.dry_run import check_reference
 from or1_megatron.sizing.run_plan import PlanError, plan

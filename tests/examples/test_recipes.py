@@ -11,7 +11,7 @@ import pytest
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.dry_run import plan_shape
+from or1_megatron.sizing.dry_run import plan_run
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs/models"
@@ -74,7 +74,7 @@ def test_the_released_models_are_trained_as_the_report_says(recipe: str, monkeyp
 def test_every_layout_works_out(recipe: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No conflict; no warning of memory, of rows that pad, of a starved pipeline; nodes of 8 GPUs, all of them used."""
     config = load(recipe, layout, monkeypatch)
-    found = plan_shape(config, MODELS / LAYOUTS[recipe][0], "cuda")
+    found = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
     assert not found.warnings
     assert found.ranks == found.devices == 8 * NODES_OF_8[layout]
     assert found.engines * found.engine_tensor == found.ranks

@@ -1,0 +1,69 @@
+"""The dotted keys of a schema, and the known name nearest to an unknown one."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a schema."""
+
+    path: tuple[str, ...]
+    """Its parts; ``*`` stands for a place in a list."""
+    field: FieldInfo
+    owner: type[BaseModel]
+    """The section that declares it."""
+    section: type[BaseModel] | None
+    """The section that its value is, or is a list of; None for a plain value."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Key]:
+    """Yield every key, parents before children."""
+    for name, field in schema.model_fields.items():
+        section, in_list = _section_of(field.annotation)
+        key = Key((*above, name), field, schema, section)
+        yield key
+        if section is not None:
+            yield from keys_of(section, (*key.path, "*") if in_list else key.path)
+
+
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The section that a field's type is, or is a tuple of; (None, False) for a plain value."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
+    for argument in typing.get_args(annotation):
+        section, _ = _section_of(argument)
+        if section is not None:
+            return section, typing.get_origin(annotation) is tuple
+    return None, False
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean X or Y?`` for the known names nearest to ``name``; empty where none is near."""
+    close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def nearest_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
+    """``; did you mean a.b?`` for an unknown key: a sibling of that name first, then a key from any section."""
+    known = [key.path for key in keys_of(schema)]
+    above = tuple("*" if part.isdecimal() else part for part in parts[:-1])
+    siblings = {key[-1]: ".".join((*parts[:-1], key[-1])) for key in known if key[:-1] == above}
+    elsewhere = {key[-1]: ".".join(key) for key in known}
+    for names, cutoff in ((siblings, 0.5), (elsewhere, 0.8)):
+        if close := difflib.get_close_matches(parts[-1], names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[close[0]]}?"
+    return f"; known here: {', '.join(siblings)}"

@@ -1,0 +1,48 @@
+"""The recipes, layouts and model shapes that travel with the package, by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, Literal
+
+from or1_megatron.config.base import ConfigError
+from or1_megatron.config.keys import did_you_mean
+
+CONFIGS: Final = Path(__file__).parents[1] / "configs"
+Kind = Literal["recipe", "layout", "shape"]
+_PLACES: Final[dict[Kind, str]] = {"recipe": "recipes/*.yaml", "layout": "layouts/*.yaml", "shape": "models/*/"}
+
+
+def named(kind: Kind) -> dict[str, Path]:
+    """Return the file of each recipe or layout, or the folder of each shape, by name."""
+    return {path.stem: path for path in sorted(CONFIGS.glob(_PLACES[kind]))}
+
+
+def find(kind: Kind, given: Path) -> Path:
+    """Return ``given`` where there is such a file (for a shape: a folder), else what has that name.
+
+    Raises:
+        ConfigError: neither; with the nearest name.
+    """
+    known = named(kind)
+    if given.is_dir() if kind == "shape" else given.is_file():
+        return given
+    if str(given) in known:
+        return known[str(given)]
+    raise ConfigError(
+        f"{given}: no such {'folder' if kind == 'shape' else 'file'}, and no {kind} of that name"
+        + (did_you_mean(str(given), known) or f"; there are: {', '.join(known)}")
+    )
+
+
+def shape_like(model: Path) -> Path | None:
+    """Return the shape named like a model's folder: deepseek_r1_distill_qwen_7b for DeepSeek-R1-Distill-Qwen-7B."""
+    return named("shape").get(re.sub(r"[^a-z0-9]+", "_", model.name.lower()))
+
+
+def summary(path: Path) -> str:
+    """Return the first sentence of the comment that a recipe or layout begins with."""
+    comment = re.match(r"(?:#.*\n)*", path.read_text())
+    text = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]

@@ -1,0 +1,107 @@
+"""What may change in the configuration of a run that is resumed, or of the next stage."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from or1_megatron.config.base import ConfigError
+from or1_megatron.config.schema import Config
+
+RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
+    # Where things are and how long the run goes on.
+    "run.dir",
+    "run.previous",  # its checkpoint has been read
+    "stages.*.steps",
+    "data.unusable",  # where both start, they give the same problems; the data's fingerprint is compared anyway
+    # How the work is spread: any layout loads any other's checkpoint, and the loss does not depend on the cut.
+    "parallel.*",
+    "rollout.*",
+    "handoff.*",
+    "cluster.*",
+    # Limits of the verifiers: a time-out is counted apart from a wrong answer.
+    "verify.*",
+    # What is watched and kept. Not the evaluation's data and sampling: the best checkpoint is chosen by them.
+    "evaluate.every_steps",
+    "evaluate.samples_during",
+    "checkpoint.*",
+    "safety.*",
+    "track.*",
+)
+"""Dotted keys (``*``: any part) that a resumed run may have otherwise than the run it resumes. All else must agree."""
+
+NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness",)
+"""Exceptions to RESUMABLE_CHANGES: what the run comes to depends on them."""
+
+NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
+    *RESUMABLE_CHANGES,
+    "run.stage",
+    "algorithm.*",
+    "optimizer.*",
+    "evaluate.*",
+)
+"""What a stage that begins in a run of its own may have otherwise than the run of the stage before, beside its own
+entry in ``stages`` and later ones. Not the model, the data and the seed: the data's cursor goes on."""
+
+_ABSENT: Final = "absent"
+
+
+def check_resume(old: Config, new: Config) -> None:
+    """Refuse to resume a run of ``old`` as ``new`` where they differ in more than RESUMABLE_CHANGES.
+
+    Raises:
+        ConfigError: a line for each such key with its old and new value.
+    """
+    by_cut = old.algorithm.loss.aggregation == "micro_batch_mean"  # the one loss that depends on the layout
+    forbidden = (*NOT_RESUMABLE, *(("parallel.*",) if by_cut else ()))
+    if changed := _changed(old, new, RESUMABLE_CHANGES, forbidden):
+        raise ConfigError(
+            f"run {new.run.folder} cannot be resumed with another configuration; put these back, "
+            "or start a new run with --set run.dir=...:\n" + "\n".join(changed)
+        )
+
+
+def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
+    """Refuse to begin stage ``new.run.stage`` from ``checkpoint``, of a run of ``old``.
+
+    Raises:
+        ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
+    """
+    assert new.run.stage is not None
+    later = [f"stages.{index}.*" for index in range(new.run.stage - 1, max(len(old.stages), len(new.stages)))]
+    if changed := _changed(old, new, (*NEXT_STAGE_CHANGES, *later), ()):
+        raise ConfigError(
+            f"stage {new.run.stage} cannot begin from {checkpoint} with another configuration in what a new stage does "
+            "not change; put these back:\n" + "\n".join(changed)
+        )
+
+
+def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
+    before, after = _flat(old), _flat(new)
+
+    def may_change(key: str) -> bool:
+        is_allowed = any(fnmatch.fnmatchcase(key, pattern) for pattern in allowed)
+        return is_allowed and not any(fnmatch.fnmatchcase(key, pattern) for pattern in forbidden)
+
+    return [
+        f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and not may_change(key)
+    ]
+
+
+def _flat(config: Config) -> dict[str, str]:
+    """Dotted key to JSON text of every leaf; an empty list or mapping is a leaf."""
+
+    def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        if not items or not value:
+            yield key, json.dumps(value)
+        else:
+            for name, child in items:
+                yield from leaves(child, f"{key}.{name}" if key else str(name))
+
+    return dict(leaves(config.model_dump(mode="json"), ""))
