@@ -1,11 +1,11 @@
-"""Ends a rank that must not wait any longer, and says what every rank was waiting for.
+"""Ends a rank that would wait for ever, and reports where every rank was.
 
-Each rank runs one. Over a store that rank 0 hosts they share: the first failure (``failure``), where each rank is once
-there is one (``where/<rank>``), signs of life (``beat/<rank>``), that rank 0 has told all (``told``) and that a rank
-needs rank 0 no more (``gone/<rank>``).
+Each rank runs a watchdog. They share a store that rank 0 hosts, with these keys: ``failure`` (the first failure),
+``where/<rank>`` (where each rank is, once something has failed), ``beat/<rank>`` (heartbeats), ``told`` (rank 0 has
+logged the report) and ``gone/<rank>`` (a rank no longer needs rank 0).
 
-Two threads, since the one that asks the store is stopped with it when rank 0's process is (SIGSTOP, a host that
-fell silent): the second only looks at clocks.
+A watchdog has two threads. One asks the store; it hangs when rank 0's process stops answering (SIGSTOP, a silent
+host). The other only looks at clocks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 _FAILURE, _TOLD = "failure", "told"
 _POLL_S = 0.5
 _GATHER_S = 3.0
-"""How long the ranks that still live have to say where they are."""
+"""How long the living ranks may take to report where they are."""
 _GRACE_S = 5.0
-"""How long rank 0 may take to notice by itself that another rank failed, and to close what it has started."""
+"""How long rank 0 may take to notice by itself that another rank has failed, and to close what it has started."""
 _SILENT_S = 60.0
-"""A rank without a sign of life for this long between verbs is dead; the deadline, where that is shorter."""
+"""A rank without a heartbeat for this long (or the deadline, if that is shorter) between verbs is dead."""
 _LAST_RESORT_S = 15.0
-"""Beyond the deadline, or once it is about to end: before a rank ends without having heard the others."""
+"""How long past the deadline, or after it decided to end, a rank waits for the others before it ends alone."""
 _FRAMES = 10
-"""Innermost frames shown of where a rank is."""
+"""Number of innermost frames shown of a rank's stack."""
 
 
 class Watchdog:
-    """One rank's.
+    """One rank's watchdog.
 
     Args:
-        store: this watchdog's own connection; a blocked call on it blocks nothing else.
-        deadline_s: for one verb.
+        store: a connection of its own, on which a blocked call blocks nothing else.
+        deadline_s: longest time for one verb.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float) -> None:
@@ -55,7 +55,7 @@ class Watchdog:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._looked_s = time.monotonic()
         self._over = threading.Event()
-        """The verbs are over, or rank 0's main thread is on its way out: nothing to watch."""
+        """Set when the verbs are over, or rank 0's main thread is about to end: there is nothing to watch."""
         self._telling = threading.Lock()
         self._told = False
         self._ending_since: float | None = None
@@ -63,7 +63,7 @@ class Watchdog:
         for task in (self._watch, self._watch_clocks):
             threading.Thread(target=task, name=f"lockstep{task.__name__}", daemon=True).start()
 
-    # -- told by the main thread ---------------------------------------------------------------------------------
+    # -- called by the main thread -------------------------------------------------------------------------------
 
     def verb_began(self, verb: str) -> None:
         self._running = (verb, time.monotonic())
@@ -72,14 +72,14 @@ class Watchdog:
         self._running = None
 
     def failed(self, verb: str, error: Exception) -> tuple[str | None, str]:
-        """This rank's verb raised: report it, unless another rank's failure came first. Returns on rank 0 alone.
+        """Report an error of this rank's verb, unless another rank has failed before. Returns only on rank 0.
 
-        Returns (what is at fault, in a line, unless it is this very error, and where all ranks are).
+        Returns (the failure in a line, or None if it is this error; where all ranks are).
         """
         frames = "".join(traceback.format_exception(error))
         self._raised = f"raised {type(error).__name__}: {error}"
         own = not _lost_a_peer(error)
-        if not own:  # a symptom: the rank that is at fault may still report, or be dead
+        if not own:  # a symptom: give the failed rank time to report, if it lives
             time.sleep(2 * _POLL_S)
         how = "failed" if own else "lost a peer"
         report = f"rank {self._rank} {how} in '{verb}':\n{frames}"
@@ -94,7 +94,7 @@ class Watchdog:
         return first.splitlines()[0].rstrip(":"), self._tell_all(first)
 
     def close(self) -> None:
-        """The verbs are over. Rank 0 waits a moment for the others to have heard what they need its store for."""
+        """End the watch. Rank 0 waits a moment for the ranks that still need its store."""
         self._over.set()
         if self._rank > 0:
             self._set(f"gone/{self._rank}", "1")
@@ -119,7 +119,7 @@ class Watchdog:
                 self._end(trouble)
 
     def _trouble(self) -> str | None:
-        """The first failure of the run, if there is one by now."""
+        """Return the run's first failure, if there is one by now."""
         if self._store.check([_FAILURE]):
             return self._store.get(_FAILURE).decode()
         running = self._running
@@ -135,12 +135,12 @@ class Watchdog:
         self._store.set(f"beat/{self._rank}", str(time.monotonic()))
 
     def _silent(self) -> list[int]:
-        """Rank 0: those whose beat has stood still for too long."""
+        """Return the ranks whose heartbeat has not changed for too long; on rank 0."""
         keys = [f"beat/{rank}" for rank in range(1, self._world)]
-        if not keys or not self._store.check(keys):  # some have not begun
+        if not keys or not self._store.check(keys):  # some have not started
             return []
         now = time.monotonic()
-        suspended = now - self._looked_s > 10 * _POLL_S  # this process was: the others may have been, too
+        suspended = now - self._looked_s > 10 * _POLL_S  # this process was; the others may have been, too
         self._looked_s = now
         for rank, beat in enumerate(self._store.multi_get(keys), start=1):
             if suspended or self._beats.get(rank, (b"", now))[0] != beat:
@@ -148,7 +148,7 @@ class Watchdog:
         return [rank for rank, (_, since) in self._beats.items() if now - since > min(_SILENT_S, self._deadline_s)]
 
     def _watch_clocks(self) -> None:
-        """What the other thread cannot see while the store does not answer it."""
+        """Watch for what the other thread cannot see while the store does not answer."""
         while not self._over.wait(_POLL_S):
             now, running, asking, ending = time.monotonic(), self._running, self._asking_since, self._ending_since
             late_s = 0.0 if running is None else now - running[1] - self._deadline_s
@@ -170,7 +170,7 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _report(self, report: str) -> str | None:
-        """Make it the run's failure if it is the first; returns the one that is. None: there is no store any more."""
+        """Record a failure if it is the first; return the first one, or None if the store is gone."""
         try:
             first: bytes = self._store.compare_set(_FAILURE, "", report)
             return first.decode()
@@ -178,9 +178,9 @@ class Watchdog:
             return None
 
     def _end(self, failure: str) -> None:
-        """End this rank; rank 0, or whoever finds that it does not, tells why, and where everybody is.
+        """End this rank. Rank 0 logs why and where all ranks are; if it does not, this rank does.
 
-        Returns only when rank 0's main thread is on its way out by itself.
+        Returns only on rank 0, if its main thread ends by itself.
         """
         self._ending_since = time.monotonic()
         if self._rank == 0:
@@ -198,12 +198,12 @@ class Watchdog:
         os._exit(1)
 
     def _exit(self, failure: str) -> NoReturn:
-        """Without a word to or from the others."""
+        """End this rank without the store."""
         log.error("ending this rank: %s\nrank %d, %s", failure, self._rank, self._where())
         os._exit(1)
 
     def _tell_all(self, failure: str) -> str:
-        """Say what failed and where all ranks are, once; returns where they are."""
+        """Log what failed and where all ranks are, once; return where they are."""
         with self._telling:
             positions = self._positions()
             if not self._told:
@@ -214,9 +214,9 @@ class Watchdog:
             return positions
 
     def _positions(self) -> str:
-        """Where each rank is, those at one place together; takes until all have said so, or a moment."""
+        """Return where each rank is, with ranks at the same place together; waits a moment until all have reported."""
         if not self._set(f"where/{self._rank}", self._where()):
-            return f"rank {self._rank}, {self._where()}"  # rank 0 is gone, and the store with it
+            return f"rank {self._rank}, {self._where()}"  # rank 0 is gone, and with it the store
         keys = {rank: f"where/{rank}" for rank in range(self._world)}
         self._wait_for(list(keys.values()), _GATHER_S)
         places: dict[str, list[int]] = {}
@@ -233,7 +233,7 @@ class Watchdog:
         return "\n".join(said)
 
     def _where(self) -> str:
-        """Where this rank's main thread is."""
+        """Return where this rank's main thread is."""
         running = self._running
         verb = "waiting for a verb" if running is None else f"in '{running[0]}'"
         if self._raised is not None:
@@ -242,7 +242,7 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame else "(unknown)"
         return f"{verb}, at\n{stack.rstrip()}"
 
-    # -- the store, once it may be gone --------------------------------------------------------------------------
+    # -- the store, which may be gone ----------------------------------------------------------------------------
 
     def _set(self, key: str, value: str) -> bool:
         try:
@@ -258,7 +258,7 @@ class Watchdog:
             return None
 
     def _wait_for(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all of them were set in time."""
+        """Return whether all of the keys were set in time."""
         until = time.monotonic() + timeout_s
         try:
             while not self._store.check(keys):
@@ -275,17 +275,17 @@ def _late(verb: str, deadline_s: float) -> str:
 
 
 def _lost_a_peer(error: Exception) -> bool:
-    """A collective that broke or timed out because of another rank; what gloo and NCCL raise has no type of its own."""
+    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for that."""
     text = str(error)
     if isinstance(error, Or1Error):
-        return False  # an error of ours speaks for itself
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
     )
 
 
 def _ranks(ranks: list[int]) -> str:
-    """``rank 3``; ``ranks 1, 4-6``."""
+    """Format ranks as ``rank 3`` or ``ranks 1, 4-6``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
