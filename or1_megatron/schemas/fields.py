@@ -11,12 +11,12 @@ import pyarrow as pa
 from or1_megatron.types import FinishReason, VerdictStatus
 
 SCHEMA_VERSION: Final = 1
-"""Of rollout files; kept in their Parquet metadata as ``or1_schema``. Adding a field does not change it."""
+"""Version of the rollout files, in their Parquet metadata as ``or1_schema``. Adding a field does not change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a row. ``unit`` is "" for what has none."""
+    """One field of a row. ``unit`` is "" where there is none."""
 
     name: str
     type: pa.DataType
@@ -50,7 +50,7 @@ PROBLEM: Final[tuple[Field, ...]] = (
         "`model_difficulty`: per model name, in how many of 16 tries it failed (0 to 16)",
     ),
 )
-"""A row of a problem file: the schema of Skywork-OR1-RL-Data."""
+"""A row of a problem file, in the schema of Skywork-OR1-RL-Data."""
 
 VERDICT: Final[tuple[Field, ...]] = (
     Field("problem_id", pa.string(), "", "hash of source and prompt; the same across files and runs"),
@@ -62,11 +62,11 @@ VERDICT: Final[tuple[Field, ...]] = (
         "",
         f"one of {_one_of(VerdictStatus)}; `timeout` and `error`: the verifier itself failed on the sample",
     ),
-    Field("answer", pa.string(), "", "the final answer as extracted from the response; empty when there is none"),
+    Field("answer", pa.string(), "", "the final answer extracted from the response; empty when there is none"),
     Field("detail", pa.string(), "", "why, in words; may be empty"),
     Field("verify_wall_s", pa.float32(), "s", "wall time of the verdict"),
 )
-"""What the verifier said of one response. Within a rollout row, these fields are part of that row."""
+"""A verdict on one response. In a rollout file these fields are columns of the response's row."""
 
 _VERDICT_OWN = tuple(field for field in VERDICT if field.name not in ("problem_id", "sample_index"))
 
@@ -76,8 +76,8 @@ ROLLOUT: Final[tuple[Field, ...]] = (
     *VERDICT[:2],
     Field("source", pa.string(), "", "`data_source` of the problem"),
     Field("ability", pa.string(), "", "`math` or `code`"),
-    Field("ground_truth", pa.string(), "", "`reward_model.ground_truth` of the problem, as it stands there"),
-    Field("prompt", pa.string(), "", "what the prompt says: its turns' contents, before the chat template"),
+    Field("ground_truth", pa.string(), "", "`reward_model.ground_truth` of the problem, unchanged"),
+    Field("prompt", pa.string(), "", "the contents of the prompt's turns, before the chat template"),
     Field("prompt_token_ids", pa.list_(pa.int32()), "", "the prompt as the engine got it, chat template applied"),
     Field("response", pa.string(), "", "the response's text, without the end-of-sequence token"),
     Field("response_token_ids", pa.list_(pa.int32()), "", "with the end-of-sequence token where there is one"),
@@ -98,31 +98,31 @@ ROLLOUT: Final[tuple[Field, ...]] = (
         "versions",
         pa.list_(_SPAN),
         "",
-        "weights versions that sampled the response, each from its `first_token` on to the next span's",
+        "weights versions that sampled the response, each from its `first_token` up to the next span's",
     ),
     Field("engine", pa.int32(), "", "index of the engine"),
     Field("seed", pa.int64(), "", "of the request"),
-    Field("started_s", pa.float64(), "s since the epoch", "when the engine took the request up"),
+    Field("started_s", pa.float64(), "s since the epoch", "when the engine started on the request"),
     Field("finished_s", pa.float64(), "s since the epoch", "when its last token was sampled"),
     *_VERDICT_OWN,
     Field("advantage", pa.float32(), "", "of all the response's tokens; 0 where the group was rejected"),
-    Field("kept", pa.bool_(), "", "the group entered the batch; false: rejected, all its advantages being zero"),
+    Field("kept", pa.bool_(), "", "the group entered the batch; false: rejected, because all its advantages are zero"),
     Field(
         "log_prob_differences",
         pa.list_(pa.float16()),
         "nats",
-        "per response token, the policy's log-prob when the step first met it, less the engine's; null: not trained on",
+        "per response token, the policy's first log-prob in this step minus the engine's; null: not trained on",
         True,
     ),
     Field(
         "entropies",
         pa.list_(pa.float16()),
         "nats",
-        "per response token, the entropy of the policy's whole distribution there; null: not trained on",
+        "per response token, the entropy of the policy's full distribution; null: not trained on",
         True,
     ),
 )
-"""A row of ``rollouts/step_NNNNNN.parquet``: one response, whether or not its group was rejected."""
+"""A row of ``rollouts/step_NNNNNN.parquet``: one response, of a kept or a rejected group."""
 
 
 def _evaluated(when: str) -> tuple[Field, ...]:
@@ -143,14 +143,14 @@ SUMMARY: Final[tuple[Field, ...]] = (
     Field("total_steps", pa.int64(), "steps", "rollout steps of all stages"),
     Field("finished", pa.bool_(), "", "all steps and evaluations are done; false: stopped on request, to be resumed"),
     Field("best_step", pa.int64(), "", "the step after which the evaluation was best", True),
-    Field("skipped_updates", pa.int64(), "steps", "SGD steps left out because loss or gradient was not finite"),
+    Field("skipped_updates", pa.int64(), "steps", "SGD steps skipped because loss or gradient was not finite"),
     Field("seed", pa.int64(), "", "of the run"),
     Field(
         "wall_s",
         pa.float64(),
         "s",
         "wall time of all recorded steps and evaluations, over all sessions of a resumed run; without start-up and "
-        "without what a kill undid",
+        "without steps that a kill undid",
     ),
     Field("startup_s", pa.float64(), "s", "from the start of the last session to its first verb", True),
     Field("time_s", pa.map_(pa.string(), pa.float64()), "s", "of `wall_s`, per verb of the loop"),
@@ -163,11 +163,11 @@ SUMMARY: Final[tuple[Field, ...]] = (
     ),
     Field("model", pa.string(), "", "the exported HF folder; null when there was no export", True),
 )
-"""``summary.json``: one object. null: not measured (no held-out problems, no step done)."""
+"""``summary.json``, one object. null: not measured (no held-out problems, no step done)."""
 
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
-    """The Arrow schema of these fields, in their order."""
+    """Return the Arrow schema of these fields, in their order."""
     return pa.schema(
         [pa.field(field.name, field.type, nullable=field.nullable) for field in fields],
         metadata={"or1_schema": str(SCHEMA_VERSION)},
@@ -175,7 +175,7 @@ def arrow_schema(fields: Sequence[Field]) -> pa.Schema:
 
 
 def check_summary(summary: Mapping[str, Any]) -> None:
-    """Raise ValueError naming every field that is missing, unknown, null or of another type than SUMMARY says."""
+    """Raise ValueError naming every field that is missing, unknown, null, or not of the type in SUMMARY."""
     known = {field.name: field for field in SUMMARY}
     faults = [f"'{name}' is missing" for name in known if name not in summary]
     faults += [f"'{name}' is not a field of the summary" for name in summary if name not in known]

@@ -11,7 +11,7 @@ from or1_megatron.types import VerdictStatus
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One column of metrics.jsonl. ``unit`` is "" for what has none."""
+    """One field of metrics.jsonl. ``unit`` is "" where there is none."""
 
     name: str
     unit: str
@@ -19,28 +19,28 @@ class Metric:
 
 
 VERBS: Mapping[str, str] = {
-    "begin_stage": "stage boundary: mixture, filters, and what begins afresh",
+    "begin_stage": "stage boundary: mixture, filters, restarts",
     "take_problems": "draw the step's prompts",
     "roll_out": "sample until the last response is decoded",
-    "verify": "wait for the verdicts that are still out",
-    "sample_ahead": "begin with the next step's roll-out (rollout.max_staleness only)",
+    "verify": "wait for the remaining verdicts",
+    "sample_ahead": "start the next step's roll-out (rollout.max_staleness only)",
     "observe": "record pass rates",
     "assign_advantages": "group advantages",
     "reject": "drop groups without advantage",
-    "score": "forward passes before the update: old log-probs, full entropy, reference; where asked for",
-    "read_entropy": "the rollout buffer's entropy and the coefficients from it",
+    "score": "forward passes before the update, where needed: pi_k's log-probs, full entropy, reference",
+    "read_entropy": "estimate e_k, and derive the step's coefficients from it",
     "batch": "pack the samples",
     "update": "SGD steps",
     "control_entropy": "move the entropy coefficient",
     "finish_ahead": "wait for the next step's roll-out (rollout.max_staleness only)",
-    "hand_off": "weights to the engines, with probe",
+    "hand_off": "send the weights to the engines, with probe",
     "evaluate": "held-out accuracy",
-    "measure": "compute the metrics, and see whether the stage has converged",
+    "measure": "compute the metrics, alarms and the stage's plateau",
     "report": "record metrics and rollouts",
-    "save": "checkpoint: copy the state; wait for the write before, if it still runs",
+    "save": "checkpoint: copy the state; wait for an earlier write that is not complete",
     "export": "HF folder",
 }
-"""The verbs of the loop in their order: a method, a timer and a metric ``time/<verb>`` each."""
+"""The verbs of the loop in their order; each is a method of ``rl.loop.Loop`` and a metric ``time/<verb>``."""
 
 ALARMS: Mapping[str, str] = {
     "grad_norm": "gradient norm far above its running median",
@@ -52,7 +52,7 @@ ALARMS: Mapping[str, str] = {
 """Every alarm of ``rl.alarms`` and its meaning; a metric ``alarm/<name>`` each."""
 
 ANY_SET = "<set>"
-"""Stands for a held-out set's name in the names of metrics."""
+"""Placeholder for a held-out set's name in the names of metrics."""
 
 _OF_A_SET: Mapping[str, str] = {
     "accuracy": "fraction",
@@ -84,10 +84,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("length/p95", "tokens", "95th percentile of the response length (linear interpolation)"),
     Metric("length/p99", "tokens", "99th percentile of the response length (linear interpolation)"),
     Metric("length/max", "tokens", "longest response"),
-    Metric("entropy/sampled", "nats/token", "minus the mean log-prob of sampled tokens, engines', all responses"),
-    Metric("entropy/estimate", "nats/token", "e_k, which the controllers see: entropy/sampled unless set otherwise"),
+    Metric("entropy/sampled", "nats/token", "minus the mean engine log-prob of the sampled tokens, all responses"),
+    Metric(
+        "entropy/estimate", "nats/token", "e_k, the controllers' input: entropy/sampled unless configured otherwise"
+    ),
     Metric("entropy/full", "nats/token", "full-vocabulary entropy, mean over the tokens of the update"),
-    Metric("entropy/coefficient", "", "alpha_k, the entropy coefficient that the step's updates used"),
+    Metric("entropy/coefficient", "", "alpha_k, the entropy coefficient of the step's updates"),
     Metric("entropy/controller", "", "c_k, the controller's value behind alpha_k"),
     Metric("loss", "per token", "the objective, aggregated as configured, mean over the step's SGD steps"),
     Metric("policy/loss", "per token", "the objective without its entropy bonus"),
@@ -107,7 +109,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/grad_norm", "", "gradient norm before clipping, mean over the SGD steps that were not skipped"),
     Metric("policy/learning_rate", "", "of the step's last SGD step"),
     Metric("sgd/steps", "steps", "SGD steps tried in this rollout step; 0 when every group was rejected"),
-    Metric("sgd/skipped", "steps", "SGD steps left out because loss or gradient was not finite"),
+    Metric("sgd/skipped", "steps", "SGD steps skipped because loss or gradient was not finite"),
     Metric("sgd/skipped_in_a_row", "steps", "SGD steps skipped in a row up to the end of this rollout step"),
     Metric("sgd/response_tokens", "tokens", "T_k summed over the SGD steps"),
     Metric("groups/kept", "groups", "groups that entered the batch"),
@@ -115,10 +117,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
     Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
     Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
-    Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, of which none was kept"),
-    Metric("refill/prompts", "prompts", "drawn beyond D_R, until D_R groups were kept"),
-    Metric("refill/missing", "groups", "that are still missing to D_R with refill_prompts used up"),
-    Metric("refill/surplus_responses", "responses", "begun ahead, not needed, and thrown away"),
+    Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, without a kept group"),
+    Metric("refill/prompts", "prompts", "drawn beyond D_R until D_R groups were kept"),
+    Metric("refill/missing", "groups", "still missing to D_R after refill_prompts were used up"),
+    Metric("refill/surplus_responses", "responses", "started early, not needed, and thrown away"),
     Metric(
         "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
     ),
@@ -131,10 +133,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("handoff/probe_s", "s", "of the handoff, the probe"),
     *(Metric(f"verify/{status}", "responses", f"responses {text}") for status, text in _STATUSES.items()),
     Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
-    Metric("verify/retries", "verdicts", "verdicts that had to be tried again"),
+    Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
     Metric("rollout/response_tokens", "tokens", "sampled in this step"),
-    Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time in which an engine was decoding"),
+    Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time during which an engine was decoding"),
     Metric(
         "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"
     ),
@@ -144,18 +146,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/mfu", "fraction", "6 * parameters * tokens over the GPUs' peak in that time; only on GPUs"),
     *(Metric(f"alarm/{name}", "", f"1 in an episode of it, else 0: {text}") for name, text in ALARMS.items()),
     Metric("filter/solved", "problems", "dropped at the start of this stage: solved in the previous one"),
-    Metric("filter/outside", "problems", "dropped there beside them: pass rate outside [min, max]_pass_rate"),
-    Metric("filter/left", "problems", "left after that"),
-    Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, weights after this step"),
+    Metric("filter/outside", "problems", "also dropped there: pass rate outside [min, max]_pass_rate"),
+    Metric("filter/left", "problems", "left after the filters"),
+    Metric("evaluation/accuracy", "fraction", "avg@k on held-out problems, with the weights after this step"),
     Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
     Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
     Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
     Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
     *(
-        Metric(f"evaluation/{ANY_SET}/{name}", unit, f"of one held-out set, where there are several: {name}")
+        Metric(f"evaluation/{ANY_SET}/{name}", unit, f"{name} of one held-out set, where there are several")
         for name, unit in _OF_A_SET.items()
     ),
-    Metric("checkpoint/write_s", "s", "writing a checkpoint beside training; in the row after it was complete"),
+    Metric("checkpoint/write_s", "s", "writing a checkpoint during training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
     Metric(
         "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"
