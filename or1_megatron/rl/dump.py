@@ -113,8 +113,7 @@ class DumpStore:
     def open(self, step: int, update: int) -> Path:
         """Return an empty folder for a dump; ``close`` puts it in its place. Raises OSError."""
         aside = self.folder / f"step_{step:06d}_update_{update}{PARTIAL_SUFFIX}"
-        for left in list(self.folder.glob(f"*{PARTIAL_SUFFIX}")):  # left by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        self.delete_partial()
         with naming_disk_full(aside, "a dump"):
             aside.mkdir(parents=True)
         return aside
@@ -130,9 +129,10 @@ class DumpStore:
             shutil.rmtree(doomed, ignore_errors=True)
         return place
 
-    def abandon(self, aside: Path) -> None:
-        """Delete an unfinished dump."""
-        shutil.rmtree(aside, ignore_errors=True)
+    def delete_partial(self) -> None:
+        """Delete unfinished dumps: one that failed, or that of a run that was killed."""
+        for left in list(self.folder.glob(f"*{PARTIAL_SUFFIX}")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def kept(self) -> list[Path]:
         """Return all dumps in the order of writing. A run that went back to a checkpoint repeats step numbers."""

@@ -20,20 +20,18 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 
     Raises ValueError when a log-prob is not finite (naming the response) or when there is no token at all.
     """
-    total, tokens = 0.0, 0
-    for group in groups:
-        for completion in group.completions:
-            of_response = float(completion.log_probs.sum(dtype=np.float64))
-            if not np.isfinite(of_response):
-                raise ValueError(
-                    f"problem {completion.problem_id}, sample {completion.sample_index}: engine {completion.engine} "
-                    f"gave a log-prob that is not finite"
-                )
-            total += of_response
-            tokens += completion.log_probs.size
+    completions = [completion for group in groups for completion in group.completions]
+    totals = [float(completion.log_probs.sum(dtype=np.float64)) for completion in completions]
+    for completion, total in zip(completions, totals, strict=True):
+        if not np.isfinite(total):
+            raise ValueError(
+                f"problem {completion.problem_id}, sample {completion.sample_index}: engine {completion.engine} "
+                f"gave a log-prob that is not finite"
+            )
+    tokens = sum(completion.log_probs.size for completion in completions)
     if tokens == 0:
         raise ValueError(f"sampled_entropy: the {len(groups)} groups hold no response token")
-    return -total / tokens
+    return -sum(totals) / tokens
 
 
 def full_entropy(entropies: Sequence[Float32Array]) -> float:

@@ -87,13 +87,12 @@ class UpdateGuard:
             return None
         # Score first: a policy that shares its GPUs with engines loads its weights for it, and the export needs them.
         log_probs = self._policy.score(sgd_step.batch, sgd_step.objective.temperature).log_probs
-        folder: Path | None = None
         try:
             folder = self._dumps.open(sgd_step.step, sgd_step.index)
             if self._config.dump_weights:
                 self._policy.export_hf(folder / WEIGHTS)
         except OSError as error:
-            self._tell_lost(folder, sgd_step, error)
+            self._tell_lost(self._dumps, sgd_step, error)
             return None
         return _Aside(folder, reason, log_probs)
 
@@ -116,14 +115,13 @@ class UpdateGuard:
         try:
             return self._dumps.close(aside.folder, dump)
         except OSError as error:
-            self._tell_lost(aside.folder, sgd_step, error)
+            self._tell_lost(self._dumps, sgd_step, error)
             return None
 
-    def _tell_lost(self, folder: Path | None, sgd_step: SgdStep, error: OSError) -> None:
+    def _tell_lost(self, dumps: DumpStore, sgd_step: SgdStep, error: OSError) -> None:
         """Report a dump that could not be written; the run continues without it."""
-        if self._dumps is not None and folder is not None:
-            self._dumps.abandon(folder)
-        self._tell(f"step {sgd_step.step}: the batch could not be dumped, training goes on: {error}")
+        dumps.delete_partial()
+        self._tell(f"step {sgd_step.step}: the batch could not be dumped, training continues: {error}")
 
     def _tell_skipped(self, sgd_step: SgdStep, report: UpdateReport, dump: Path | None) -> None:
         if dump is not None:

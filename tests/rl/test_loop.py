@@ -527,7 +527,7 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> N
     world.policy.export_hf = full  # type: ignore[method-assign]
     assert world.loop.run().finished
     assert list((tmp_path / "dumps").iterdir()) == []
-    assert "could not be dumped, training goes on" in world.diary.alarms[0] and "no dump" in world.diary.alarms[1]
+    assert "could not be dumped, training continues" in world.diary.alarms[0] and "no dump" in world.diary.alarms[1]
 
 
 def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
