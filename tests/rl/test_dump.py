@@ -1,4 +1,4 @@
-"""Dumps: what is packed comes back, at any layout, with its numbers; and the store keeps what it says.
+"""Dumps: packed samples come back at any layout with their numbers, and the store keeps the dumps that it should.
 
 Not proven here: that a replay of one reproduces the update (tests/parallel/test_replay.py).
 """

@@ -229,8 +229,8 @@ def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -
 
 
 def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
-    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups; all old log-probs are those before the
-    first; alpha does not move in between; the controller moves once."""
+    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are those before the first
+    of them; alpha does not move in between; the controller moves once."""
     stage = STAGE.model_copy(update={"steps": 2, "prompts_per_step": 16, "prompts_per_update": 4, "reuse": 2})
     world = World(tmp_path, [stage], evaluate_every=0)
     world.loop.run()
@@ -419,7 +419,7 @@ def test_a_checkpoint_counts_when_it_is_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    """Told where the loop next looks, a step later; older checkpoints stay, and the run goes on from them."""
+    """The error is raised a step later; older checkpoints stay, and the run resumes from them."""
     whole = World(tmp_path / "whole", every_steps=1)
     whole.loop.run()
     world = World(tmp_path / "run", every_steps=1)
@@ -446,7 +446,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_step_without_any_kept_group(tmp_path: Path) -> None:
-    """Every verdict wrong in the second step: no SGD step, weights as they were, and still a version of its own."""
+    """Every verdict is wrong in the second step: no SGD step, unchanged weights, and still a new version."""
     world = World(tmp_path, [STAGE], evaluated=False)
     world.rollouts.overrule = lambda call, verdict: Verdict(0.0, "wrong", "", "", 0.0) if call == 2 else verdict
     tables: list[torch.Tensor] = []
@@ -484,7 +484,7 @@ def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
 
 
 def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
-    """Of steps 1 and 3, every SGD step, on the weights before it; nothing of the training changes."""
+    """Every SGD step of steps 1 and 3 is dumped, with the weights before it; training does not change."""
     stage = STAGE.model_copy(update={"prompts_per_step": 16})
     whole = World(tmp_path / "whole", [stage], evaluated=False)
     whole.loop.run()
@@ -590,7 +590,7 @@ def test_one_seed_per_step(tmp_path: Path) -> None:
 
 
 def test_resuming_past_the_end_is_refused(tmp_path: Path) -> None:
-    """A checkpoint of step 3 where the stages now have 2 steps: it cannot be gone on with, and nothing is trained."""
+    """A checkpoint of step 3 is refused where the stages now have 2 steps, and nothing is trained."""
     World(tmp_path, [STAGE]).loop.run()
     shorter = World(tmp_path, [STAGE.model_copy(update={"steps": 2})])
     with pytest.raises(ResumeError, match="checkpoint is of step 3, but the stages now have 2 steps"):

@@ -20,7 +20,7 @@ OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_updat
 
 @pytest.mark.parametrize("stage", [STAGE, OFF_POLICY], ids=["N_SGD 1", "N_SGD 4"])
 def test_full_entropy_is_of_the_policy_before_the_update(tmp_path: Path, stage: StageConfig) -> None:
-    """By hand from the table that the engines sampled from, over all tokens, those of rejected groups too; one pass."""
+    """By hand from the table that the engines sampled from, over all tokens, rejected groups included; one pass."""
     algorithm = AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01, estimate="full"))
     world = World(tmp_path, [stage.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
     world.loop.start()
@@ -71,7 +71,7 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
 
 
 def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> None:
-    """Where the policy's own are there, the engine's stay beside them; without correction they do not travel."""
+    """With a correction the engine's log-probs stay beside the policy's; without one they are not sent to the ranks."""
     for mode in ("off", "masked"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         stage = OFF_POLICY.model_copy(update={"steps": 1})
@@ -134,7 +134,7 @@ EVERYTHING = AlgorithmConfig.model_validate(
 
 @pytest.mark.parametrize("stop_at", [2, 3])
 def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
-    """Both controllers go on where they were, and epsilon_high is what the updates use."""
+    """Both controllers resume where they were, and the updates use their epsilon_high."""
     stages = [OFF_POLICY]
     whole = World(tmp_path / "whole", stages, evaluate_every=0, evaluated=False, algorithm=EVERYTHING)
     whole.loop.run()

@@ -270,7 +270,7 @@ def test_monstrous_ratio_gives_finite_gradient() -> None:
     "objective", [clipped(alpha=0.1), clipped(on_policy=True, correction="masked", **EVERYTHING), CrossEntropy()]
 )
 def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss | CrossEntropy) -> None:
-    """A micro-batch of padding alone; and the way to the ranks."""
+    """A micro-batch that is all padding; and pickling, as on the way to the ranks."""
     assert pickle.loads(pickle.dumps(objective)) == objective
     empty = torch.zeros(0, requires_grad=True)
     loss, sums = objective(empty, torch.zeros(0), NO_TOKENS)
@@ -279,7 +279,7 @@ def test_of_no_tokens_is_zero_and_pickles(objective: ClippedPolicyLoss | CrossEn
 
 
 def test_cross_entropy() -> None:
-    """Log-probs (-1, -2): loss 3, gradient -1 each; advantages and old log-probs have no say."""
+    """Log-probs (-1, -2): loss 3, gradient -1 each; advantages and the engine's log-probs do not matter."""
     new = double(-1.0, -2.0, grad=True)
     loss, sums = CrossEntropy()(new, double(0.5, 0.25), told(double(9.0, 9.0), double(-7.0, 7.0)))
     loss.backward()

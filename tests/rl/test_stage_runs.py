@@ -350,7 +350,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
 
 
 def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
-    """The step after a resume is sampled anew, from the policy itself: same prompts, same seed, staleness 0."""
+    """The step after a resume is sampled again, from the policy itself: same prompts, same seed, staleness 0."""
     given = stages({"steps": 6})
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
