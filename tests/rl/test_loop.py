@@ -229,8 +229,8 @@ def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -
 
 
 def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
-    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are those before the first
-    of them; alpha does not move in between; the controller moves once."""
+    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are from before the
+    first of them; alpha does not move in between; the controller moves once."""
     stage = STAGE.model_copy(update={"steps": 2, "prompts_per_step": 16, "prompts_per_update": 4, "reuse": 2})
     world = World(tmp_path, [stage], evaluate_every=0)
     world.loop.run()
