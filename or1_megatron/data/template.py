@@ -22,12 +22,24 @@ _BATCH = 1024  # prompts given to the tokenizer at once: its fast implementation
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """Prompts over the limit of ``make_prompts``."""
+    """Lengths of the prompts given to ``make_prompts``."""
 
+    limit_tokens: int
+    kept: int
     too_long: int
     """How many were dropped."""
     longest_tokens: int
     """Length of the longest prompt, dropped ones included."""
+    first: str
+    """Origin of the first prompt."""
+
+    def refuse_none_kept(self) -> None:
+        """Raise DataError when all prompts were dropped."""
+        if self.too_long and not self.kept:
+            raise DataError(
+                f"none of {self.too_long} prompts (from {self.first} on) fits into max_prompt_tokens = "
+                f"{self.limit_tokens}; the longest has {self.longest_tokens} tokens"
+            )
 
 
 class ChatTemplate:
@@ -60,7 +72,8 @@ class ChatTemplate:
         """Return prompts in the order of the problems; those over the limit are left out and counted.
 
         Args:
-            unusable: takes the rows whose messages the template refuses; None: they are refused.
+            unusable: takes the rows whose messages the template refuses; the caller settles them, and looks whether any
+                prompt is kept. None: both are refused.
 
         Raises:
             DataError: unusable rows, or no prompt is short enough.
@@ -78,14 +91,12 @@ class ChatTemplate:
                     prompts.append(Prompt(problem, ids))
                 else:
                     too_long += 1
+        first = problems[0].origin if problems else ""
+        report = PromptReport(max_prompt_tokens, len(prompts), too_long, longest, first)
         if unusable is None:
             faults.refuse()
-        if too_long and not prompts:
-            raise DataError(
-                f"none of {too_long} prompts (from {problems[0].origin} on) fits into max_prompt_tokens = "
-                f"{max_prompt_tokens}; the longest has {longest} tokens"
-            )
-        return prompts, PromptReport(too_long, longest)
+            report.refuse_none_kept()
+        return prompts, report
 
     def _render(self, problem: Problem, unusable: UnusableRows) -> str | None:
         from jinja2 import TemplateError

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems, no_verifier
 from or1_megatron.data.rows import DataError, RowError
 from or1_megatron.data.stream import Source
-from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.data.template import ChatTemplate, PromptReport, load_tokenizer
 from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.types import Problem, Prompt
 from or1_megatron.verify.registry import build_verifiers, known_abilities
@@ -18,6 +19,30 @@ from or1_megatron.verify.registry import build_verifiers, known_abilities
 log = logging.getLogger(__name__)
 
 ProblemSets = list[list[Problem]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """The prompts of one source or held-out set."""
+
+    path: Path
+    prompts: list[Prompt]
+    report: PromptReport
+
+    def check(self) -> None:
+        """Log how many prompts were too long. Raises DataError when all were, or none was usable."""
+        if self.report.too_long:
+            log.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
+                self.path,
+                self.report.too_long,
+                self.report.too_long + self.report.kept,
+                self.report.limit_tokens,
+                self.report.longest_tokens,
+            )
+        self.report.refuse_none_kept()
+        if not self.prompts:
+            raise DataError(f"{self.path}: no usable problem is left")
 
 
 def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]], frozenset[str]]:
@@ -37,28 +62,27 @@ def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]],
     finally:
         for verifier in verifiers.values():
             verifier.close()
-    read, model = [len(problems) for problems in train], config.data.difficulty_model
-    if model is not None:
-        train = [filter_by_difficulty(problems, model, unusable) for problems in train]
-    longest = config.data.max_prompt_tokens
-    prompts = [
-        short_prompts(template, problems, source.path, longest, unusable)
-        for problems, source in zip(train, config.data.train, strict=True)
-    ]
-    evaluated = {
-        held.title: short_prompts(template, problems, held.path, longest, unusable)
-        for problems, held in zip(held_out, config.evaluate.data, strict=True)
-    }
-    prompts = once_each(prompts, unusable)
+    read = [len(problems) for problems in train]
+    if config.data.difficulty_model is not None:
+        train = [filter_by_difficulty(problems, config.data.difficulty_model, unusable) for problems in train]
+
+    def prompts_of(problems: list[Problem], path: Path) -> PromptSet:
+        return PromptSet(path, *template.make_prompts(problems, config.data.max_prompt_tokens, unusable))
+
+    trained = [prompts_of(problems, each.path) for problems, each in zip(train, config.data.train, strict=True)]
+    held = [prompts_of(problems, each.path) for problems, each in zip(held_out, config.evaluate.data, strict=True)]
+    drop_repeated(trained, unusable)
     unusable.settle(config.data.unusable, config.run.folder / FILE_NAME, "data.unusable=drop")
+    for one in trained:
+        one.check()
     sources = [
-        Source(own, source.repeat, source.weight) for own, source in zip(prompts, config.data.train, strict=True)
+        Source(one.prompts, each.repeat, each.weight) for one, each in zip(trained, config.data.train, strict=True)
     ]
     check_enough(config, sources, read, [len(problems) for problems in train])
-    for title, own in evaluated.items():
-        if not own:
-            raise DataError(f"evaluate.data: no problem of '{title}' is left")
-    warn_of_leaks(sources, [prompt for own in evaluated.values() for prompt in own])
+    for one in held:
+        one.check()
+    warn_of_leaks(sources, [prompt for one in held for prompt in one.prompts])
+    evaluated = {each.title: one.prompts for one, each in zip(held, config.evaluate.data, strict=True)}
     return sources, evaluated, abilities
 
 
@@ -109,22 +133,16 @@ def check_enough(config: Config, sources: Sequence[Source], read: Sequence[int],
             )
 
 
-def once_each(sources: Sequence[list[Prompt]], unusable: UnusableRows) -> list[list[Prompt]]:
-    """Return the sources' prompts; one that an earlier source has too is ``unusable``."""
+def drop_repeated(sources: Sequence[PromptSet], unusable: UnusableRows) -> None:
+    """Take out the prompts whose problem an earlier source has; they are ``unusable``."""
     origin_of: dict[str, str] = {}
-    kept: list[list[Prompt]] = []
-    for prompts in sources:
-        own = []
-        for prompt in prompts:
-            problem = prompt.problem
-            if problem.id in origin_of:
-                detail = f"the same problem as {origin_of[problem.id]}; expected it in one source only"
-                unusable.add(RowError(problem.origin, "the same problem in an earlier source", detail))
-            else:
-                own.append(prompt)
-        origin_of |= {prompt.problem.id: prompt.problem.origin for prompt in own}
-        kept.append(own)
-    return kept
+    for source in sources:
+        own = {prompt.problem.id: prompt.problem.origin for prompt in source.prompts}
+        for problem in own.keys() & origin_of.keys():
+            detail = f"the same problem as {origin_of[problem]}; expected it in one source only"
+            unusable.add(RowError(own[problem], "the same problem in an earlier source", detail))
+        source.prompts[:] = [prompt for prompt in source.prompts if prompt.problem.id not in origin_of]
+        origin_of |= own
 
 
 def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> None:
@@ -139,20 +157,3 @@ def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> Non
             leaked[0].problem.origin,
             trained[leaked[0].token_ids.tobytes()],
         )
-
-
-def short_prompts(
-    template: ChatTemplate, problems: Sequence[Problem], path: Path, longest: int, unusable: UnusableRows
-) -> list[Prompt]:
-    """Return the prompts within the limit; log how many are longer."""
-    prompts, report = template.make_prompts(problems, longest, unusable)
-    if report.too_long:
-        log.warning(
-            "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were dropped; the longest has %d",
-            path,
-            report.too_long,
-            len(problems),
-            longest,
-            report.longest_tokens,
-        )
-    return prompts

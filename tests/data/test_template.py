@@ -48,7 +48,7 @@ def test_long_prompts_are_dropped_and_counted() -> None:
     problems = [problem("w1"), problem("w1 w2 w3 w4"), problem("w1 w2")]  # 5, 8 and 6 tokens with the template's 4
     prompts, report = ChatTemplate(tokenizer()).make_prompts(problems, max_prompt_tokens=6)
     assert [prompt.problem.messages[0].content for prompt in prompts] == ["w1", "w1 w2"]
-    assert (report.too_long, report.longest_tokens) == (1, 8)
+    assert (report.kept, report.too_long, report.longest_tokens) == (2, 1, 8)
     with pytest.raises(
         DataError, match=r"none of 3 prompts \(from x\.jsonl:1 on\) fits into max_prompt_tokens = 4; the longest has 8"
     ):
