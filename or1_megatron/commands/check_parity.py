@@ -202,7 +202,7 @@ def check_parity(
             threads_per_rank=1,
             grace_s=_GRACE_S,
             task="the comparison",
-            way_on=".",
+            advice=".",
         )
         rows = _read(found) if found.is_file() else []
     show(rows, model.dtype, tolerance, console)

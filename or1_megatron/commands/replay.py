@@ -76,7 +76,7 @@ def replay(
             threads_per_rank=parallel.threads_per_rank,
             grace_s=_GRACE_S,
             task="the replay",
-            way_on=".",
+            advice=".",
         )
         if status or not found.is_file():
             return status or 1

@@ -1,1 +1,1 @@
-"""What every process of a run needs: its folder, its records on disk, logging, seeds, signals."""
+"""What every process of a run uses: the run folder, records on disk, logging, seeds, signals, the launcher."""

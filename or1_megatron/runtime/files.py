@@ -1,9 +1,10 @@
-"""Files that are either whole or not there, and a full disk that says which file it hit."""
+"""Writes that leave a file whole or untouched, and an error for a full disk that names the file."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,18 +12,18 @@ from pathlib import Path
 from or1_megatron.errors import UserError
 
 PARTIAL_SUFFIX = ".partial"
-"""Ends the name of everything that is still being written; what a killed process leaves so may be deleted."""
+"""The end of the name of every file that is still being written. A killed process may leave such files; delete them."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DiskFullError(UserError, OSError):
-    """No space, or no quota, is left for a file; ``filename`` is that file."""
+    """No space or quota is left to write ``filename``."""
 
 
 @contextmanager
 def naming_disk_full(path: Path, what: str) -> Iterator[None]:
-    """Turn "no space left" raised inside into a DiskFullError that names ``path`` and what was being written."""
+    """Turn a "no space left" error of the block into a DiskFullError that names ``path`` and what was being written."""
     try:
         yield
     except OSError as error:
@@ -31,16 +32,16 @@ def naming_disk_full(path: Path, what: str) -> Iterator[None]:
         reason = "the disk quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
         raise DiskFullError(
             error.errno,
-            f"{reason}: could not write {what}; what was saved before is intact. "
+            f"{reason}: could not write {what}. What was saved before is intact. "
             "Free some space and run the same command again",
             str(path),
         ) from error
 
 
 def write_atomically(path: Path, content: bytes, what: str) -> None:
-    """Replace ``path`` by ``content``: written aside, synced, renamed, so that a reader sees the old or the new whole.
+    """Replace the file at ``path`` by ``content``. A reader sees either the old file or the new one.
 
-    Raises DiskFullError (the old file stays), or any other OSError of the write.
+    Raises DiskFullError, or another OSError of the write; the old file then stays.
     """
     aside = path.with_name(path.name + PARTIAL_SUFFIX)
     with naming_disk_full(path, what):
@@ -51,5 +52,18 @@ def write_atomically(path: Path, content: bytes, what: str) -> None:
                 os.fsync(file.fileno())
             os.replace(aside, path)
         except OSError:
-            aside.unlink(missing_ok=True)  # give the space back, for the checkpoint that may still have to be saved
+            aside.unlink(missing_ok=True)  # frees the space, which a checkpoint may still need
             raise
+
+
+def append_whole(fd: int, content: bytes) -> None:
+    """Append ``content`` to a file opened for appending. If that fails, cut off the part that was written and raise."""
+    before = os.fstat(fd)
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    except OSError:
+        if stat.S_ISREG(before.st_mode):  # a device or pipe cannot be cut
+            os.ftruncate(fd, before.st_size)
+        raise

@@ -1,9 +1,9 @@
-"""Start the trainer ranks on this machine and see them to their end: torchrun, with signals that mean "save and stop".
+"""Run ranks on this machine under torchrun, with signals that mean "save and stop".
 
-torchrun's agent runs in this process. Left to itself it answers a signal by sending it to each rank's whole process
-group, and 30 s later SIGKILL. That group holds Ray's daemons and the engines that rank 0 started, which would die
-before the save. So the signals are taken here and passed to the rank processes alone; the ranks save, stop their
-own helpers and exit (``runtime.signals``). Ctrl-C and a closed terminal mean the same as SIGTERM.
+torchrun's agent runs in this process. By default it answers a signal by sending it to each rank's whole process group,
+and SIGKILL 30 s later. That group holds Ray's daemons and the engines that rank 0 started, which would die before the
+save. So this module handles the signals and forwards them to the rank processes only; the ranks save, stop their own
+helpers and exit (``runtime.signals``). Ctrl-C and a closed terminal mean the same as SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-PASSED_ON: Final = {
+FORWARDED: Final = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGINT: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
 }
 KILL_MARGIN_S: Final = 30.0
-"""Beyond the grace period, in which a rank ends by itself, before what is left of it is killed."""
+"""Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
 
 USER_ERROR: Final = 2
-"""Exit code of a rank that has said what the user can mend."""
+"""Exit code of a rank that has printed a UserError."""
 
 _MARK: Final = "OR1_LAUNCH"
 _AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
@@ -47,78 +47,78 @@ def run_ranks(
     threads_per_rank: int | None,
     grace_s: float,
     task: str = "training",
-    way_on: str = ". Run the same command again to continue from the last checkpoint.",
+    advice: str = ". Run the same command again to continue from the last checkpoint.",
 ) -> int:
     """Run ``ranks`` processes of ``module`` with ``arguments`` until they end. Main thread only.
 
     Args:
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         grace_s: seconds that the ranks have to save and exit after a signal.
-        task, way_on: words of the message that is printed when a rank fails.
+        task, advice: words of the message that is printed when a rank fails.
 
     Returns the exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n
     if signal n stopped this process. No process of the ranks is left when it returns.
     """
     threads = threads_per_rank or max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or torchrun sets 1, and says so at length
-    shepherd = _Shepherd(module, ranks, grace_s)
-    os.environ[_MARK] = shepherd.mark  # the ranks and all that they start inherit it
-    logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # how a rank ended is said here, in one line
-    previous = {number: signal.signal(number, shepherd.heard) for number in PASSED_ON}
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
+    supervisor = _Supervisor(module, ranks, grace_s)
+    os.environ[_MARK] = supervisor.mark  # the ranks and all that they start inherit it
+    logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
+    previous = {number: signal.signal(number, supervisor.on_signal) for number in FORWARDED}
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    # An empty list of signals is not possible; those of PASSED_ON must not be among them.
+    # torchrun must handle at least one signal, but none of FORWARDED.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
-        shepherd.know(failure.pid for failure in error.failures.values())
-        return _failed(error, shepherd, task, way_on)
+        supervisor.add_sessions(failure.pid for failure in error.failures.values())
+        return 128 + supervisor.number if supervisor.number else _failed(error, task, advice)
     finally:
-        shepherd.end()
+        supervisor.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 128 + shepherd.number if shepherd.number else 0
+    return 128 + supervisor.number if supervisor.number else 0
 
 
-class _Shepherd:
-    """Passes signals on to the ranks, and kills what does not end in time."""
+class _Supervisor:
+    """Forwards signals to the ranks, and kills what does not end in time."""
 
     def __init__(self, module: str, ranks: int, grace_s: float) -> None:
         self.number = 0
-        """The first signal heard; 0 while none was."""
+        """The first signal received; 0: none yet."""
         self.mark = uuid.uuid4().hex
         self._module = module
         self._rank_count = ranks
         self._grace_s = grace_s
         self._sessions: set[int] = set()
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="shepherd", daemon=True).start()
+        threading.Thread(target=self._find_sessions, name="launch-sessions", daemon=True).start()
 
-    def know(self, ranks: Iterable[int]) -> None:
-        """Pids of ranks that may have ended too soon to be seen."""
+    def add_sessions(self, ranks: Iterable[int]) -> None:
+        """Remember the pids of ranks, each of which leads a session."""
         self._sessions.update(ranks)
 
-    def heard(self, number: int, _frame: FrameType | None) -> None:
-        """Signal handler."""
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Forward the signal to the ranks; the first one starts the grace period."""
         first = not self.number
         self.number = self.number or number
         ranks = self._ranks()
         for rank in ranks:
-            _send(rank.pid, PASSED_ON[signal.Signals(number)])
-        if not ranks:  # nothing has begun, or all is over: there is nothing to save
+            _send(rank.pid, FORWARDED[signal.Signals(number)])
+        if not ranks:  # not started yet, or ended: there is nothing to save
             raise SystemExit(128 + number)
         if first:
-            threading.Thread(target=self._enforce, name="shepherd-grace", daemon=True).start()
+            threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
     def end(self) -> None:
-        """The ranks are over: kill what they left in their sessions."""
+        """Kill what the ranks, which have ended, left behind."""
         self._ended.set()
         self._kill_left_over()
 
-    def _watch(self) -> None:
-        # A rank that is killed leaves its session's other processes behind; the session's number is known by then.
+    def _find_sessions(self) -> None:
+        """Find the sessions while the ranks live: after a rank is killed, processes of its session may be left."""
         while len(self._sessions) < self._rank_count and not self._ended.wait(0.2):
-            self.know(rank.pid for rank in self._ranks())
+            self.add_sessions(rank.pid for rank in self._ranks())
 
     def _enforce(self) -> None:
         if not self._ended.wait(self._grace_s + KILL_MARGIN_S):
@@ -127,7 +127,7 @@ class _Shepherd:
             self._kill_left_over()
 
     def _ranks(self) -> list[psutil.Process]:
-        """torchrun's direct children that run the module; each leads a session."""
+        """Return this process's direct children that run the module."""
         found = []
         for child in psutil.Process().children():
             try:
@@ -138,12 +138,12 @@ class _Shepherd:
         return found
 
     def _kill_left_over(self) -> None:
-        """Processes in a rank's session, or with the launch's mark in their environment.
+        """Kill the processes in a rank's session and those with the launch's mark in their environment.
 
-        Neither alone finds all: some programs start sessions of their own, some overwrite their environment (by
-        setting a process title), and a rank may end before its session was seen.
+        Neither test finds all of them: some programs start sessions of their own, some overwrite their environment (by
+        setting a process title), and a rank may end before its session was found.
         """
-        self.know(rank.pid for rank in self._ranks())
+        self.add_sessions(rank.pid for rank in self._ranks())
         for process in psutil.process_iter():
             try:
                 if process.pid == os.getpid():
@@ -161,20 +161,18 @@ def _send(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _failed(error: ChildFailedError, shepherd: _Shepherd, task: str, way_on: str) -> int:
-    """Say which rank failed first and how; its own message or traceback stands above on stderr."""
-    if shepherd.number:
-        return 128 + shepherd.number
+def _failed(error: ChildFailedError, task: str, advice: str) -> int:
+    """Print which rank failed first and how, below its own message or traceback, and return the exit code."""
     rank, failure = error.get_first_failure()
     code = failure.exitcode
-    if code == USER_ERROR:  # said in a sentence, which the rest would bury
+    if code == USER_ERROR:  # more lines would bury the rank's own message
         return code
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))
     print(
         f"or1: {task} stopped: rank {rank} (pid {failure.pid}) {how} at {when}"
         + ("; its message is above" if code > 0 else "; an out-of-memory killer does that, or a person")
-        + way_on,
+        + advice,
         file=sys.stderr,
     )
     return 128 - code if code < 0 else code

@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: every file with its size and digest, written last, compared before anything is loaded.
+"""The manifest of a checkpoint: the size and digest of every file. It is written last and compared before a load.
 
     {"format": 2, "files": {"loop.json": {"bytes": 812, "sha256": "9f2c..."}, ...}}
 
-A folder without a manifest is not a finished checkpoint.
+A folder without a manifest is not a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -20,36 +20,33 @@ from or1_megatron.errors import UserError
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
-_THREADS: Final = 16  # hashing leaves the interpreter free: as many as a shared file system likes to serve
+_THREADS: Final = 16  # hashing releases the GIL; a shared file system serves about so many readers well
 
 
 class CheckpointDamaged(UserError, RuntimeError):
-    """A checkpoint's files are not those that were saved; the message names the first that is not."""
+    """A file of a checkpoint is not as it was saved; the message names the first such file."""
 
 
 class CheckpointUnreadable(UserError, RuntimeError):
-    """A checkpoint that cannot be judged here and now: the disk does not give it, or another version wrote it.
-
-    No reason to pass it over: it may well be intact.
-    """
+    """A checkpoint cannot be checked now: the disk cannot read it, or another version wrote it. It may be intact."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What the manifest knows of a file."""
+    """Size and digest of a file."""
 
     bytes: int
     sha256: str
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Read the file and digest it."""
+    """Read the file and return its entry."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,10 +55,11 @@ def sync(path: Path) -> None:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -> None:
-    """Write the manifest of all files in ``folder`` and sync it and the folder.
+    """Write the manifest of all files in ``folder``, and flush it and the folder to the disk.
 
     Args:
-        known: entries, by name, of files whose writers have digested and synced them; the others are read and synced.
+        known: entries by name of files that their writers have digested and flushed already. The other files are read
+            and flushed here.
     """
     entries = dict(known or {})
     for path in sorted(folder.rglob("*")):
@@ -77,11 +75,11 @@ def write_manifest(folder: Path, known: Mapping[str, FileEntry] | None = None) -
 
 
 def check_manifest(folder: Path, digests: bool = True) -> None:
-    """Compare every file with the manifest; without ``digests`` only which there are and their sizes, which is quick.
+    """Compare every file with the manifest; without ``digests`` only names and sizes, which is quick.
 
     Raises:
         CheckpointDamaged: the manifest or a file is missing, cut or altered.
-        CheckpointUnreadable: one cannot be read, or the manifest is of another format.
+        CheckpointUnreadable: a file cannot be read, or the manifest has another format.
     """
     entries = read_manifest(folder)
     for name, entry in entries.items():
@@ -92,26 +90,24 @@ def check_manifest(folder: Path, digests: bool = True) -> None:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes; the manifest says {entry.bytes}")
     if digests:
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            for file, same in pool.map(lambda item: _compared(folder / item[0], item[1]), entries.items()):
-                if not same:
-                    raise _corrupt(file)
+            list(pool.map(lambda item: check_digest(folder / item[0], item[1]), entries.items()))
 
 
 def check_digest(path: Path, entry: FileEntry) -> None:
-    """Compare one file with what its manifest says. Raises CheckpointDamaged, CheckpointUnreadable."""
-    if not _compared(path, entry)[1]:
-        raise _corrupt(path)
-
-
-def _corrupt(path: Path) -> CheckpointDamaged:
-    return CheckpointDamaged(f"{path} is corrupt: its sha256 is not the one in the manifest")
+    """Compare one file with its manifest entry. Raises CheckpointDamaged, CheckpointUnreadable."""
+    try:
+        same = entry_of(path) == entry
+    except OSError as error:
+        raise CheckpointUnreadable(f"{path} cannot be read ({error})") from error
+    if not same:
+        raise CheckpointDamaged(f"{path} is corrupt: its sha256 is not the one in the manifest")
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """The files of a checkpoint. Raises CheckpointDamaged, CheckpointUnreadable."""
+    """Return the files that the manifest of ``folder`` lists. Raises CheckpointDamaged, CheckpointUnreadable."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
-        raise CheckpointDamaged(f"{manifest} is missing: the checkpoint was not finished, or is not one of ours")
+        raise CheckpointDamaged(f"{manifest} is missing: the checkpoint is incomplete, or not one of or1_megatron")
     try:
         content = json.loads(manifest.read_text())
         written_as = content["format"]
@@ -123,14 +119,6 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     if written_as != FORMAT:
         raise CheckpointUnreadable(
             f"{manifest} says format {written_as}; this version of or1_megatron reads format {FORMAT}: "
-            "go on with the version that wrote it, or start from its exported model"
+            "continue with the version that wrote it, or start from its exported model"
         )
     return files
-
-
-def _compared(file: Path, entry: FileEntry) -> tuple[Path, bool]:
-    """(the file, whether it is the one that was saved). Raises CheckpointUnreadable."""
-    try:
-        return file, entry_of(file) == entry
-    except OSError as error:
-        raise CheckpointUnreadable(f"{file} cannot be read ({error})") from error

@@ -1,4 +1,4 @@
-"""Everything that a run writes down while it goes, behind one object: metrics, rollouts, and what a resume voids."""
+"""The record of a run: metrics and rollouts, written while it trains, without the steps that a resume discards."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """Tracker and Observer of a run: writes to its folder, from the step on at which the run begins or resumes.
+    """The Tracker and Observer that write to the run's folder, from the step at which the run begins or resumes.
 
-    Files are opened by the first thing to be recorded, so that ``resumed`` can clear away what came after the
-    checkpoint; without ``resumed`` the run begins afresh and whatever an earlier try recorded goes.
+    Files are opened at the first record. What an earlier session recorded after the checkpoint of ``resumed`` is then
+    deleted; without ``resumed`` the run starts from scratch and all earlier records are deleted.
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
-        """``config``: the run's resolved configuration, for W&B. Raises ModuleNotFoundError when W&B is asked for and
-        not installed."""
+        """``config``: the run's resolved configuration, for W&B. Raises ModuleNotFoundError if W&B is wanted and not
+        installed."""
         self._folder = folder
         self._track = track
         self._resumed_at = -1
         self._trackers: Trackers | None = None
         self._rollouts: RolloutStore | None = None
         self._wandb: Tracker | None = None
-        if track.wandb_project is not None:  # at the door, not after the first step
+        if track.wandb_project is not None:  # fails here rather than after the first step
             self._wandb = WandbTracker(track.wandb_project, folder.root, folder.root.name, config)
 
     def resumed(self, step: int) -> None:
-        """Later steps than the checkpoint's are void. Raises RuntimeError when recording has begun."""
+        """Discard steps after ``step``, that of the checkpoint. Raises RuntimeError if recording has begun."""
         if self._trackers is not None:
             raise RuntimeError(f"record of {self._folder.root}: resumed({step}) came after the first row")
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's row, on disk when this returns. Raises DiskFullError naming the file."""
-        trackers, _ = self._opened()
-        trackers.log(step, metrics)
+        """Write the metrics of a step; they are on disk on return. Raises DiskFullError naming the file."""
+        self._opened()[0].log(step, metrics)
 
     def rolled_out(
         self,
@@ -53,27 +52,26 @@ class RunRecord:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """A step's rollouts, if it is one to keep; written in the background. Raises an earlier step's failure."""
+        """Keep the rollouts of every n-th step, written in the background. Raises the failure of an earlier step."""
         if step % self._track.rollouts_every_steps == 0:
-            _, rollouts = self._opened()
-            rollouts.write(step, stage, groups, kept, scores)
+            self._opened()[1].write(step, stage, groups, kept, scores)
 
     def wait_written(self) -> None:
-        """Block until all that was recorded so far is on disk; from any thread."""
+        """Block until everything recorded so far is on disk. Any thread may call it."""
         if self._rollouts is not None:
             self._rollouts.wait_written()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Not recorded: the times per verb are metrics."""
+        """Ignore: the times per verb are metrics."""
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """Not recorded here: an evaluation is part of its step's metrics."""
+        """Ignore: an evaluation is part of its step's metrics."""
 
     def alarmed(self, text: str) -> None:
-        """Not recorded here: alarms are metrics, and lines of the log."""
+        """Ignore: alarms are metrics and lines of the log."""
 
     def close(self) -> None:
-        """Wait for the disk and close all files."""
+        """Wait until everything is on disk and close all files."""
         try:
             if self._rollouts is not None:
                 self._rollouts.close()
@@ -98,7 +96,7 @@ class RunRecord:
 
 
 class Observers:
-    """Tells each of its observers, in order."""
+    """Calls each of its observers, in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)

@@ -1,7 +1,7 @@
-"""A run's responses on disk: one zstd Parquet file per step, written in the background, the oldest deleted.
+"""The responses of a run on disk: one zstd Parquet file per step, written in the background; the oldest are deleted.
 
-Records are frozen, so the loop hands over references and goes on; a thread turns them into columns (Arrow and zstd
-release the GIL). Fields: ``schemas.ROLLOUT``.
+The loop passes references to frozen records and continues; a thread turns them into columns (Arrow and zstd release the
+GIL). Fields: ``schemas.ROLLOUT``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Ar
 SCHEMA = arrow_schema(ROLLOUT)
 
 _WAITING_STEPS = 2
-"""Steps that may wait for the disk before the loop waits too: bounds the memory that they hold."""
+"""Steps that may wait for the disk; a further one makes the loop wait. It bounds the memory that they hold."""
 
 _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prompt", "prompt_token_ids.list.element"]
-"""Columns worth a Parquet dictionary; for the others, looking for repetition takes most of the writing time."""
+"""Columns written with a Parquet dictionary. For the others, building one would take most of the writing time."""
 
 
 class RolloutStore:
-    """Writes steps. A failure of the writing thread is raised by a later ``write``, or by ``flush`` or ``close``."""
+    """Writes steps. A later ``write``, ``flush`` or ``close`` raises what failed in the writing thread."""
 
     def __init__(self, folder: Path, keep_bytes: int) -> None:
-        """``keep_bytes``: the oldest files go while all together are larger; the newest stays whatever its size."""
+        """``keep_bytes``: how large all files may be together. The oldest are deleted; the newest always stays."""
         self.folder = folder
         self.keep_bytes = keep_bytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,10 +52,9 @@ class RolloutStore:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Record a step's groups; ``kept`` are those (the very same objects) that were not rejected, ``scores`` the
-        policy's of their responses, in order.
+        """Record a step's groups, as ``to_table`` takes them.
 
-        Returns at once unless earlier steps still wait for the disk. Raises the failure of an earlier step:
+        Returns at once unless earlier steps still wait for the disk. Raises the failure of an earlier step, such as
         DiskFullError naming its file.
         """
         while self._unfinished and (self._unfinished[0].done() or len(self._unfinished) >= _WAITING_STEPS):
@@ -63,16 +62,16 @@ class RolloutStore:
         self._unfinished.append(self._writer.submit(self._write_file, step, stage, groups, kept, scores))
 
     def flush(self) -> None:
-        """Block until everything handed over is on disk."""
+        """Block until every step passed so far is on disk."""
         while self._unfinished:
             self._unfinished.popleft().result()
 
     def wait_written(self) -> None:
-        """``flush`` for any other thread: failures are left to whoever writes."""
+        """Wait like ``flush``, from any thread and without raising: failures are left to the thread that writes."""
         wait(tuple(self._unfinished))
 
     def close(self) -> None:
-        """Flush and end the thread; again does nothing."""
+        """Flush and end the thread. A second call does nothing."""
         self._writer.shutdown(wait=True)
         self.flush()
 
@@ -104,11 +103,12 @@ def to_table(
     kept: Sequence[AdvantagedGroup],
     scores: TokenScores | None = None,
 ) -> pa.Table:
-    """One row per response, groups in their order, with the fields of ``schemas.ROLLOUT``.
+    """Return one row per response, in the order of ``groups``, with the fields of ``schemas.ROLLOUT``.
 
-    ``scores``: of the kept groups' responses, in order, all of their tokens; None: not known. What a step could not
-    tell of every token is left out (null), never padded.
-    Raises ValueError when a kept group is none of ``groups``.
+    Args:
+        kept: the groups that were not rejected; the very objects of ``groups``, else ValueError.
+        scores: those of the policy for the responses of ``kept``, in order; None: unknown. A response gets null unless
+            they cover all of its tokens.
     """
     advantages = {id(one.group): one.advantages for one in kept}  # the same problem may occur twice in a step
     if not advantages.keys() <= {id(group) for group in groups}:
@@ -119,7 +119,6 @@ def to_table(
         for i, (completion, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True))
     ]
     of_prompt = {id(group): _prompt_text(group.prompt.problem.messages) for group in groups}
-    spans = [span for _, c, _, _ in rows for span in c.versions]
     columns: dict[str, Any] = {
         "step": np.full(len(rows), step, np.int32),
         "stage": [stage] * len(rows),
@@ -135,16 +134,9 @@ def to_table(
         "log_probs": _lists([c.log_probs for _, c, _, _ in rows], np.float32),
         "finish_reason": [c.finish_reason for _, c, _, _ in rows],
         "truncated": [c.truncated for _, c, _, _ in rows],
-        "versions": pa.ListArray.from_arrays(
-            _offsets([len(c.versions) for _, c, _, _ in rows]),
-            pa.StructArray.from_arrays(
-                [
-                    pa.array([span.version for span in spans], pa.int32()),
-                    pa.array([span.first_token for span in spans], pa.int32()),
-                ],
-                names=["version", "first_token"],
-            ),
-        ),
+        "versions": [
+            [{"version": span.version, "first_token": span.first_token} for span in c.versions] for _, c, _, _ in rows
+        ],
         "engine": [c.engine for _, c, _, _ in rows],
         "seed": [c.seed for _, c, _, _ in rows],
         "started_s": [c.started_s for _, c, _, _ in rows],
@@ -164,12 +156,12 @@ def to_table(
 def _scored(
     rows: Sequence[tuple[Group, Completion]], kept: Sequence[AdvantagedGroup], scores: TokenScores | None
 ) -> dict[str, pa.Array]:
-    """The two columns that hold what the policy made of the tokens that it was trained on, in float16."""
+    """Return the two columns of the policy's scores of the tokens that it was trained on, in float16."""
     of_row: dict[int, tuple[Float32Array, Float32Array]] = {}
     if scores is not None:
         trained = [completion for one in kept for completion in one.group.completions]
         for completion, log_probs, entropies in zip(trained, scores.log_probs, scores.entropies, strict=True):
-            if log_probs.size == completion.log_probs.size:  # all of its tokens were counted
+            if log_probs.size == completion.log_probs.size:  # the scores cover all of its tokens
                 of_row[id(completion)] = log_probs - completion.log_probs, entropies
     missing = np.array([id(completion) not in of_row for _, completion in rows], dtype=np.bool_)
     nothing = np.empty(0, np.float32), np.empty(0, np.float32)
@@ -181,26 +173,23 @@ def _scored(
 
 
 def _prompt_text(messages: Sequence[Message]) -> str:
-    """A lone user turn as it is; of several turns each with its role before it."""
+    """Return a single turn as it is, several turns each with its role before it."""
     if len(messages) == 1:
         return messages[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in messages)
 
 
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
-
-
 def _lists(arrays: Sequence[np.ndarray], dtype: type[np.generic], missing: BoolArray | None = None) -> pa.ListArray:
-    """[n_0], [n_1], ... as one list column; null where ``missing``."""
-    with np.errstate(over="ignore"):  # float16 has infinities too
+    """Return arrays [n_0], [n_1], ... as one list column, null where ``missing``."""
+    with np.errstate(over="ignore"):  # too large for float16: an infinity
         values = np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+    offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int32)
     mask = None if missing is None else pa.array(missing)
-    return pa.ListArray.from_arrays(_offsets([len(array) for array in arrays]), pa.array(values), mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=mask)
 
 
 def delete_oldest(folder: Path, keep_bytes: int) -> None:
-    """Delete the files of the earliest steps until the rest fit into ``keep_bytes``; the newest always stays."""
+    """Delete the files of the earliest steps until the rest fit into ``keep_bytes``. The newest always stays."""
     files = [(path, path.stat().st_size) for path in rollout_files(folder)]
     total = sum(size for _, size in files)
     for path, size in files[:-1]:
@@ -211,13 +200,13 @@ def delete_oldest(folder: Path, keep_bytes: int) -> None:
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """The complete rollout files, by step."""
+    """Return the complete rollout files, ordered by step."""
     files = [path for path in folder.glob("step_*.parquet") if step_of(path) is not None]
     return sorted(files, key=lambda path: step_of(path) or 0)
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:
-    """One step's file, to be read in parts. Raises as ``read_rollouts``, but for columns that it lacks."""
+    """Open one step's file, to read it in parts. Raises FileNotFoundError, or ValueError if it is not Parquet."""
     if not path.is_file():
         raise FileNotFoundError(f"no rollout file {path}")
     try:
@@ -227,9 +216,9 @@ def open_rollouts(path: Path) -> pq.ParquetFile:
 
 
 def read_rollouts(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
-    """The rows of one step's file, all columns or only these.
+    """Return the rows of one step's file, with all columns or only ``columns``.
 
-    Raises FileNotFoundError, and ValueError naming the file when it is not a rollout file.
+    Raises FileNotFoundError, and ValueError naming a file that is not a rollout file.
     """
     wanted = list(columns) if columns is not None else SCHEMA.names
     with open_rollouts(path) as file:
@@ -241,6 +230,6 @@ def read_rollouts(path: Path, columns: Iterable[str] | None = None) -> pa.Table:
             table = file.read([name for name in wanted if name in there])
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{path}: not a rollout file: {error}") from error
-    for name in later:  # a file of before there was such a field
+    for name in later:  # the file is from a version without this field
         table = table.append_column(SCHEMA.field(name), pa.nulls(table.num_rows, SCHEMA.field(name).type))
     return table.select(wanted)

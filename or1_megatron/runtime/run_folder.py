@@ -1,17 +1,18 @@
-"""A run's folder: what lies where, who may write to it, which checkpoints stay.
+"""The folder of a run: its files, the lock on it, and which checkpoints stay.
 
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     rollouts/          step_000012.parquet
-    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; damaged ones, set aside, as
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; damaged ones are renamed to
                        step_000008.damaged
     dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
     hf/                the exported model
-    summary.json       what the run came to
+    summary.json       the outcome of the run
     tensorboard/       event files
     logs/              rank_0.log ...
 
-Everything still being written ends in ``.partial``; what a killed process left so is deleted by the next one.
+Names of files and folders that are still being written end in ``.partial``. The next process deletes what a killed one
+left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -37,36 +39,35 @@ from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, check_man
 logger = logging.getLogger(__name__)
 
 DAMAGED_SUFFIX: Final = ".damaged"
-"""Ends the name of a checkpoint that was set aside because its files are not those that were saved."""
+"""The end of the name of a checkpoint that was set aside because its files are not as they were saved."""
 
 LOOP_STATE: Final = "loop.json"
-"""In a checkpoint: the loop's state, that which is no tensor."""
+"""The file of a checkpoint that holds the loop's state: everything that is not a tensor."""
 
 _REPLACED_SUFFIX: Final = ".replaced"
 _STEP = re.compile(r"step_(\d+)")
 
-
 USER_OS_ERRORS: Final = (NotADirectoryError, PermissionError, FileExistsError)
-"""Of making a folder where the user said: their own messages name the path."""
+"""Errors of creating a folder at a path that the user gave. Their messages name the path."""
 
 
 class RunFolderBusy(UserError, RuntimeError):
-    """Another trainer is writing to the run folder."""
+    """Another trainer writes to the run folder."""
 
 
 def step_name(step: int) -> str:
-    """``step_000012``: sorts as the steps do."""
+    """Return ``step_000012``; names sort in the order of their steps."""
     return f"step_{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint or rollout file is of; None for any other name, a partial one included."""
+    """Return the step in the name of a checkpoint or rollout file; None for any other name, such as a partial one."""
     match = _STEP.fullmatch(path.name.removesuffix(".parquet"))
     return int(match[1]) if match else None
 
 
 class RunFolder:
-    """Paths of a run, and the few things that are written whole: configuration and summary."""
+    """The paths of a run, and its small files: configuration and summary."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -81,9 +82,9 @@ class RunFolder:
         self.logs = root / "logs"
 
     def create(self) -> None:
-        """Make the folder and its subfolders; those already there stay. ``hf`` is made by the export.
+        """Create the folder and the subfolders that are missing, except ``hf``, which the export creates.
 
-        Raises NotADirectoryError when a file is in the way.
+        Raises NotADirectoryError if a file is in the way.
         """
         for folder in (self.root, self.rollouts, self.checkpoints, self.tensorboard, self.logs):
             if folder.exists() and not folder.is_dir():
@@ -92,9 +93,10 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def lock(self, wait_s: float = 10.0) -> RunLock:
-        """Take the folder for this process until the lock is closed or the process ends, however it ends.
+        """Lock the folder for this process until the lock is closed or the process ends in any way.
 
-        Waits a little, for a killed run whose last process is just going. Raises RunFolderBusy naming the owner.
+        Waits up to ``wait_s``, since the last process of a killed run may still be ending. Raises RunFolderBusy naming
+        the owner.
         """
         return RunLock(self.root, wait_s)
 
@@ -102,33 +104,32 @@ class RunFolder:
         write_atomically(self.config, resolved_yaml.encode(), "the resolved configuration")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Fields: or1_megatron.schemas.SUMMARY. Raises ValueError for numbers that JSON does not have."""
+        """Write the fields of ``schemas.SUMMARY``. Raises ValueError for numbers that JSON cannot express."""
         text = json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
         write_atomically(self.summary, text.encode(), "the run's summary")
 
     def read_summary(self) -> dict[str, Any]:
-        """Raises FileNotFoundError while the run has none."""
+        """Return the summary. Raises FileNotFoundError if the run has none yet."""
         summary: dict[str, Any] = json.loads(self.summary.read_text())
         return summary
 
-    def truncate_after(self, step: int) -> int:
-        """Forget what was recorded after ``step``, from which a run resumes; returns how many metrics rows went.
+    def truncate_after(self, step: int) -> None:
+        """Delete what was recorded after ``step``, so that a run that resumes there has each step once; -1: everything.
 
-        -1 forgets everything: a run that was killed before its first checkpoint starts afresh.
-        Without it a resumed run would have the steps since its last checkpoint twice. TensorBoard is told by its
-        tracker (``first_step``). The summary goes too: the run that it speaks of is not at its end any more.
+        This deletes the summary too, since the run has not ended. TensorBoard's tracker discards later steps by itself
+        (``first_step``).
         """
-        removed = keep_rows(self.metrics, lambda row: int(row["step"]) <= step) if self.metrics.exists() else 0
+        if self.metrics.exists():
+            keep_rows(self.metrics, lambda row: int(row["step"]) <= step)
         for file in list(self.rollouts.glob("step_*")):
             file_step = step_of(file)
             if file_step is None or file_step > step:
                 file.unlink()
         self.summary.unlink(missing_ok=True)
-        return removed
 
 
 class RunLock:
-    """An exclusive lock on a run folder: flock on ``.lock``, which holds the owner's pid and host as JSON."""
+    """An exclusive lock on a run folder: flock on the file ``.lock``, which holds the owner's pid and host as JSON."""
 
     def __init__(self, root: Path, wait_s: float) -> None:
         self.path = root / ".lock"
@@ -143,8 +144,8 @@ class RunLock:
                     owner = self._owner()
                     os.close(self._fd)
                     raise RunFolderBusy(
-                        f"run folder {root} is in use by {owner}; two trainers must not write to one folder: "
-                        "stop that one, or choose another folder with --set run.dir=..."
+                        f"run folder {root} is in use by {owner}; two trainers must not write to one folder. "
+                        "Stop the other one, or choose another folder with --set run.dir=..."
                     ) from None
                 time.sleep(0.1)
         with naming_disk_full(self.path, "the run folder's lock"):
@@ -155,13 +156,13 @@ class RunLock:
         try:
             owner = json.loads(os.pread(self._fd, 4096, 0))
             pid, host = int(owner["pid"]), str(owner["host"])
-        except (ValueError, KeyError, TypeError):  # it holds the lock and has not written its name yet
-            return "another process, which has not said its name"
+        except (ValueError, KeyError, TypeError):  # it has taken the lock and not written its name yet
+            return "another process, whose pid is not known yet"
         gone = host == socket.gethostname() and not Path("/proc", str(pid)).exists() and Path("/proc/self").exists()
         return f"pid {pid} on host {host}" + (" (ended; a process that it started still runs)" if gone else "")
 
     def close(self) -> None:
-        """Let the folder go; again does nothing. The file stays: deleting it would let two owners in."""
+        """Release the lock. A second call does nothing. The file stays: deleting it would allow two owners."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -174,10 +175,10 @@ class RunLock:
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its name; one that has the name already is deleted.
+    """Rename the complete checkpoint ``aside`` to ``folder``, and delete a checkpoint that had this name.
 
-    No file system swaps two folders at once, so the old one steps aside first: killed in between, ``clean`` puts it
-    back. One of the two is always there.
+    No file system swaps two folders atomically, so the old one is renamed first; after a kill in between, ``clean``
+    renames it back. One of the two always exists.
     """
     replaced = folder.with_name(folder.name + _REPLACED_SUFFIX)
     if folder.exists():
@@ -190,37 +191,37 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 class CheckpointKeeper:
-    """Which checkpoints of a run there are, and which stay: the newest ``keep_last``, the best by evaluation, and those
-    of every ``keep_every_steps``-th step (0: none for that reason)."""
+    """Finds the checkpoints of a run. Deletes all but the newest ``keep_last``, the best by evaluation (if
+    ``keep_best``), and those of every ``keep_every_steps``-th step (0: no such rule)."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.keep_every_steps = keep_every_steps
-        self._intact: Path | None = None  # compared with its manifest in this start
+        self._intact: Path | None = None  # compared with its manifest by this process
 
     def folder_for(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` belongs. The policy's save writes aside and renames to it."""
+        """Return the folder of the checkpoint of ``step``. The policy writes elsewhere first and renames."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[Path]:
-        """All complete checkpoints, oldest first."""
+        """Return all complete checkpoints, oldest first."""
         return [path for path in self._saved() if (path / MANIFEST).is_file()]
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, its files not compared; None when there is none."""
+        """Return the newest complete checkpoint without comparing its files; None if there is none."""
         return next(reversed(self.complete()), None)
 
     def newest_intact(self) -> Path | None:
-        """The newest checkpoint whose files are those that were saved; None when nothing was ever saved.
+        """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
 
-        Newer ones are set aside under another name, and the log and the console told why. Every file is read, once per
-        start. Only the process that holds the run's lock may call it.
+        Damaged newer ones are renamed, with a warning in the log and on the console. Every file is read, once per
+        process. Only the process that holds the run's lock may call this.
 
         Raises:
-            CheckpointDamaged: there are checkpoints, and none is intact. All are left as they are.
-            CheckpointUnreadable: the newest that is not damaged cannot be read now, or is of another format.
+            CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
+            CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
         """
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
@@ -232,19 +233,19 @@ class CheckpointKeeper:
                 continue
             for broken, why in damaged:
                 aside = self._set_aside(broken)
-                logger.warning("%s. Set aside as %s; going on from %s", why, aside.name, folder.name)
+                logger.warning("%s. Set aside as %s; resuming from %s", why, aside.name, folder.name)
             self._intact = folder
             return folder
         if damaged:
             listed = "; ".join(str(why) for _, why in damaged)
             raise CheckpointDamaged(
-                f"none of the checkpoints in {self.folder} is intact, and training does not start from scratch over "
-                f"them: {listed}. Put back what is missing, or remove the folder {self.folder} to start from scratch"
+                f"none of the checkpoints in {self.folder} is intact, and training does not start from scratch while "
+                f"they are there: {listed}. Put back what is missing, or remove the folder to start from scratch"
             )
         return None
 
     def best(self) -> Path | None:
-        """The checkpoint that ``best`` points to; None when it points to nothing complete."""
+        """Return the checkpoint that ``best`` points to; None if it is not complete."""
         pointer = self.folder / "best"
         if not pointer.is_symlink():
             return None
@@ -252,9 +253,9 @@ class CheckpointKeeper:
         return target if (target / MANIFEST).is_file() else None
 
     def saved(self, step: int, best: bool) -> None:
-        """Take note that the checkpoint of ``step`` is complete; then drop those that need not stay.
+        """Record that the checkpoint of ``step`` is complete, and delete those that need not stay.
 
-        Raises FileNotFoundError when it has no manifest.
+        Raises FileNotFoundError if it has no manifest.
         """
         folder = self.folder_for(step)
         if not (folder / MANIFEST).is_file():
@@ -264,10 +265,10 @@ class CheckpointKeeper:
         self._prune()
 
     def clean(self) -> None:
-        """Put right what killed saves and killed deletions left: delete partial folders, put back a replaced one whose
-        successor did not come to its name.
+        """Clean up after killed saves and deletions: delete partial folders, and rename a replaced folder back if its
+        successor never got the name.
 
-        Only the process that holds the run's lock may call it, and not while it saves.
+        Only the process that holds the run's lock may call this, and not while it saves.
         """
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             if path.name.endswith(_REPLACED_SUFFIX):
@@ -277,23 +278,20 @@ class CheckpointKeeper:
                 else:
                     path.rename(successor)
             elif path.name.endswith(PARTIAL_SUFFIX):
-                logger.info("removing %s, which an interrupted run left", path)
+                logger.info("removing %s, left by an interrupted run", path)
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _saved(self) -> list[Path]:
-        """All folders of a checkpoint's name, oldest first. A save gives it to whole ones only, so one that lacks
-        something has been damaged since."""
+        """Return all folders with a checkpoint's name, oldest first. Only complete checkpoints get one; if a file is
+        missing, the checkpoint has been damaged since."""
         found = [path for path in self.folder.glob("step_*") if step_of(path) is not None]
         return sorted(found, key=lambda path: step_of(path) or 0)
 
     def _set_aside(self, folder: Path) -> Path:
-        """Nothing of a damaged checkpoint is deleted: what is wrong with it may be mended."""
-        number = 1
-        aside = folder.with_name(folder.name + DAMAGED_SUFFIX)
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}_{number}")
-        return folder.rename(aside)
+        """Rename a damaged checkpoint; it is not deleted, since it may be repairable. Return the new path."""
+        names = chain([""], (f"_{number}" for number in count(2)))
+        paths = (folder.with_name(f"{folder.name}{DAMAGED_SUFFIX}{name}") for name in names)
+        return folder.rename(next(path for path in paths if not path.exists()))
 
     def _point_best_at(self, folder: Path) -> None:
         aside = self.folder / f"best{PARTIAL_SUFFIX}"
@@ -308,8 +306,8 @@ class CheckpointKeeper:
         for path in self.complete()[: -self.keep_last]:
             if path == best or (every and (step_of(path) or 0) % every == 0):
                 continue
-            # Renamed first: a deletion that is killed half-way must not look like a checkpoint.
+            # Renamed first, so that a deletion that is killed half-way does not look like a checkpoint.
             doomed = path.with_name(path.name + PARTIAL_SUFFIX)
             os.replace(path, doomed)
-            # Hundreds of gigabytes take a while to go; what a killed run leaves of them, ``clean`` removes.
+            # In a thread, since hundreds of gigabytes take a while. ``clean`` removes what a killed run leaves.
             threading.Thread(target=shutil.rmtree, args=(doomed, True), name="checkpoint-deletion").start()

@@ -1,4 +1,4 @@
-"""One seed for a run; from it a different, repeatable seed for every rank, purpose and request."""
+"""Seeds: from the run's one seed, a repeatable seed for every rank, purpose and request."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A seed in [0, 2**31) for one purpose: ``derive_seed(run_seed, "rollout", step, sample)``.
+    """Return a seed in [0, 2**31) for one purpose: ``derive_seed(run_seed, "rollout", step, sample)``.
 
-    The same arguments give the same number on every machine and Python version; any other argument gives an unrelated
-    one (``seed + rank`` would make rank 1 of seed 1 repeat rank 0 of seed 2). 31 bits, because vLLM and NumPy's
-    legacy generator take no more.
+    The same arguments give the same seed on every machine and Python version; other arguments give an unrelated one
+    (with ``seed + rank``, rank 1 of seed 1 would repeat rank 0 of seed 2). vLLM and NumPy's legacy generator take at
+    most 31 bits.
     """
     text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 33
 
 
 def seed_everything(seed: int, rank: int) -> int:
-    """Seed Python's, NumPy's and torch's global generators (CUDA's with torch's) for this rank; returns that seed.
+    """Seed the global generators of Python, NumPy and torch (with CUDA's) for this rank, and return that seed.
 
-    Parameters that all ranks must draw alike do not come from here: Megatron's own model-parallel generators do that.
+    Parameters that all ranks must draw alike come from Megatron's model-parallel generators instead.
     """
     rank_seed = derive_seed(seed, "rank", rank)
     random.seed(rank_seed)

@@ -1,4 +1,4 @@
-"""Where a step's wall time goes: one stopwatch per verb, never two at once."""
+"""The wall time of a step, split over its verbs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class StepTimer:
     >>> with timer("verify"): ...
     >>> wall_s, seconds = timer.lap()      # seconds["verify"] <= wall_s
 
-    Laps follow each other without a gap, so that over a run no second is lost: a verb that is running when the lap
-    ends (the report, which asks for it) gives its first part to this lap and the rest to the next.
-    Verbs exclude each other; opening one inside another would count the time twice and raises RuntimeError.
+    Laps follow each other without a gap, so no second of a run is lost. The report's own verb runs while it asks for
+    the lap: the time so far counts to this lap, the rest to the next.
+    Verbs must not nest, since the inner one's time would count twice: that raises RuntimeError.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -29,7 +29,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, verb: str) -> Iterator[None]:
-        """Time the block as ``verb``, also when it raises."""
+        """Time the block as ``verb``, also if it raises."""
         if self._verb is not None:
             raise RuntimeError(f"timer: verb '{verb}' started inside verb '{self._verb}'; verbs must not nest")
         self._verb, self._verb_started_s = verb, self._clock()
@@ -40,7 +40,7 @@ class StepTimer:
             self._verb = None
 
     def lap(self) -> tuple[float, Mapping[str, float]]:
-        """(wall seconds, seconds per verb) since the last lap or since construction; starts the next lap."""
+        """Return (wall seconds, seconds per verb) since the last lap or construction, and start the next lap."""
         now_s = self._clock()
         if self._verb is not None:
             self._credit(now_s)
@@ -49,7 +49,7 @@ class StepTimer:
         return wall_s, seconds
 
     def _credit(self, now_s: float) -> None:
-        """Give the running verb its time up to now."""
+        """Add the time up to now to the running verb."""
         assert self._verb is not None
         self._seconds[self._verb] = self._seconds.get(self._verb, 0.0) + now_s - self._verb_started_s
         self._verb_started_s = now_s

@@ -1,4 +1,4 @@
-"""Where a step's numbers go: JSONL, TensorBoard, Weights & Biases, or all of them."""
+"""Trackers, which write the metrics of each step: JSONL, TensorBoard, Weights & Biases, or several of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from or1_megatron.runtime.files import naming_disk_full
+from or1_megatron.runtime.files import append_whole, naming_disk_full
 from or1_megatron.runtime.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class JsonlTracker:
-    """``metrics.jsonl``: one object per call, ``step`` first, then the metrics by name (null: not finite)."""
+    """Writes ``metrics.jsonl``: one object per call, ``step`` first, then the metrics by name (null: not finite)."""
 
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
@@ -35,37 +35,30 @@ class JsonlTracker:
 
 
 class _UnbufferedFile:
-    """What TensorBoard's RecordWriter writes to: every record goes to the kernel at once, or is taken back whole."""
+    """The file of TensorBoard's RecordWriter: every record is written to the kernel at once, whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, record: bytes) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            rest = memoryview(record)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-        except OSError:
-            self._file.truncate(size)
-            raise
+        append_whole(self._fd, record)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files, written in this thread: a step is one record of a few kilobytes.
+    """Scalars as TensorBoard event files, written in the calling thread: a step is one record of a few kilobytes.
 
-    torch's SummaryWriter is not used: it opens a thread that swallows the first "disk full" and imports for seconds.
+    torch's SummaryWriter swallows the first "disk full" in its thread, and takes seconds to import.
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """``first_step``: the step that comes next; TensorBoard forgets what earlier files have from there on."""
+        """``first_step``: the next step. TensorBoard discards what earlier files hold from this step on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +67,18 @@ class TensorBoardTracker:
         with naming_disk_full(self._path, "TensorBoard events"):
             self._file = _UnbufferedFile(self._path)
         self._records = RecordWriter(self._file)
-        self._write(self._event(file_version="brain.Event:2"))
-        self._write(self._event(step=first_step, session_start=True))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises DiskFullError."""
-        self._write(self._event(step=step, scalars=metrics))
+        """Write the metrics of a step. Raises DiskFullError."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step)
+        for name, value in metrics.items():
+            event.summary.value.add(tag=name, simple_value=float(value))
+        self._write(event)
 
     def close(self) -> None:
         self._file.close()
@@ -88,35 +87,17 @@ class TensorBoardTracker:
         with naming_disk_full(self._path, "TensorBoard events"):
             self._records.write(event.SerializeToString())
 
-    @staticmethod
-    def _event(
-        step: int = 0,
-        file_version: str | None = None,
-        session_start: bool = False,
-        scalars: Mapping[str, float] | None = None,
-    ) -> Event:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        event = Event(wall_time=time.time(), step=step)
-        if file_version:
-            event.file_version = file_version
-        elif session_start:
-            event.session_log.status = SessionLog.START
-        for name, value in (scalars or {}).items():
-            event.summary.value.add(tag=name, simple_value=float(value))
-        return event
-
 
 class WandbTracker:
-    """Weights & Biases, for who asks for it (``track.wandb_project``)."""
+    """Weights & Biases, used if ``track.wandb_project`` is set."""
 
     def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Resumes the W&B run that this folder began. Raises ModuleNotFoundError saying what to install."""
+        """Begin or resume the W&B run of this folder. Raises ModuleNotFoundError that says what to install."""
         try:
             wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"track.wandb_project is '{project}', and the package wandb is not installed: "
+                f"track.wandb_project is '{project}', but the package wandb is not installed: "
                 "`pip install wandb`, or leave track.wandb_project out"
             ) from error
         id_file = folder / "wandb_id"
@@ -140,7 +121,7 @@ class WandbTracker:
 
 
 class Trackers:
-    """Sends every row to each of its trackers, in order: put the one that must not miss a step first."""
+    """Sends every row to each of its trackers, in order. Put the one that must not miss a step first."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -150,13 +131,7 @@ class Trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Closes all, also when one fails to; a failure is raised after."""
+        """Close all, also if one of them fails; then raise its error."""
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
                 stack.callback(tracker.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

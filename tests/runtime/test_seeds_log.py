@@ -74,7 +74,7 @@ def test_lines_go_where_they_belong(tmp_path: Path) -> None:
 def test_fatal_signals_leave_a_trace(tmp_path: Path) -> None:
     code = (
         "import faulthandler, sys\nfrom pathlib import Path\nfrom or1_megatron.runtime.log import set_up_logging\n"
-        "set_up_logging(Path(sys.argv[1]), 0, who='engine_1')\nfaulthandler._sigsegv()\n"
+        "set_up_logging(Path(sys.argv[1]), 0)\nfaulthandler._sigsegv()\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True)
-    assert "Segmentation fault" in (tmp_path / "engine_1.log").read_text()
+    assert "Segmentation fault" in (tmp_path / "rank_0.log").read_text()

