@@ -6,12 +6,10 @@ import os
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # modules that tests of several folders share
 pytest_plugins = ["engine_fixtures", "fast_run", "tiny_models"]
 
 # Set before anything imports torch or a tokenizer. The tests share the cores with the processes that they start.
