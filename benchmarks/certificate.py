@@ -45,21 +45,20 @@ track: {{console: plain}}
 
 def use_checksums(wanted: bool) -> None:
     """In this process: compute them, or take all of them to be 0."""
-    from or1_megatron.handoff.message import checksum
-    from or1_megatron.handoff.message import message as shipping
-    from or1_megatron.handoff.vllm import parameter_check as inspection
+    from or1_megatron.handoff.message import checksum, message
+    from or1_megatron.handoff.vllm import parameter_check
 
     class Zeros:
-        def __init__(self, cuts: Any, *others: Any) -> None:
-            self.found = [0] * len(cuts)
+        def __init__(self, slices: Any, *others: Any) -> None:
+            self.found = [0] * len(slices)
 
         def add(self, *arguments: Any) -> None: ...
 
         def values(self) -> list[int]:
             return self.found
 
-    shipping.Checksums = checksum.Checksums if wanted else Zeros  # type: ignore[misc, assignment]
-    for user in (shipping, inspection):
+    message.Checksums = checksum.Checksums if wanted else Zeros  # type: ignore[misc, assignment]
+    for user in (message, parameter_check):
         user.checksum = checksum.checksum if wanted else (lambda *arguments: 0)  # type: ignore[attr-defined]
 
 
@@ -70,7 +69,7 @@ def worker(model: Path, out: Path, handoffs: int) -> None:
     import torch.distributed as dist
 
     from or1_megatron.config.schema import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
-    from or1_megatron.handoff.sender import EngineWeightSender
+    from or1_megatron.handoff.sender import make_sender
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.rollout.cluster import start_ray, stop_ray
@@ -94,7 +93,7 @@ def worker(model: Path, out: Path, handoffs: int) -> None:
             pool.wait_ready()
             control = pool.control(300)
         config = HandoffConfig(backend=backend, bucket_bytes=BUCKET_BYTES, timeout_s=300)
-        sender = EngineWeightSender(policy.weights, mesh.rank, config, control)
+        sender = make_sender(policy.weights, mesh.rank, config, control)
         for version in range(handoffs + 2):
             wanted = version % 4 in (1, 2)  # not every other one: memory may be used in turns
             use_checksums(wanted)

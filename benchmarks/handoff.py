@@ -69,7 +69,7 @@ def worker(model: Path, out: Path, rounds: int) -> None:
     import torch.distributed as dist
 
     from or1_megatron.config.schema import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
-    from or1_megatron.handoff.sender import EngineWeightSender
+    from or1_megatron.handoff.sender import make_sender
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.rollout.cluster import start_ray, stop_ray
@@ -94,14 +94,12 @@ def worker(model: Path, out: Path, rounds: int) -> None:
                     pool = EnginePool(rollout, model, "bfloat16", 128, name, True, weight_transfer=backend)
                     pool.wait_ready()
                     control = pool.control(300)
-                sender = EngineWeightSender(policy.weights, mesh.rank, config, control)
+                sender: Any = make_sender(policy.weights, mesh.rank, config, control)
                 turn = measure(sender, mesh)
-                sharded = sender._sharded
-                plain = [] if sharded is None else plain_copy(sharded.plan, transport, 2 * tensor, mesh)
+                plain = [] if backend == "gloo" else plain_copy(sender.transfer.plan, transport, mesh)
                 if mesh.rank == 0:
                     assert pool is not None and control is not None and control.versions() == [HANDOFFS] * 2
-                    stats = sharded.stats[TRAINER_RANKS:] if sharded else []
-                    received = [each.bytes_received for each in stats] or [turn["bytes"]] * 2 * tensor
+                    received = [each.bytes_received for each in sender.stats[sender.transfer.plan.trainers :]]
                     turns.append({**turn, "tensor": tensor, "way": way, "received": received, "plain": plain})
                     print(f"TP{tensor} {way}: {[round(s, 2) for s in turn['seconds']]} s, plain {plain}", flush=True)
                 sender.close()
@@ -117,7 +115,7 @@ def worker(model: Path, out: Path, rounds: int) -> None:
 def count_allocations(sender: Any) -> list[int]:
     """[bytes] that a rank's transports have been asked for from now on: what they get may be memory used before."""
     asked = [0]
-    for link in sender._sharded._links.all if sender._sharded else []:
+    for link in sender.transfer.links.all if sender._transfer else []:
 
         def allocate(size_bytes: int, real: Any = link.allocate) -> Any:
             asked[0] += size_bytes
@@ -151,16 +149,18 @@ def measure(sender: Any, mesh: Any) -> dict[str, Any]:
     return {"seconds": seconds, "extra_bytes": everyone, "bytes": size}
 
 
-def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[float]:
+def plain_copy(plan: Any, transport: str, mesh: Any) -> list[float]:
     """Seconds for the plan's messages over the same transport to bare processes, neither packed nor read."""
     import torch.distributed as dist
 
+    from or1_megatron.handoff.shard.transfer import Transfer
     from or1_megatron.handoff.transport.group import join_store, open_store
     from or1_megatron.handoff.transport.status_store import StatusStore
 
     parts: list[Any] = [None] * mesh.world
     dist.all_gather_object(parts, plan.shipments, group=mesh.control)
-    whole = type(plan)(plan.trainers, tuple(sorted({s for part in parts for s in part}, key=lambda s: s.number)))
+    shipments = sorted({s for part in parts for s in part}, key=lambda s: s.number)
+    whole = type(plan)(plan.trainers, plan.engines, tuple(shipments))
     store = open_store("127.0.0.1", 300.0) if mesh.rank == 0 else None
     port = [None if store is None else store.port]
     dist.broadcast_object_list(port, src=0, group=mesh.control)
@@ -168,76 +168,67 @@ def plain_copy(plan: Any, transport: str, engine_ranks: int, mesh: Any) -> list[
     status = StatusStore(store, f"rank {mesh.rank}", 300.0)
     receivers = []
     if mesh.rank == 0:
-        status.publish("plan", (whole, transport, engine_ranks))
+        status.publish("plan", (whole, transport))
         receivers = [
             subprocess.Popen([sys.executable, __file__, "copier", str(port[0]), str(index)])
-            for index in range(engine_ranks)
+            for index in range(plan.engines)
         ]
-    links = links_of(transport, store, mesh.rank, plan.trainers, engine_ranks)
+    transfer = Transfer.open(whole, transport, mesh.rank, status)
     seconds = []
     for _ in range(HANDOFFS):
         dist.barrier(mesh.control)
         started = time.perf_counter()
-        send_bare(whole, mesh.rank, links, status)
+        send_bare(transfer)
         dist.barrier(mesh.control)
         seconds.append(time.perf_counter() - started)
     for receiver in receivers:
         receiver.wait(60)
-    links.close()
+    transfer.close()
     return seconds[1:]
 
 
-def send_bare(plan: Any, rank: int, links: Any, status: Any) -> None:
-    """``carrying.ship`` without its reading, packing and checksums."""
-    from or1_megatron.handoff.message.message import message_bytes
-
-    mine = plan.sent_by(rank)
-    size, idle, travelling = max((message_bytes(s) for s in mine), default=0), list[Any](), list[Any]()
+def send_bare(transfer: Any) -> None:
+    """``Transfer.send`` without its reading, packing and checksums."""
+    rank, links = transfer.rank, transfer.links
+    mine = transfer.plan.sent_by(rank)
+    size, idle, travelling = max((s.size_bytes for s in mine), default=0), list[Any](), list[Any]()
     for shipment in mine:
         if len(travelling) == 2:
             futures, buffer = travelling.pop(0)
             for future in futures:
-                status.wait(future, "a plain copy")
+                transfer.status.wait(future, "a plain copy")
             idle.append(buffer)
         to = shipment.children(rank)
-        buffer = idle.pop() if idle else links.over(rank, to[0]).allocate(size)
-        message = buffer[: message_bytes(shipment)]
-        travelling.append(([links.over(rank, t).send(message, t, shipment.number) for t in to], buffer))
+        buffer = idle.pop() if idle else links.between(rank, to[0]).allocate(size)
+        message = buffer[: shipment.size_bytes]
+        travelling.append(([links.between(rank, t).send(message, t, shipment.number) for t in to], buffer))
     for futures, _ in travelling:
         for future in futures:
-            status.wait(future, "a plain copy")
-    links.rest()
-
-
-def links_of(transport: str, store: Any, rank: int, trainers: int, engine_ranks: int) -> Any:
-    from or1_megatron.handoff.transport.group import open_group
-    from or1_megatron.handoff.transport.links import Links
-
-    world = trainers + engine_ranks
-    group = open_group(store, "127.0.0.1", rank, world, 300.0)
-    return Links.open(transport, group, store, rank, world, trainers, 300.0)
+            transfer.status.wait(future, "a plain copy")
+    links.free_buffers()
 
 
 def copier(port: int, index: int) -> None:
     """A bare receiver; of shared memory it reads every byte once, as gloo's receiver does by copying."""
     import torch
 
-    from or1_megatron.handoff.shard.transfer import incoming
+    from or1_megatron.handoff.shard.transfer import Transfer
     from or1_megatron.handoff.transport.group import join_store
     from or1_megatron.handoff.transport.status_store import StatusStore
 
     torch.set_num_threads(1)
     store = join_store("127.0.0.1", port, 300.0)
     status = StatusStore(store, f"copier {index}", 300.0)
-    plan, transport, engine_ranks = status.read("plan", "rank 0")
-    links = links_of(transport, store, plan.trainers + index, plan.trainers, engine_ranks)
+    plan, transport = status.read("plan", "rank 0")
+    rank = plan.trainers + index
+    transfer = Transfer.open(plan.of(rank), transport, rank, status)
     own = torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8)
     for _ in range(HANDOFFS):
-        for _, message, _ in incoming(plan.of(plan.trainers + index), plan.trainers + index, links, status):
+        for _, message, _ in transfer.receive():
             if transport == "shared_memory":
                 own[: message.numel()].copy_(message)
-        links.rest()
-    links.close()
+        transfer.links.free_buffers()
+    transfer.close()
 
 
 def main() -> None:
@@ -248,9 +239,10 @@ def main() -> None:
         copier(int(sys.argv[2]), int(sys.argv[3]))
         return
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    import torch
+
     from or1_megatron.commands.plan_handoff import expected_wants
     from or1_megatron.weights.families import family_of, read_hf_config
-    from or1_megatron.weights.holdings import box_size
 
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "turns.json"
@@ -264,8 +256,8 @@ def main() -> None:
     for tensor, goal in ((1, 1.3), (2, 2.0)):
         of = {way: [t for t in turns if t["tensor"] == tensor and t["way"] == way] for way in WAYS}
         medians = {way: statistics.median(s for turn in of[way] for s in turn["seconds"]) for way in WAYS}
-        wants = [expected_wants(family_of(hf), hf, rank, tensor) for rank in range(tensor)] * 2
-        shards = [2 * sum(box_size(want.box) for want in each) for each in wants]
+        wants = [expected_wants(family_of(hf), hf, torch.bfloat16, rank, tensor) for rank in range(tensor)] * 2
+        shards = [sum(want.size_bytes for want in each) for each in wants]
         to = f"to two engines of TP{tensor}"
         baseline, *slices = WAYS
         figures[f"{baseline} {to}"] = figure(medians[baseline], "s")

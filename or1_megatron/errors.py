@@ -12,3 +12,7 @@ class UserError(Or1Error):
 
     A command prints the message, without a traceback, and exits with status 2.
     """
+
+
+class AgreedError(UserError, RuntimeError):
+    """Raised on all trainer ranks at once, with the same message, which rank 0 shows."""

@@ -21,10 +21,8 @@ from or1_megatron.types import (
     ChatRequest,
     EvaluationResult,
     FailedRequest,
-    Float32Array,
     Group,
     HandoffReport,
-    Int32Array,
     Problem,
     Prompt,
     RefillRule,
@@ -285,10 +283,13 @@ class EngineControl(Protocol):
 
     engines: int
     workers_per_engine: int
-    address: str
-    """This host, as the engines' nodes reach it."""
     next_version: int
     """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
+
+    @property
+    def address(self) -> str:
+        """This host, as the engines' nodes reach it."""
+        ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -297,8 +298,6 @@ class EngineControl(Protocol):
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-    def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]: ...
 
 
 class Stopped(Or1Error):

@@ -29,7 +29,7 @@ from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
 from or1_megatron.handoff.shard.routes import routes_for
-from or1_megatron.handoff.shard.transfer import incoming, ship
+from or1_megatron.handoff.shard.transfer import Transfer
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
@@ -77,10 +77,11 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
     world, rows = trainers + engines, settings["rows"]
     device = device_of(rank, trainers, transport)
     store = join_store("127.0.0.1", port, TIMEOUT_S)
-    group = open_group(store, "127.0.0.1", rank, world, TIMEOUT_S)
-    links = Links.open(transport, group, store, rank, world, trainers, TIMEOUT_S)
     status = StatusStore(store, f"rank {rank}", TIMEOUT_S)
     plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
+    group = open_group(store, rank, world, TIMEOUT_S)
+    links = Links.open(transport, group, store, rank, world, trainers, TIMEOUT_S)
+    transfer = Transfer(plan, rank, links, status)
     start, stop = rows * rank // trainers, rows * (rank + 1) // trainers
     own, found, seconds = {}, {}, []
     for index in range(settings["tensors"]):
@@ -92,12 +93,13 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
         group.barrier().wait()
         started = time.perf_counter()
         if rank < trainers:
-            ship(plan, rank, links, status, lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
+            transfer.send(lambda n, b: own[n][b[0][0] - start : b[0][1] - start], handoff)
         else:
-            for shipment, message, _ in incoming(plan, rank, links, status):
+            for shipment, message, _ in transfer.receive():
                 for each in unpack(shipment, message, handoff):
-                    found[each.cut.name][slice(*each.cut.box[0])].copy_(each.values)
-            links.rest()
+                    each.verify()
+                    found[each.slice.name][slice(*each.slice.box[0])].copy_(each.values)
+            links.free_buffers()
         group.barrier().wait()
         seconds.append(time.perf_counter() - started)
     for index in range(settings["tensors"] if rank >= trainers else 0):
@@ -107,7 +109,7 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
                 sys.exit(f"engine rank {rank - trainers}: t{index} of trainer rank {source} is not what was sent")
     if rank == 0:
         Path(settings["out"]).write_text(json.dumps(seconds))
-    links.close()
+    transfer.close()
 
 
 def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: int, bucket_bytes: int) -> list[float]:

@@ -187,7 +187,7 @@ def print_forecast(made: HandoffForecast, gigabits_per_s: float, console: Consol
     if len(made.links) > _SHOWN:
         table.add_row("...", f"{len(made.links) - _SHOWN} more", "", "")
     console.print(table)
-    slices = sum(len(shipment.bucket.slots) for shipment in plan.shipments)
+    slices = sum(len(shipment.slots) for shipment in plan.shipments)
     total = sum(made.received.values())
     console.print(f"{_mib(total)} MiB ({made.dtype}) in {slices:,} slices, {len(plan.shipments):,} messages")
     trainers = [made.sent.get(rank, 0) for rank in range(plan.trainers)]

@@ -1,8 +1,15 @@
-"""What a handoff fails of."""
+"""What a handoff fails with, and how all trainer ranks come to fail together."""
 
 from __future__ import annotations
 
-from or1_megatron.errors import UserError
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from or1_megatron.errors import AgreedError, UserError
+from or1_megatron.interfaces import EnginesLost, PolicyWeights
+
+log = logging.getLogger(__name__)
 
 
 class HandoffError(UserError, RuntimeError):
@@ -19,3 +26,33 @@ class HandoffMismatch(UserError, RuntimeError):
 
 class PlanImpossible(UserError, ValueError):
     """No trainer rank holds what an engine rank wants."""
+
+
+class SendError(AgreedError, EnginesLost):
+    """The weights did not reach all engines. All trainer ranks know, and are ready to send them again."""
+
+
+@contextmanager
+def failing_together(weights: PolicyWeights, leave: Callable[[], None]) -> Iterator[None]:
+    """Raise rank 0's failure to send, if it has one, on every trainer rank; collective.
+
+    Rank 0 sees whatever fails among the engines and the other ranks. A failure in a rank's own code passes through.
+
+    Args:
+        leave: called on every rank that raises: the next handoff meets the engines anew.
+
+    Raises:
+        SendError: sending failed.
+    """
+    error: SendError | None = None
+    try:
+        yield
+    except RuntimeError as failure:
+        if not isinstance(failure, UserError):
+            raise
+        log.info("the handoff failed", exc_info=True)
+        error = SendError(str(failure))
+    error = weights.from_rank_0(error) or error
+    if error is not None:
+        leave()
+        raise error

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from or1_megatron.errors import UserError
+from or1_megatron.errors import AgreedError
 from or1_megatron.parallel.mesh import Mesh
-
-
-class AgreedError(UserError, RuntimeError):
-    """Raised on all ranks with the same message, which rank 0 shows."""
 
 
 def raise_together(mesh: Mesh, error: AgreedError | None) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
-from or1_megatron.parallel.offload import Thing
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
@@ -19,15 +19,11 @@ from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
 def policy_verbs(
-    policy: MegatronPolicy,
-    send: Callable[[int], int],
-    saver: CheckpointSaver,
-    reference: FrozenReference | None = None,
+    policy: MegatronPolicy, saver: CheckpointSaver, reference: FrozenReference | None = None
 ) -> dict[str, Verb]:
     """What every rank can do with its part of the policy, by verb.
 
     Args:
-        send: this rank's end of a weight handoff: version in, bytes sent out.
         saver: this rank's end of saving.
         reference: this rank's part of the frozen reference, where there is one.
     """
@@ -40,12 +36,9 @@ def policy_verbs(
             raise RuntimeError("score_reference: this run has no reference; algorithm.kl.reference names its folder")
         return gather_scores(policy.mesh, reference.score(rows, temperature))
 
-    def hand_over(version: int, _: Any) -> int:
-        policy.sync_parameters()
-        return send(version)
-
-    def update(shared: tuple[Objective, int], rows: Sequence[MicroBatch]) -> tuple[UpdateReport, list[Any] | None]:
-        objective, token_count = shared
+    def update(
+        objective: Objective, token_count: int, rows: Sequence[MicroBatch]
+    ) -> tuple[UpdateReport, list[Any] | None]:
         report, scored = policy.update_and_score(rows, objective, token_count)
         return report, gather_scores(policy.mesh, scored)
 
@@ -53,58 +46,54 @@ def policy_verbs(
         "score": score,
         "score_reference": score_reference,
         "update": update,
-        "send": hand_over,
-        "save": lambda shared, _: saver.save(shared[0], shared[1]),
-        "load": lambda folder, _: checkpoint.load(policy, folder, digests=False),  # whoever chose it has compared them
-        "offload": lambda things, _: policy.host.offload(*things),
-        "restore": lambda things, _: policy.host.restore(*things),
-        "restart_optimizer": lambda _, __: restart_optimizer(policy),
-        "export_hf": lambda folder, _: export_hf(policy, folder),
+        "restart_optimizer": partial(restart_optimizer, policy),
+        "sync_parameters": policy.sync_parameters,
+        "offload": policy.host.offload,
+        "restore": policy.host.restore,
+        "save": saver.save,
+        "load": partial(checkpoint.load, policy, digests=False),  # whoever chose it has compared them
+        "export_hf": partial(export_hf, policy),
     }
 
 
 class PolicyDriver:
-    """Rank 0's handle on the policy; with ``hand_off`` added by the composition root it is an ``interfaces.Policy``."""
+    """Rank 0's handle on the policy; a subclass with ``hand_off`` is an ``interfaces.Policy``."""
 
     def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
         self._lockstep, self._saver = lockstep, saver
 
+    def take_turn(self) -> None:
+        """Called before the ranks compute: a policy that shares its devices takes them here."""
+
     def score(self, batch: Batch, temperature: float) -> TokenScores:
-        scored = self._lockstep.call("score", temperature, batch.ranks)
+        self.take_turn()
+        scored = self._lockstep.call("score", temperature, per_replica=batch.ranks)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
-        scored = self._lockstep.call("score_reference", temperature, batch.ranks)
+        self.take_turn()
+        scored = self._lockstep.call("score_reference", temperature, per_replica=batch.ranks)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        self.take_turn()
         report: UpdateReport
-        report, scored = self._lockstep.call("update", (objective, batch.token_count), batch.ranks)
+        report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
 
     def restart_optimizer(self) -> None:
-        self._lockstep.call("restart_optimizer", None)
-
-    def send(self, version: int) -> int:
-        """Bring every engine to ``version``; returns the bytes that rank 0 sent."""
-        return int(self._lockstep.call("send", version))
+        self._lockstep.call("restart_optimizer")
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
-        self._lockstep.call("save", (folder, state))
+        self._lockstep.call("save", folder, state)
 
     def finish_save(self, wait: bool) -> float | None:
         return self._saver.finish(wait)  # the ranks' savers see to it among themselves
 
     def load(self, folder: Path) -> Mapping[str, Any]:
+        self.take_turn()
         state: Mapping[str, Any] = self._lockstep.call("load", folder)
         return state
-
-    def offload(self, *things: Thing) -> None:
-        """Move these to the host, on every rank; ``restore`` moves them back."""
-        self._lockstep.call("offload", things)
-
-    def restore(self, *things: Thing) -> None:
-        self._lockstep.call("restore", things)
 
     def export_hf(self, folder: Path) -> None:
         self._lockstep.call("export_hf", folder)

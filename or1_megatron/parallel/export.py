@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from or1_megatron.parallel.collective_errors import AgreedError
+from or1_megatron.errors import AgreedError
 
 CARRIED = (  # what belongs to a model whatever its weights; a source's own notes do not
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),

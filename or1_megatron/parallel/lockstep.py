@@ -1,4 +1,4 @@
-"""Lockstep: rank 0 names a verb, every rank executes it; a failure anywhere ends all ranks with its traceback.
+"""Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
 
 Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
 unbounded, and rank 0's death breaks the connection. Inside a verb each rank's ``watchdog`` holds the deadline.
@@ -11,22 +11,22 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from or1_megatron.errors import UserError
-from or1_megatron.parallel.collective_errors import AgreedError
+from or1_megatron.errors import AgreedError, UserError
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-Verb = Callable[[Any, Any], Any]
-"""(what all ranks receive, what this replica receives) -> this rank's result."""
+Verb = Callable[..., Any]
+"""Takes what all ranks receive, then this replica's payload if there are payloads; returns this rank's result."""
 
 STOP = "stop"
 
@@ -54,15 +54,17 @@ class Lockstep:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------
 
-    def call(self, verb: str, shared: Any = None, per_replica: Sequence[Any] | None = None) -> Any:
+    def call(self, verb: str, *shared: Any, per_replica: Sequence[Any] | None = None) -> Any:
         """Execute a verb on all ranks; returns rank 0's result.
 
         Args:
-            shared: sent to every rank (small).
-            per_replica: one payload for each data-parallel index; each rank receives its own replica's only.
+            shared: arguments that are sent to every rank (small).
+            per_replica: one payload for each data-parallel index; each rank receives its own replica's only, as the
+                verb's last argument.
         """
         self._announce((verb, per_replica is not None))
-        return self._execute(verb, shared, per_replica, per_replica is not None)
+        with self._watched(verb):
+            return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
     def _announce(self, header: tuple[str, bool]) -> None:
         """(verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
@@ -82,7 +84,7 @@ class Lockstep:
     def serve(self) -> None:
         """Execute verbs until rank 0 closes.
 
-        An AgreedError is rank 0's to deal with: all ranks raised it, and are in step still. Any other failure ends
+        An AgreedError is rank 0's to deal with: all ranks raised it, and are still in step. Any other failure ends
         this process.
 
         Raises:
@@ -94,7 +96,8 @@ class Lockstep:
                 self.close()
                 return
             try:
-                self._execute(verb, None, None, has_payload)
+                with self._watched(verb):
+                    self._verbs[verb](*self._arguments((), None, has_payload))
             except AgreedError as error:
                 log.info("'%s': %s", verb, error)
 
@@ -111,16 +114,13 @@ class Lockstep:
 
     # -- all ranks -----------------------------------------------------------------------------------------------
 
-    def _execute(self, verb: str, shared: Any, per_replica: Sequence[Any] | None, has_payload: bool) -> Any:
+    @contextmanager
+    def _watched(self, verb: str) -> Iterator[None]:
+        """Hold a verb to its deadline, and let the other ranks know if it fails here."""
         self._count += 1
         self._watchdog.verb_began(verb)
         try:
-            if self._mesh.world > 1:
-                box = [shared]
-                dist.broadcast_object_list(box, src=0, group=self._mesh.control)
-                shared = box[0]
-            mine = self._distribute(per_replica) if has_payload else None
-            return self._verbs[verb](shared, mine)
+            yield
         except AgreedError:
             raise
         except Exception as error:
@@ -133,6 +133,13 @@ class Lockstep:
             raise LockstepError(f"{fault}; its traceback and where all ranks were are above") from error
         finally:
             self._watchdog.verb_ended()
+
+    def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
+        """The verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
+        told = [shared]
+        if self._mesh.world > 1:
+            dist.broadcast_object_list(told, src=0, group=self._mesh.control)
+        return [*told[0], self._distribute(per_replica)] if has_payload else [*told[0]]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Each replica's payload, from rank 0 to the replica's first rank, and from there to its other ranks."""

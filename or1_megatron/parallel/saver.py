@@ -33,7 +33,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 
-from or1_megatron.parallel.collective_errors import AgreedError, raise_together
+from or1_megatron.errors import AgreedError
+from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.lockstep import LockstepError
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices

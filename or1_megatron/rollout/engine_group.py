@@ -21,15 +21,22 @@ class EngineError(EnginesLost):
 
 
 class EngineGroup:
-    """``handoff.sender.EngineControl`` over the engine actors."""
+    """``interfaces.EngineControl`` over the engine actors."""
 
-    def __init__(self, handles: Sequence[Any], workers_per_engine: int, address: str, timeout_s: float) -> None:
+    def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_s: float) -> None:
+        """``handles``: may change; each call goes to those of its time."""
         self.engines = len(handles)
         self.workers_per_engine = workers_per_engine
-        self.address = address
         self.next_version = 0
         self._handles = handles
         self._timeout_s = timeout_s
+
+    @property
+    def address(self) -> str:
+        """This host, as the engines' nodes reach it."""
+        nodes = gather([handle.ready.remote() for handle in self._handles], self._timeout_s, "tell its node")
+        alone = set(nodes) == {ray.get_runtime_context().get_node_id()}
+        return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
@@ -50,7 +57,7 @@ class EngineGroup:
         return self._call("score_prompts", list(token_ids))
 
     def certify(self, version: int) -> None:
-        """Let the engines serve: their weights have been found to be those of ``version``."""
+        """Let the engines serve: their weights are proven to be those of ``version``."""
         self._call("certify", version)
 
     def versions(self) -> list[int]:

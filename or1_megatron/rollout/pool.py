@@ -184,11 +184,8 @@ class EnginePool:
         self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> EngineGroup:
-        """The handoff's hold on the engines. ``timeout_s`` bounds each call."""
-        here = ray.get_runtime_context().get_node_id()
-        alone = all(node_id == here for node_id in self.node_ids)
-        address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        return EngineGroup(self.handles, self._config.tensor_parallel, address, timeout_s)
+        """All engines, successors of lost ones included. ``timeout_s`` bounds each call."""
+        return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:
         """End the engines."""

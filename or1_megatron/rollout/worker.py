@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from or1_megatron.handoff.gather import worker as gloo_worker
-from or1_megatron.handoff.shard import worker as shard_worker
+from or1_megatron.handoff.shard import worker
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.rollout.engine import wait_without_spinning
 
-gloo_worker.register()
-shard_worker.register()
+worker.register()
 wait_without_spinning()
 
 

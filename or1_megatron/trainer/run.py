@@ -25,12 +25,11 @@ from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.data.stream import MixtureStream
-from or1_megatron.errors import UserError
+from or1_megatron.errors import AgreedError, UserError
 from or1_megatron.evaluate.held_out import HeldOut
-from or1_megatron.handoff.sender import EngineWeightSender
+from or1_megatron.handoff.probe import Probe
+from or1_megatron.handoff.sender import make_sender
 from or1_megatron.interfaces import Evaluator, Rollouts
-from or1_megatron.parallel.collective_errors import AgreedError
-from or1_megatron.parallel.driver import policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -58,7 +57,7 @@ from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, check_resumable, checkpoint_keeper
 from or1_megatron.trainer.prompts import load_prompts
-from or1_megatron.trainer.synced_policy import RanksSender, SyncedPolicy, Turns
+from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
 from or1_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -148,10 +147,9 @@ def serve(config: Config, stop: StopRequested) -> None:
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         reference = frozen_reference(config, mesh)
-        sender = EngineWeightSender(policy.weights, mesh.rank, config.handoff)
+        sender = make_sender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        verbs = policy_verbs(policy, RanksSender(sender, mesh).send, saver, reference)
-        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s)
+        lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), config.cluster.verb_timeout_s)
         with stopping_in_order(stop), saver:
             lockstep.serve()
 
@@ -167,12 +165,12 @@ def lead(config: Config, stop: StopRequested) -> int:
         engines, rollouts = start_sampling(config, run_id(folder), abilities, stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-        served = serve_policy(config, mesh, policy, engines, rollouts, record, stack)
+        synced = serve_policy(config, mesh, policy, engines, rollouts, record, stack)
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
         ports = Ports(
-            policy=served,
+            policy=synced,
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
             evaluator=make_evaluator(config, held_out, rollouts),
@@ -245,32 +243,19 @@ def serve_policy(
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
     stack.enter_context(saver)
-    verbs = policy_verbs(policy, lambda version: together.send(version), saver, reference)
-    lockstep = Lockstep(mesh, verbs, timeout_s)
+    group = engines.control(config.handoff.timeout_s)
+    sender = make_sender(policy.weights, 0, config.handoff, group)
+    stack.callback(sender.close)
+    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s)
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
-    control = engines.control(config.handoff.timeout_s)
-    sender = EngineWeightSender(policy.weights, 0, config.handoff, control)
-    stack.callback(sender.close)
-    together = RanksSender(sender, mesh, replaced=lambda: sum(engines.restarts))
     turns = Turns(takes_turns(config), offloads(config))
-    served = SyncedPolicy(
-        lockstep,
-        policy,
-        saver,
-        sender,
-        control,
-        config.handoff,
-        batch_layout(config.parallel, policy.hf),
-        config.model.dtype,
-        longest_sequence(config),
-        turns,
-        restart_lost=engines.restart_lost,
-        rejoin=lambda: rollouts.rejoin(engines.handles),
-    )
+    probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], longest_sequence(config))
+    layout = batch_layout(config.parallel, policy.hf)
+    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
     if not turns.engines_sleep:
-        rollouts.revive_with(served.revive)
-    return served
+        rollouts.revive_with(synced.revive)
+    return synced
 
 
 def takes_turns(config: Config) -> bool:

@@ -1,7 +1,4 @@
-"""One trainer and its engines for each transport that runs here, behind one interface, and faults to inject.
-
-Another transport is a line in ``TRANSPORTS`` and, if its bytes go another way, a class.
-"""
+"""A trainer over each transport that runs here, and faults to inject."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ from engine_fixtures import TinyModel
 from sharded_trainer import Grid, Trainer
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.gather import trainer as gloo_trainer
-from or1_megatron.handoff.sender import EngineWeightSender
 from or1_megatron.handoff.transport.base import GlooTransport
 from or1_megatron.handoff.transport.shared_memory import SharedMemoryTransport
 from or1_megatron.types import Float32Array, Int32Array
@@ -27,70 +22,22 @@ Tamper = Callable[[torch.Tensor], None]
 """Changes a message [bytes] uint8 on its way."""
 
 
-class StateDictShards:
-    """``interfaces.WeightShards`` over an HF model in this process."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.model.state_dict().items()]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.model.state_dict().items()
-
-
-class WholeTensors:
-    """The ``gloo`` backend."""
+class TamperedTrainer:
+    """A trainer of TP 2 whose messages can be changed on their way."""
 
     def __init__(self, model: Any, config: HandoffConfig, control: Any) -> None:
-        self._shards = StateDictShards(model)
-        self._sender = EngineWeightSender(self._shards, 0, config, control)
-
-    def send(self, model: Any, version: int) -> None:
-        self._shards.model = model
-        self._sender.send(version)
-
-    def close(self) -> None:
-        self._sender.close()
-
-    @contextmanager
-    def tampering(self, tamper: Tamper) -> Iterator[None]:
-        """What is sent is changed after it has been packed."""
-        true = gloo_trainer.broadcast
-
-        def broadcast(group: Any, buffer: torch.Tensor) -> Any:
-            tamper(buffer)
-            return true(group, buffer)
-
-        gloo_trainer.broadcast = broadcast  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            gloo_trainer.broadcast = true
-
-
-class Slices:
-    """The ``shard`` backend, from a trainer of TP 2."""
-
-    def __init__(self, model: Any, config: HandoffConfig, control: Any) -> None:
-        self._control = control
         self._trainer = Trainer(Grid(model, 2, 1, 1), config, control)
 
     def send(self, model: Any, version: int) -> None:
         self._trainer.grid.model = model
-        self._control.next_version = version
-        try:
-            self._trainer.send()
-        except RuntimeError:
-            self._trainer.close()  # as the trainer's ranks agree to do
-            raise
+        self._trainer.send(version)
 
     def close(self) -> None:
         self._trainer.close()
 
     @contextmanager
     def tampering(self, tamper: Tamper) -> Iterator[None]:
+        """Messages are changed between packing and sending."""
         true = {kind: kind.send for kind in (GlooTransport, SharedMemoryTransport)}
 
         def send(transport: Any, buffer: torch.Tensor, destination: int, number: int) -> Any:
@@ -106,12 +53,12 @@ class Slices:
                 kind.send = method  # type: ignore[method-assign]
 
 
-TRANSPORTS: dict[str, tuple[str, type[WholeTensors] | type[Slices], dict[str, Any]]] = {
-    "gloo": ("gloo", WholeTensors, {}),
-    "shard": ("shard", Slices, {}),
-    "shared_memory": ("shard", Slices, {"transport": "shared_memory"}),
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "gloo": {"backend": "gloo"},
+    "shard": {"backend": "shard", "transport": "gloo"},
+    "shared_memory": {"backend": "shard", "transport": "shared_memory"},
 }
-"""Name to (``handoff.backend``, trainer, other keys of ``HandoffConfig``)."""
+"""Name to keys of ``HandoffConfig``."""
 
 
 def perturbed(model: Any, seed: int) -> Any:
@@ -153,21 +100,21 @@ def swapped_in_loader(handle: Any, one: str, other: str) -> Iterator[None]:
 
         from or1_megatron.handoff.shard.direct_copy import DirectCopy
 
-        load, put = Qwen2ForCausalLM.load_weights, DirectCopy.put
+        load, copy = Qwen2ForCausalLM.load_weights, DirectCopy.copy
         names = {one: other, other: one}
 
         def load_weights(model: Any, weights: Any) -> Any:
             return load(model, ((names.get(name, name), tensor) for name, tensor in weights))
 
-        def put_elsewhere(direct_copy: Any, received: Any) -> None:
+        def copy_elsewhere(direct_copy: Any, received: Any) -> None:
             received.verify()
-            elsewhere = replace(received.cut, name=names.get(received.cut.name, received.cut.name))
-            put(direct_copy, replace(received, slot=replace(received.slot, spec=elsewhere)))
+            elsewhere = replace(received.slice, name=names.get(received.slice.name, received.slice.name))
+            copy(direct_copy, replace(received, slot=replace(received.slot, slice=elsewhere)))
 
         def undo() -> None:
-            Qwen2ForCausalLM.load_weights, DirectCopy.put = load, put  # type: ignore[method-assign]
+            Qwen2ForCausalLM.load_weights, DirectCopy.copy = load, copy  # type: ignore[method-assign]
 
-        Qwen2ForCausalLM.load_weights, DirectCopy.put = load_weights, put_elsewhere  # type: ignore[method-assign]
+        Qwen2ForCausalLM.load_weights, DirectCopy.copy = load_weights, copy_elsewhere  # type: ignore[method-assign]
         engine.undo = undo
 
     in_engine(handle, swap)

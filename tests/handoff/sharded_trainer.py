@@ -1,6 +1,6 @@
 """A trainer of several ranks as threads of this process, each with its shards of an HF model, cut by the table.
 
-Everything but Megatron is real: senders, boards, gloo group, engines.
+Everything but Megatron is real: senders, status store, gloo group, engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.shard.trainer import ShardTrainer
+from or1_megatron.handoff.sender import make_sender
 from or1_megatron.weights.holdings import Box, Holding, RankGrid, holdings, intersection, pieces
 from or1_megatron.weights.qwen2 import QWEN2
 from or1_megatron.weights.slicing import cut
@@ -32,7 +32,7 @@ class Grid:
         self.grid = RankGrid(tensor, replicas, pipeline)
         self.world = tensor * replicas * pipeline
         self._barrier = threading.Barrier(self.world)
-        self._box: Any = None
+        self._told: Any = None
 
     def stage(self, row: Row) -> int:
         parts = row.megatron.split(".")
@@ -41,20 +41,21 @@ class Grid:
         return 0 if parts[0] == "embedding" else self.grid.pipeline - 1
 
     def from_rank_0(self, rank: int, value: Any) -> Any:
+        self._barrier.wait(60)  # all ranks have read the value before
         if rank == 0:
-            self._box = value
-        self._barrier.wait(30)
-        return self._box
+            self._told = value
+        self._barrier.wait(60)
+        return self._told
 
     def on_every_rank(self, call: Callable[[int], Any]) -> list[Any]:
-        """Results by rank; where ranks raise, rank 0's error if it is among them."""
+        """Results by rank. Where ranks raise, rank 0's error if it is among them."""
         with ThreadPoolExecutor(self.world) as pool:
             futures = [pool.submit(call, rank) for rank in range(self.world)]
             return [future.result() for future in futures]
 
 
 class RankWeights:
-    """``SlicedWeights`` of one rank."""
+    """``interfaces.PolicyWeights`` of one rank. Gathering is free here, but not done out of order."""
 
     def __init__(self, grid: Grid, rank: int) -> None:
         self._grid, self._rank = grid, rank
@@ -71,7 +72,9 @@ class RankWeights:
         return [(name, torch.float32, shape) for name, shape in self._grid.shapes.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        raise AssertionError("nobody gathers")
+        state = self._grid.model.state_dict()
+        for name in self._grid.shapes:
+            yield name, self.tamper(name, state[name]) if self._rank == 0 else None
 
     def holdings(self) -> list[Holding]:
         grid = self._grid
@@ -119,13 +122,10 @@ class Trainer:
     def __init__(self, grid: Grid, config: HandoffConfig, control: Any) -> None:
         self.grid = grid
         self.weights = [RankWeights(grid, rank) for rank in range(grid.world)]
-        self.senders = [
-            ShardTrainer(weights, rank, config, control if rank == 0 else None)
-            for rank, weights in enumerate(self.weights)
-        ]
+        self.senders = [make_sender(weights, rank, config, control) for rank, weights in enumerate(self.weights)]
 
-    def send(self) -> list[int]:
-        return self.grid.on_every_rank(lambda rank: self.senders[rank].send())
+    def send(self, version: int) -> list[int]:
+        return self.grid.on_every_rank(lambda rank: self.senders[rank].send(version))
 
     def close(self) -> None:
         for sender in self.senders[1:] + self.senders[:1]:

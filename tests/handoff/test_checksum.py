@@ -8,7 +8,7 @@ import torch
 from or1_megatron.handoff.errors import SliceMismatch
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.checksum import DeviceSums, checksum, host_sum
-from or1_megatron.handoff.message.message import Shipment, message_bytes, pack, unpack
+from or1_megatron.handoff.message.message import Shipment, pack, unpack
 from or1_megatron.handoff.shard.plan import make_plan
 from or1_megatron.weights.holdings import Holding
 
@@ -86,15 +86,29 @@ def shipment() -> Shipment:
 
 def test_a_sealed_shipment_opens_to_what_was_put_in() -> None:
     sent = shipment()
-    message = torch.zeros(message_bytes(sent), dtype=torch.uint8)
+    message = torch.zeros(sent.size_bytes, dtype=torch.uint8)
     w, v = torch.tensor([1, 2, 3], dtype=torch.bfloat16), torch.arange(5.0)
-    total = pack(sent, message, lambda cut: {"w": w, "v": v}[cut.name], 7)
+    total = pack(sent, message, lambda part: {"w": w, "v": v}[part.name], 7)
     slices = unpack(sent, message, 7)
+    for each in slices:
+        each.verify()
     assert sum(each.checksum for each in slices) == total
-    assert [each.cut.name for each in slices] == ["w", "v"]
+    assert [each.slice.name for each in slices] == ["w", "v"]
     assert torch.equal(slices[0].values, w) and torch.equal(slices[1].values, v)
     with pytest.raises(SliceMismatch, match=r"'w'\[0:3\] from trainer rank 0 .* handoff 8"):
-        unpack(sent, message, 8)
+        unpack(sent, message, 8)[0].verify()
     slices[1].values[4] = 5.0
     with pytest.raises(SliceMismatch, match=r"'v'\[0:5\]"):
-        unpack(sent, message, 7)
+        unpack(sent, message, 7)[1].verify()
+
+
+def test_a_slice_that_is_kept_outlives_its_message() -> None:
+    sent = shipment()
+    message = torch.zeros(sent.size_bytes, dtype=torch.uint8)
+    pack(sent, message, lambda part: torch.arange(part.shape[0]).to(part.dtype), 1)
+    kept, spoilt = unpack(sent, message, 1)
+    kept.keep()
+    message.zero_()
+    assert kept.values.tolist() == [0, 1, 2]
+    with pytest.raises(SliceMismatch, match=r"'v'\[0:5\]"):
+        spoilt.keep()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
-from rigs import TRANSPORTS, WholeTensors, in_engine, perturbed, scores
+from rigs import TRANSPORTS, TamperedTrainer, in_engine, perturbed, scores
 
 from or1_megatron.config.schema import HandoffConfig, VerifyConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
@@ -44,7 +44,7 @@ def pool(tiny_model: TinyModel, ray_cluster: None, transport: str) -> Iterator[E
         MAX_MODEL_TOKENS,
         f"{RUN_ID}-death-{transport}",
         on_cpu=True,
-        weight_transfer=TRANSPORTS[transport][0],
+        weight_transfer=TRANSPORTS[transport]["backend"],
     )
     pool.wait_ready()
     yield pool
@@ -71,11 +71,10 @@ def silent(handle: Any, seed: int) -> bool:
 @pytest.mark.slow
 def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool, transport: str) -> None:
     """Its successor has new weights before it serves; a second death is one too many."""
-    backend, kind, others = TRANSPORTS[transport]
-    config = HandoffConfig(backend=backend, bucket_bytes=40_000, timeout_s=TIMEOUT_S, **others)
+    config = HandoffConfig(bucket_bytes=40_000, timeout_s=TIMEOUT_S, **TRANSPORTS[transport])
     control = pool.control(TIMEOUT_S)
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
-    trainer = kind(old, config, control)
+    trainer = TamperedTrainer(old, config, control)
     trainer.send(old, 1)
     control.certify(1)
     assert all(serves(handle, 1, seed) for seed, handle in enumerate(pool.handles))
@@ -124,7 +123,7 @@ def test_engine_killed_while_it_decodes(tiny_model: TinyModel, pool: EnginePool,
     """
     control = pool.control(TIMEOUT_S)
     weights = perturbed(tiny_model.oracle, 1)
-    trainer = WholeTensors(weights, HandoffConfig(timeout_s=TIMEOUT_S), control)
+    trainer = TamperedTrainer(weights, HandoffConfig(timeout_s=TIMEOUT_S), control)
     trainer.send(weights, 1)
     control.certify(1)
     client = start_rollouts(pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), f"{RUN_ID}-revived")

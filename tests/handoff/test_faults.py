@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, rollout_config
+from engine_fixtures import MAX_MODEL_TOKENS, WORDS, TinyModel
 from rigs import (
     TRANSPORTS,
+    TamperedTrainer,
     perturbed,
     scores,
     stale_packed_weights,
@@ -29,7 +30,7 @@ from rigs import (
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import HandoffMismatch
 from or1_megatron.handoff.probe import Probe, compare_probe, probe_tokens
-from or1_megatron.rollout.engine_group import EngineError
+from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.pool import EnginePool
 
 PROBE = probe_tokens(len(WORDS), 48)
@@ -39,8 +40,8 @@ LAYER = "model.layers.1."
 
 @dataclass
 class Rig:
-    trainer: Any
-    control: Any
+    trainer: TamperedTrainer
+    control: EngineGroup
     handle: Any  # of the engine that goes wrong
     old: Any
     new: Any
@@ -54,31 +55,13 @@ class Rig:
         return compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e9)
 
 
-@pytest.fixture(scope="module")
-def pools(tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[dict[str, EnginePool]]:
-    """By backend; that of ``gloo`` is the session's."""
-    shard = EnginePool(
-        rollout_config(engines=1),
-        tiny_model.folder,
-        "float32",
-        MAX_MODEL_TOKENS,
-        f"{RUN_ID}-faults",
-        on_cpu=True,
-        weight_transfer="shard",
-    )
-    shard.wait_ready()
-    yield {"gloo": engine_pool, "shard": shard}
-    shard.close()
-
-
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def rig(request: pytest.FixtureRequest, tiny_model: TinyModel, pools: dict[str, EnginePool]) -> Iterator[Rig]:
-    backend, kind, others = TRANSPORTS[request.param]
-    config = HandoffConfig(backend=backend, bucket_bytes=40_000, timeout_s=60.0, **others)
-    pool = pools[backend]
-    control = pool.control(config.timeout_s)
+def rig(request: pytest.FixtureRequest, tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Rig]:
+    config = HandoffConfig(bucket_bytes=40_000, timeout_s=60.0, **TRANSPORTS[request.param])
+    control = engine_pool.control(config.timeout_s)
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
-    rig = Rig(kind(old, config, control), control, pool.handles[-1], old, new)
+    trainer = TamperedTrainer(old, config, control)
+    rig = Rig(trainer, control, engine_pool.handles[-1], old, new)
     rig.good_handoff(old, 1)
     yield rig
     rig.good_handoff(tiny_model.oracle, 0)
@@ -171,7 +154,7 @@ def test_what_goes_wrong_in_transit_is_named_and_never_served(rig: Rig, fault: s
 
     with (
         rig.trainer.tampering(spoil),
-        pytest.raises(RuntimeError, match=r"engine \d .*'(model\.|lm_head)[a-z0-9_.]+'\[.*did not arrive as it was"),
+        pytest.raises(RuntimeError, match=r"engine (rank )?\d.*'(model|lm_head)\.[a-z0-9_.]+'\[.*did not arrive as"),
     ):
         rig.trainer.send(rig.new, 2)
     with pytest.raises(EngineError, match="did not come to its end"):

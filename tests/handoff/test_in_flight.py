@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 from engine_fixtures import WORDS, TinyModel, decode, prompt
-from rigs import WholeTensors, in_engine, perturbed, scores
+from rigs import TamperedTrainer, in_engine, perturbed, scores
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
@@ -76,7 +76,7 @@ def by_version(request: Request, completion: Completion, models: dict[int, TinyM
 @pytest.fixture(scope="module")
 def trainer(tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Any]:
     control = engine_pool.control(60.0)
-    trainer = WholeTensors(tiny_model.oracle, CONFIG, control)
+    trainer = TamperedTrainer(tiny_model.oracle, CONFIG, control)
     yield trainer
     trainer.send(tiny_model.oracle, 0)
     control.certify(0)

@@ -1,4 +1,4 @@
-"""Loaders of many habits, recorded on placeholders and then fed with slices, through vLLM's own layerwise reload.
+"""Loaders of many habits, traced on placeholders and then fed with slices, through vLLM's own layerwise reload.
 
 The model is a toy; what real models' loaders do is tried in test_shard.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from or1_megatron.handoff.message.buckets import Slice, Slot, TensorSpec
+from or1_megatron.handoff.message.buckets import Slice, Slot, whole_tensor
 from or1_megatron.handoff.message.checksum import checksum
 from or1_megatron.handoff.message.message import ReceivedSlice
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
     "padded": (padded, (2, 2), (3, 2)),
     "doubled_in_place": (doubled_in_place, (3,), (3,)),
 }
-PLACED = {"lower_half", "one_expert"}
+COPIED_DIRECTLY = {"lower_half", "one_expert"}
 
 
 class Toy(nn.Module):
@@ -84,22 +84,22 @@ class Toy(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def trace() -> tuple[Toy, Any, list[TensorSpec]]:
+def traced() -> tuple[Toy, Any]:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from or1_megatron.handoff.vllm.loader_trace import trace_loaders
 
     toy = Toy()
     record_metadata_for_reloading(toy)
-    specs = [TensorSpec(name, torch.float32, shape) for name, (_, shape, _) in CASES.items()]
-    specs.append(TensorSpec("another rank's", torch.float32, (7,)))
-    return toy, trace_loaders(toy, None, specs), specs
+    tensors = [whole_tensor(name, torch.float32, shape) for name, (_, shape, _) in CASES.items()]
+    tensors.append(whole_tensor("another rank's", torch.float32, (7,)))
+    return toy, trace_loaders(toy, None, tensors)
 
 
-def test_what_loaders_ask_for(trace: Any) -> None:
+def test_what_loaders_ask_for(traced: Any) -> None:
     """The rest of a tensor is not asked for; what is computed with comes whole, and its name is known."""
-    toy, record, specs = trace
-    assert record.wants(specs) == [
+    toy, trace = traced
+    assert trace.wants() == [
         Slice("lower_half", ((4, 8), (0, 3)), torch.float32),
         Slice("one_expert", ((1, 2), (0, 2), (3, 6)), torch.float32),
         Slice("transposed", ((0, 2), (0, 5)), torch.float32),
@@ -108,8 +108,8 @@ def test_what_loaders_ask_for(trace: Any) -> None:
         Slice("padded", ((0, 2), (0, 2)), torch.float32),
         Slice("doubled_in_place", ((0, 3),), torch.float32),
     ]
-    assert record.whole.keys() == {"transposed", "shifted", "filled"}
-    assert "aten.add" in record.whole["shifted"]
+    assert trace.whole.keys() == {"transposed", "shifted", "filled"}
+    assert "aten.add" in trace.whole["shifted"]
     for parameter in toy.parameters():
         assert (parameter == -1).all()  # nothing was written
 
@@ -125,9 +125,9 @@ def cut_out(tensor: Tensor, box: Any) -> Tensor:
     return tensor[tuple(slice(*bounds) for bounds in box)].clone()
 
 
-def arrived(cut: Slice, values: Tensor) -> ReceivedSlice:
+def arrived(part: Slice, values: Tensor) -> ReceivedSlice:
     flat = values.view(torch.uint8).flatten()
-    return ReceivedSlice(Slot(cut, 0, cut.size_bytes, cut.shape), flat, flat.numpy(), checksum(cut, flat, 1), 0, 1)
+    return ReceivedSlice(Slot(part, 0, part.size_bytes, part.shape), flat, flat.numpy(), checksum(part, flat, 1), 0, 1)
 
 
 def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
@@ -137,91 +137,94 @@ def assert_loaded(toy: Toy, wholes: dict[str, Tensor]) -> None:
         assert torch.equal(toy.get_submodule(name).weight, expected), name
 
 
-def test_loaders_put_received_slices_where_they_would_have_put_them(trace: Any) -> None:
-    """All of them through the loaders."""
+def pieces_of(trace: Any) -> list[Slice]:
+    return [Slice(want.name, box, torch.float32) for want in trace.wants() for box in in_pieces(want.box)]
+
+
+def test_loaders_put_received_slices_where_they_would_have_put_them(traced: Any) -> None:
+    """All of them through the loaders, in rounds of three slices, after which the messages' memory is overwritten."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-    from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
+    from or1_megatron.handoff.vllm.loader_trace import SliceLoader
     from or1_megatron.handoff.vllm.reload import finish_reload
 
-    toy, record, specs = trace
-    wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
-    loader = SliceLoader(record)
+    toy, trace = traced
+    wholes = {name: torch.randn(tensor.shape) for name, tensor in trace.tensors.items()}
+    pieces = pieces_of(trace)
+    loader = SliceLoader(trace, pieces)
     initialize_layerwise_reload(toy)
-    for want in record.wants(specs):
-        spec = next(spec for spec in specs if spec.name == want.name)
-        parts = [Part(box, cut_out(wholes[want.name], box)) for box in in_pieces(want.box)]
-        with loader:
-            toy.load_weights([(want.name, loader.offer(spec, parts))])
+    for first in range(0, len(pieces), 3):
+        round_ = [arrived(piece, cut_out(wholes[piece.name], piece.box)) for piece in pieces[first : first + 3]]
+        messages = [received.message for received in round_]
+        for received in round_:
+            loader.take(received)
+        loader.load(toy)
+        for message in messages:
+            message.zero_()
     with loader:
         finish_reload(toy, None)
     loader.check_complete()
     assert_loaded(toy, wholes)
 
 
-def test_slices_are_placed_where_loaders_only_copy(trace: Any) -> None:
-    """And the rest through its loaders, in the same handoff; twice."""
+def test_slices_are_copied_directly_where_loaders_only_copy(traced: Any) -> None:
+    """And the rest goes through its loaders, in the same handoff; twice."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     from or1_megatron.handoff.shard.direct_copy import DirectCopy
-    from or1_megatron.handoff.vllm.loader_trace import Part, SliceLoader
+    from or1_megatron.handoff.vllm.loader_trace import SliceLoader
     from or1_megatron.handoff.vllm.reload import finish_reload
 
-    toy, record, specs = trace
-    wants = record.wants(specs)
-    cuts = [Slice(want.name, box, torch.float32) for want in wants for box in in_pieces(want.box)]
-    direct_copy = DirectCopy(toy, record, cuts)
-    assert direct_copy.names == PLACED
+    toy, trace = traced
+    pieces = pieces_of(trace)
+    direct_copy = DirectCopy(toy, trace, pieces)
+    assert direct_copy.names == COPIED_DIRECTLY
     for _ in range(2):
-        wholes = {spec.name: torch.randn(spec.shape) for spec in specs}
-        loader = SliceLoader(record, direct_copy.names)
+        wholes = {name: torch.randn(tensor.shape) for name, tensor in trace.tensors.items()}
+        loader = SliceLoader(trace, [piece for piece in pieces if piece.name not in direct_copy.names])
         initialize_layerwise_reload(toy)
         direct_copy.begin()
-        for cut in cuts:
-            if cut.name in direct_copy.names:
-                received = arrived(cut, cut_out(wholes[cut.name], cut.box))
-                direct_copy.put(received)
+        for piece in pieces:
+            received = arrived(piece, cut_out(wholes[piece.name], piece.box))
+            if piece.name in direct_copy.names:
+                direct_copy.copy(received)
                 received.message.zero_()  # as a message's memory is used again
-        rest = {want.name: Part(want.box, cut_out(wholes[want.name], want.box)) for want in wants}
+            else:
+                loader.take(received)
+        loader.load(toy)
         with loader:
-            toy.load_weights(
-                (spec.name, loader.offer(spec, [rest[spec.name]]))
-                for spec in specs
-                if spec.name in rest.keys() - direct_copy.names
-            )
             finish_reload(toy, None)
         direct_copy.check_complete()
         loader.check_complete()
         assert_loaded(toy, wholes)
 
 
-def test_a_slice_that_is_not_what_was_sent_is_not_placed(trace: Any) -> None:
+def test_a_slice_that_is_not_what_was_sent_is_not_copied(traced: Any) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     from or1_megatron.handoff.errors import SliceMismatch
     from or1_megatron.handoff.shard.direct_copy import DirectCopy
     from or1_megatron.handoff.vllm.reload import put_back
 
-    toy, record, specs = trace
-    cut = next(Slice(want.name, want.box, torch.float32) for want in record.wants(specs) if want.name == "lower_half")
+    toy, trace = traced
+    part = next(want for want in trace.wants() if want.name == "lower_half")
     before = toy.get_submodule("lower_half").weight.clone()
-    direct_copy = DirectCopy(toy, record, [cut])
+    direct_copy = DirectCopy(toy, trace, [part])
     initialize_layerwise_reload(toy)
     direct_copy.begin()
-    received = arrived(cut, torch.ones(4, 3))
+    received = arrived(part, torch.ones(4, 3))
     received.message[17] ^= 1
     with pytest.raises(SliceMismatch, match=r"'lower_half'.* did not arrive as it was sent"):
-        direct_copy.put(received)
+        direct_copy.copy(received)
     put_back(toy, None)
     assert torch.equal(toy.get_submodule("lower_half").weight, before)
 
 
-def test_layer_that_lacks_a_slice_is_named(trace: Any) -> None:
+def test_layer_that_lacks_a_slice_is_named(traced: Any) -> None:
     from or1_megatron.handoff.shard.direct_copy import DirectCopy
 
-    toy, record, specs = trace
-    cuts = [Slice(want.name, want.box, torch.float32) for want in record.wants(specs)]
-    direct_copy = DirectCopy(toy, record, cuts)
+    toy, trace = traced
+    direct_copy = DirectCopy(toy, trace, trace.wants())
     direct_copy.begin()
     with pytest.raises(RuntimeError, match="'lower_half' of the engine's model lacks 1 of 1 slices"):
         direct_copy.check_complete()
@@ -256,9 +259,9 @@ def added(param: Tensor, loaded_weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "placed"), [(copied, {"one", "other"}), (copied_elsewhere_too, set()), (added, set()), (padded, set())]
+    ("other", "direct"), [(copied, {"one", "other"}), (copied_elsewhere_too, set()), (added, set()), (padded, set())]
 )
-def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> None:
+def test_layer_is_copied_directly_whole_or_not_at_all(other: Any, direct: set[str]) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from or1_megatron.handoff.shard.direct_copy import copied_directly
@@ -267,15 +270,14 @@ def test_layer_is_placed_whole_or_not_at_all(other: Any, placed: set[str]) -> No
     pair = Pair(copied, other)
     record_metadata_for_reloading(pair)
     shapes = {"one": (3,), "other": (2,) if other is padded else (3,)}
-    specs = [TensorSpec(name, torch.float32, shape) for name, shape in shapes.items()]
-    record = trace_loaders(pair, None, specs)
-    assert copied_directly(pair, record) == placed
+    trace = trace_loaders(pair, None, [whole_tensor(name, torch.float32, shape) for name, shape in shapes.items()])
+    assert copied_directly(pair, trace) == direct
     pair.layer.quant_method = object()  # of a kind that is not known to load by copying
-    assert copied_directly(pair, record) == set()
+    assert copied_directly(pair, trace) == set()
 
 
-def test_what_was_never_loaded_is_named(trace: Any) -> None:
+def test_what_was_never_loaded_is_named(traced: Any) -> None:
     from or1_megatron.handoff.vllm.loader_trace import SliceLoader
 
     with pytest.raises(RuntimeError, match="'doubled_in_place' was received, but its loader never put it"):
-        SliceLoader(trace[1]).check_complete()
+        SliceLoader(traced[1], traced[1].wants()).check_complete()

@@ -27,10 +27,10 @@ def want(name: str, box: tuple) -> Slice:
 def table(plan: HandoffPlan) -> list[tuple[int, int, str, tuple]]:
     """(who packs, for whom, what), in order."""
     return [
-        (shipment.source, destination, slot.spec.name, slot.spec.box)
+        (shipment.source, destination, slot.slice.name, slot.slice.box)
         for shipment in plan.shipments
         for destination in shipment.destinations
-        for slot in shipment.bucket.slots
+        for slot in shipment.slots
     ]
 
 
@@ -87,7 +87,7 @@ def test_pipeline_stages_send_at_once() -> None:
     held = [Holding("w", ((0, 8), (0, 4)), (0,)), Holding("n", ((0, 32),), (0,)), Holding("x", ((0, 32),), (1,))]
     wants = [[want("w", ((0, 8), (0, 4))), want("n", ((0, 32),)), want("x", ((0, 32),))]]
     plan = make_plan(held, wants, 2, 256)
-    assert [(s.round, s.source, s.bucket.slots[0].spec.name) for s in plan.shipments] == [
+    assert [(s.round, s.source, s.slots[0].slice.name) for s in plan.shipments] == [
         (0, 0, "w"),
         (0, 1, "x"),
         (1, 0, "n"),
@@ -109,9 +109,9 @@ def test_replicas_share_the_sending() -> None:
 def test_no_bucket_is_larger_than_asked() -> None:
     """A tensor of 128 bytes goes in parts of at most 40: rows of 16 bytes, two at a time. Two senders: 20 each."""
     plan = make_plan([Holding("w", ((0, 8), (0, 4)), (0,))], [[want("w", ((0, 8), (0, 4)))]], 1, 40)
-    assert [s.bucket.size_bytes for s in plan.shipments] == [32, 32, 32, 32]
+    assert [s.payload_bytes for s in plan.shipments] == [32, 32, 32, 32]
     plan = make_plan(tp2("w"), [[want("w", ((0, 8), (0, 4)))]], 2, 40)
-    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [
+    assert [(s.round, s.source, s.payload_bytes) for s in plan.shipments] == [
         (number // 2, number % 2, 16) for number in range(8)
     ]
 
@@ -121,10 +121,10 @@ def test_who_sends_little_leaves_the_round_to_the_others() -> None:
     box = ((0, 8), (0, 4))
     held = [Holding("w", box, (0,)), Holding("x", box, (0,)), Holding("n", ((0, 4),), (1,))]
     plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 320)
-    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 256), (0, 1, 16)]
+    assert [(s.round, s.source, s.payload_bytes) for s in plan.shipments] == [(0, 0, 256), (0, 1, 16)]
     hops = TwoHops([0], 2)  # rank 0 holds its own and what it passes on: nobody sends more than his share
     plan = make_plan(held, [[want("w", box), want("x", box), want("n", ((0, 4),))]], 2, 480, hops)
-    assert [(s.round, s.source, s.bucket.size_bytes) for s in plan.shipments] == [(0, 0, 128), (0, 1, 16), (1, 0, 128)]
+    assert [(s.round, s.source, s.payload_bytes) for s in plan.shipments] == [(0, 0, 128), (0, 1, 16), (1, 0, 128)]
 
 
 def test_engines_that_want_the_same_are_packed_for_once() -> None:

@@ -21,7 +21,7 @@ from sharded_trainer import Grid, Trainer
 
 from or1_megatron.commands.plan_handoff import expected_wants
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffError
+from or1_megatron.handoff.errors import HandoffError, SendError
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.handoff.transport.base import GlooTransport
 from or1_megatron.handoff.transport.shared_memory import SharedMemoryTransport
@@ -129,8 +129,7 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
     trainer = Trainer(Grid(model, *layout), over(transport), control)
     for version in (1, 2):
         trainer.grid.model = renewed(model, seed=version)
-        control.next_version = version
-        trainer.send()
+        trainer.send(version)
         assert control.versions() == [version] * control.engines
         assert difference(control, trainer.grid.model) < 1e-4
         stats = trainer.senders[0].stats
@@ -152,10 +151,10 @@ def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> No
     """``or1 plan-handoff`` foretells what the loaders ask for; here it is compared with what they asked for."""
     received: dict[tuple[int, str], list[Box]] = {}
     for rank, sender in enumerate(trainer.senders):
-        for shipment in sender.plan.sent_by(rank):
-            for slot in shipment.bucket.slots:
+        for shipment in sender.transfer.plan.sent_by(rank):
+            for slot in shipment.slots:
                 for destination in shipment.destinations:
-                    received.setdefault((destination - trainer.grid.world, slot.spec.name), []).append(slot.spec.box)
+                    received.setdefault((destination - trainer.grid.world, slot.slice.name), []).append(slot.slice.box)
     for (rank, name), boxes in received.items():
         wants = expected_wants(QWEN2, trainer.grid.hf, torch.float32, rank % engine_tensor, engine_tensor)
         (box,) = (want.box for want in wants if want.name == name)
@@ -168,7 +167,7 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
     """What engines compute is compared above; here, that most slices took the short way there."""
     pool, model = pools["single"]
     trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
-    trainer.send()
+    trainer.send(3)
 
     def placed(engine: Any) -> set[str]:
         import gc
@@ -184,8 +183,8 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
 
 def same_shaped(shipment: Any) -> list[tuple[Any, Any]]:
     """Pairs of slices of one shape in a message."""
-    slots = shipment.bucket.slots
-    return [(a, b) for i, a in enumerate(slots) for b in slots[i + 1 :] if a.spec.shape == b.spec.shape]
+    slots = shipment.slots
+    return [(a, b) for i, a in enumerate(slots) for b in slots[i + 1 :] if a.slice.shape == b.slice.shape]
 
 
 FAULTS = ["flipped bit", "dropped bucket", "swapped tensors", "bucket of the last handoff"]
@@ -204,11 +203,11 @@ def test_what_the_transport_spoils_stops_the_run_by_name(
     pool, model = pools["single"]
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, 2, 1, 1), over(transport), control)
-    trainer.send()
+    trainer.send(3)
     sends = {kind: kind.send for kind in (GlooTransport, SharedMemoryTransport)}
-    sent = trainer.senders[0].plan.sent_by(0)
+    sent = trainer.senders[0].transfer.plan.sent_by(0)
     chosen = next(s for s in sent if s.round >= 1 and 3 in s.destinations and same_shaped(s))
-    first, last = trainer.senders[0]._links.over(0, chosen.children(0)[0]), dict[str, torch.Tensor]()
+    first, last = trainer.senders[0].transfer.links.between(0, chosen.children(0)[0]), dict[str, torch.Tensor]()
 
     def faulty(self: Any, buffer: torch.Tensor, destination: int, number: int) -> Any:
         if self is first and (destination, number) == (chosen.children(0)[0], chosen.number):
@@ -230,16 +229,16 @@ def test_what_the_transport_spoils_stops_the_run_by_name(
     for kind in sends:
         monkeypatch.setattr(kind, "send", faulty)
     if fault == "bucket of the last handoff":
-        trainer.send()
+        trainer.send(3)
     start = time.monotonic()
-    with pytest.raises(HandoffError, match=r"engine [01] .*'model\.[a-z0-9_.]+'\[.*did not arrive as it was sent"):
-        trainer.send()
+    with pytest.raises(SendError, match=r"engine (rank )?[01].*'model\.[a-z0-9_.]+'\[.*did not arrive as it was sent"):
+        trainer.send(3)
     assert time.monotonic() - start < 30
     monkeypatch.undo()
     with pytest.raises(EngineError, match="did not come to its end"):
         control.score_prompts(PROBE)
     trainer.grid.model = renewed(model, seed=9)
-    trainer.send()  # meets the engines anew
+    trainer.send(3)  # meets the engines anew
     assert difference(control, trainer.grid.model) < 1e-4
     trainer.close()
 
@@ -252,7 +251,7 @@ def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
     with pytest.raises(EngineError, match=r"engine \d cannot score prompts: an update of its weights did not come to"):
         control.score_prompts(PROBE)
     trainer = Trainer(Grid(renewed(model, seed=4), 1, 2, 1), CONFIG, control)
-    trainer.send()
+    trainer.send(3)
     assert difference(control, trainer.grid.model) < 1e-4
     trainer.close()
 
@@ -261,17 +260,17 @@ def test_rank_that_fails_ends_everybodys_wait(pools: Any) -> None:
     """Long before the deadline, and with the cause."""
     pool, model = pools["single"]
     trainer = Trainer(Grid(model, 2, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
-    trainer.send()
+    trainer.send(3)
 
     def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+        raise HandoffError("out of memory")
 
     trainer.weights[1].tamper = broken
     start = time.monotonic()
-    with pytest.raises(HandoffError, match="trainer rank 1: out of memory"):
-        trainer.send()
+    with pytest.raises(SendError, match="trainer rank 1: out of memory"):
+        trainer.send(3)
     assert time.monotonic() - start < 30
     trainer.weights[1].tamper = lambda name, tensor: tensor
-    trainer.send()
+    trainer.send(3)
     assert difference(pool.control(10.0), trainer.grid.model) < 1e-4
     trainer.close()

@@ -1,15 +1,15 @@
 """Shared memory between processes: who maps it reads what was written, and nothing outlives the processes.
 
-That a transport is built on it is test_carrying's; here processes are killed. Not tried: other users, containers.
+That a transport is built on it is test_transfer's; here processes are killed. Not tried: other users, containers.
 """
 
 from __future__ import annotations
 
-import gc
+import base64
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,8 @@ from or1_megatron.handoff.transport.shared_memory import HostSharedMemory
 
 HOLDER = """
 import sys, pickle, base64, torch
-from or1_megatron.handoff.transport.shared_memory import SharedMemory
-memory = SharedMemory()
+from or1_megatron.handoff.transport.shared_memory import HostSharedMemory
+memory = HostSharedMemory()
 buffer = memory.allocate(1 << 20)
 buffer.copy_(torch.arange(1 << 20) % 251)
 print(base64.b64encode(pickle.dumps(memory.describe(buffer))).decode(), flush=True)
@@ -29,59 +29,57 @@ sys.stdin.readline()
 """
 
 
-@pytest.fixture
-def handoff_memory() -> Callable[[], int]:
-    """Pieces of shared memory that this process maps, those left aside that other tests' errors still hold."""
-
-    def count() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:or1-handoff")
-
-    gc.collect()
-    before = count()
-    return lambda: count() - before
+def mapped_here(inode: int) -> bool:
+    """Whether this process maps the piece of shared memory that has this inode."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.split()[4] == str(inode) and "memfd:or1-handoff" in line for line in lines)
 
 
-def test_killed_sender_leaves_nothing_behind(handoff_memory: Callable[[], int]) -> None:
-    """What the receiver has mapped stays readable while it does; then it is gone, and had no name anywhere."""
-    import base64
-    import pickle
+def is_open(descriptor: int, inode: int) -> bool:
+    """Whether a descriptor of this process is still that piece's; its number may have been given away again."""
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
-    named = set(os.listdir("/dev/shm"))
+
+def test_killed_sender_leaves_nothing_behind() -> None:
+    """What the receiver has mapped stays readable while it does; then nobody holds it, and it never had a name."""
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     description = pickle.loads(base64.b64decode(holder.stdout.readline()))
     assert description[0] == holder.pid
+    piece = os.stat(f"/proc/{holder.pid}/fd/{description[1]}")
+    assert piece.st_nlink == 0
     memory = HostSharedMemory()
     mapped = memory.map(description)
     assert memory.map(description) is mapped  # once for all messages
     holder.kill()
-    holder.wait(30)
+    holder.wait()
     assert torch.equal(mapped, (torch.arange(1 << 20) % 251).to(torch.uint8))
-    assert handoff_memory() == 1
+    assert mapped_here(piece.st_ino)
     del mapped
-    memory.rest()
-    assert handoff_memory() == 0
-    assert not {name for name in set(os.listdir("/dev/shm")) - named if "or1" in name}
+    memory.free()
+    assert not mapped_here(piece.st_ino)
     with pytest.raises(HandoffError, match=rf"cannot map the memory of process {holder.pid} .*on one node"):
         memory.map(description)
 
 
-def test_memory_of_somebody_else_is_not_taken_for_it(handoff_memory: Callable[[], int]) -> None:
+def test_memory_of_somebody_else_is_not_taken_for_it() -> None:
     """A process number that means another process here (another PID namespace), with a file under that number."""
     memory, other = HostSharedMemory(), HostSharedMemory()
     pid, descriptor, token = memory.describe(memory.allocate(4096))
     with pytest.raises(HandoffError, match="another process has this number here"):
         other.map((pid, descriptor, bytes(reversed(token))))
-    memory.rest()
-    other.rest()
-    assert handoff_memory() == 0
 
 
-def test_rest_gives_the_memory_back(handoff_memory: Callable[[], int]) -> None:
+def test_free_gives_the_memory_back() -> None:
     memory = HostSharedMemory()
-    before = len(os.listdir("/proc/self/fd"))
     buffers = [memory.allocate(1 << 16) for _ in range(3)]
-    assert handoff_memory() == 3
+    descriptors = [memory.describe(buffer)[1] for buffer in buffers]
+    inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+    assert len(set(inodes)) == 3 and all(map(mapped_here, inodes))
     del buffers
-    memory.rest()
-    assert handoff_memory() == 0 and len(os.listdir("/proc/self/fd")) == before
+    memory.free()
+    assert not any(map(mapped_here, inodes))
+    assert not any(map(is_open, descriptors, inodes))

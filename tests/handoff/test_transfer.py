@@ -20,13 +20,13 @@ from torch import Tensor
 
 from or1_megatron.handoff.errors import HandoffError, SliceMismatch
 from or1_megatron.handoff.message.buckets import Slice
-from or1_megatron.handoff.message.message import message_bytes, unpack
+from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.plan import make_plan
 from or1_megatron.handoff.shard.routes import routes_for
-from or1_megatron.handoff.shard.transfer import incoming, ship
+from or1_megatron.handoff.shard.transfer import Transfer
 from or1_megatron.handoff.transport.base import Arrival, ByteCounter, GlooTransport, OrderedStarts
-from or1_megatron.handoff.transport.group import join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, Location
+from or1_megatron.handoff.transport.group import join_store, open_store
+from or1_megatron.handoff.transport.links import Location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background
 from or1_megatron.weights.holdings import Box, Holding, whole
 
@@ -51,46 +51,45 @@ class Ranks:
         here = Location("here", "")
         routes = routes_for(transport, [here] * trainers, [here] * len(wants))
         self.plan = make_plan(held, wants, trainers, bucket_bytes, routes)
-        server = open_store("127.0.0.1", DEADLINE_S)
+        self._server = open_store("127.0.0.1", DEADLINE_S)
 
-        def meet(rank: int) -> tuple[Any, Links, StatusStore]:
-            store = join_store("127.0.0.1", server.port, DEADLINE_S)  # of its own: who waits blocks a shared one
-            group = open_group(store, "127.0.0.1", rank, self.world, DEADLINE_S)
-            links = Links.open(transport, group, store, rank, self.world, trainers, DEADLINE_S)
-            return server, links, StatusStore(store, self.plan.who(rank), DEADLINE_S)
+        def meet(rank: int) -> Transfer:
+            store = join_store("127.0.0.1", self._server.port, DEADLINE_S)  # of its own: a wait blocks a shared one
+            status = StatusStore(store, self.plan.who(rank), DEADLINE_S)
+            return Transfer.open(self.plan.of(rank), transport, rank, status)
 
         with ThreadPoolExecutor(self.world) as pool:
-            self._stores, self.links, self.statuses = zip(*pool.map(meet, range(self.world)), strict=True)
+            self.transfers = list(pool.map(meet, range(self.world)))
+        self.links = [transfer.links for transfer in self.transfers]
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.tensors[name][tuple(slice(*bounds) for bounds in box)]
 
-    def ship(self, rank: int, handoff: int, read: Callable[[str, Box], Tensor] | None = None) -> Any:
-        plan = self.plan.of(rank)
-        return ship(plan, rank, self.links[rank], self.statuses[rank], read or self.read, handoff)
+    def send(self, rank: int, handoff: int, read: Callable[[str, Box], Tensor] | None = None) -> Any:
+        return self.transfers[rank].send(read or self.read, handoff)
 
     def load(self, rank: int, handoff: int) -> dict[str, Tensor]:
         """What an engine rank has received, with NaN where nothing came."""
         found = {name: torch.full(shape, torch.nan, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
-        links = self.links[rank]
-        for shipment, message, _ in incoming(self.plan.of(rank), rank, links, self.statuses[rank]):
+        for shipment, message, _ in self.transfers[rank].receive():
             for each in unpack(shipment, message, handoff):
-                part = found[each.cut.name][tuple(slice(*bounds) for bounds in each.cut.box)]
-                assert part.isnan().all(), f"{each.cut} came twice"
+                each.verify()
+                part = found[each.slice.name][tuple(slice(*bounds) for bounds in each.slice.box)]
+                assert part.isnan().all(), f"{each.slice} came twice"
                 part.copy_(each.values)
-        links.rest()
+        self.links[rank].free_buffers()
         return found
 
     def hand_off(self, handoff: int, **reads: Any) -> tuple[list[Any], list[dict[str, Tensor]]]:
         """(the trainer ranks' tallies, what each engine rank has)."""
         with ThreadPoolExecutor(self.world) as pool:
-            shipped = [pool.submit(self.ship, r, handoff, reads.get(f"read_{r}")) for r in range(self.trainers)]
+            sent = [pool.submit(self.send, r, handoff, reads.get(f"read_{r}")) for r in range(self.trainers)]
             loaded = [pool.submit(self.load, rank, handoff) for rank in range(self.trainers, self.world)]
-            return [future.result() for future in shipped], [future.result() for future in loaded]
+            return [future.result() for future in sent], [future.result() for future in loaded]
 
     def close(self) -> None:
-        for links in self.links:
-            links.close()
+        for transfer in self.transfers:
+            transfer.close()
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def test_every_engine_rank_gets_what_it_wants_once(
     made = ranks(transport, trainers, wants, 1024)
     taken_in = Counter[Any]()
     for shipment in made.plan.shipments:
-        taken_in[shipment.round, shipment.destinations] += shipment.bucket.size_bytes
+        taken_in[shipment.round, shipment.destinations] += shipment.slots[-1].end_bytes
     assert max(taken_in.values()) <= 1024
     for handoff in (1, 2):
         for tensor in made.tensors.values():
@@ -145,8 +144,8 @@ def test_every_engine_rank_gets_what_it_wants_once(
         sent, received = Counter[int](), Counter[int]()
         for shipment in made.plan.shipments:
             for start, stop in shipment.hops:
-                sent[start] += message_bytes(shipment)
-                received[stop] += message_bytes(shipment)
+                sent[start] += shipment.size_bytes
+                received[stop] += shipment.size_bytes
         for rank, ((s0, r0), links) in enumerate(zip(before, made.links, strict=True)):
             assert links.counts() == (s0 + sent[rank], r0 + received[rank]), rank
         assert [each.bytes_sent for each in stats] == [sent[rank] for rank in range(trainers)]
@@ -258,18 +257,18 @@ def test_packing_goes_on_while_a_message_travels_and_stops_at_two(ranks: Any, tr
 
     def read(name: str, box: Box) -> Tensor:
         packed.append(f"{name} {box}")
-        if len(packed) == len(first.bucket.slots) + len(second.bucket.slots):
+        if len(packed) == len(first.slots) + len(second.slots):
             packed_two.set()
         return made.read(name, box)
 
     with ThreadPoolExecutor(2) as pool:
-        shipping = pool.submit(made.ship, 0, 1, read)
+        sending = pool.submit(made.send, 0, 1, read)
         assert packed_two.wait(DEADLINE_S)
-        assert len(packed) == len(first.bucket.slots) + len(second.bucket.slots)
+        assert len(packed) == len(first.slots) + len(second.slots)
         loaded = pool.submit(made.load, 1, 1).result(DEADLINE_S)
-        shipping.result(DEADLINE_S)
+        sending.result(DEADLINE_S)
     check(made, [loaded])
-    assert len(packed) == sum(len(s.bucket.slots) for s in made.plan.shipments)
+    assert len(packed) == sum(len(s.slots) for s in made.plan.shipments)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -277,16 +276,16 @@ def test_the_next_round_arrives_while_one_is_loaded(ranks: Any, transport: str) 
     """Whoever loads round 0 need not ask for round 1 to have it sent."""
     made = ranks(transport, 1, [WHOLE], 2048)
     with ThreadPoolExecutor(1) as pool:
-        shipping = pool.submit(made.ship, 0, 1)
-        messages = incoming(made.plan.of(1), 1, made.links[1], made.statuses[1])
+        sending = pool.submit(made.send, 0, 1)
+        messages = made.transfers[1].receive()
         first, _, last = next(messages)
         assert last and first.round == 0
         pause = threading.Event()
-        while made.links[1].counts()[1] < message_bytes(first) + message_bytes(made.plan.shipments[1]):
-            assert not pause.wait(0.01) and not shipping.done()
+        while made.links[1].counts()[1] < first.size_bytes + made.plan.shipments[1].size_bytes:
+            assert not pause.wait(0.01) and not sending.done()
         for _ in messages:
             pass
-        shipping.result(DEADLINE_S)
+        sending.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -303,7 +302,7 @@ def test_trainer_holds_two_buckets_at_most(ranks: Any, transport: str, monkeypat
 
             monkeypatch.setattr(link, "allocate", allocate)
     made.hand_off(1)
-    sums_bytes = 8 * max(len(s.bucket.slots) for s in made.plan.shipments)
+    sums_bytes = 8 * max(len(s.slots) for s in made.plan.shipments)
     assert all(0 < size <= 2 * (4096 + 5 * (sums_bytes + 8)) for size in asked.values())
 
 
@@ -313,7 +312,7 @@ def test_rank_that_cannot_read_ends_everybodys_wait(ranks: Any, transport: str) 
 
     def broken(name: str, box: Box) -> Tensor:
         error = RuntimeError("out of memory")
-        made.statuses[1].fail(error)
+        made.transfers[1].status.fail(error)
         raise error
 
     with pytest.raises((HandoffError, RuntimeError), match="out of memory"):
@@ -325,7 +324,7 @@ def test_who_leaves_waits_for_nobody(ranks: Any, transport: str) -> None:
     """A trainer rank that closes while nobody takes its messages: its own waits end, long before their deadline."""
     made = ranks(transport, 1, [WHOLE], 2048)
     sent_one = threading.Event()
-    first = len(made.plan.shipments[0].bucket.slots)
+    first = len(made.plan.shipments[0].slots)
     reads: list[str] = []
 
     def read(name: str, box: Box) -> Tensor:
@@ -334,17 +333,17 @@ def test_who_leaves_waits_for_nobody(ranks: Any, transport: str) -> None:
             sent_one.set()
         return made.read(name, box)
 
-    shipping = in_background(lambda: made.ship(0, 1, read))
+    sending = in_background(lambda: made.send(0, 1, read))
     assert sent_one.wait(DEADLINE_S)
     made.links[0].close()
     with pytest.raises(HandoffError, match="waited for engine rank 0 to take"):
-        shipping.result(DEADLINE_S / 2)
+        sending.result(DEADLINE_S / 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_changed_after_packing_are_noticed(ranks: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ranks(transport, 2, [WHOLE] * 2, 1024)
-    link = made.links[1].over(1, 3)
+    link = made.links[1].between(1, 3)
 
     def faulty(buffer: Tensor, destination: int, number: int, real: Any = link.send) -> Any:
         if destination == 3:  # where memory is shared, the other engine reads it too
@@ -357,11 +356,11 @@ def test_bytes_changed_after_packing_are_noticed(ranks: Any, transport: str, mon
         try:
             return made.load(rank, 1)
         except BaseException as error:
-            made.statuses[rank].fail(error)
+            made.transfers[rank].status.fail(error)
             raise
 
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(made.ship, rank, 1) for rank in (0, 1)] + [pool.submit(load, rank) for rank in (2, 3)]
+        futures = [pool.submit(made.send, rank, 1) for rank in (0, 1)] + [pool.submit(load, rank) for rank in (2, 3)]
         errors = [future.exception(DEADLINE_S) for future in futures]
     assert any(isinstance(error, SliceMismatch) for error in errors)
     assert any("did not arrive as it was sent" in str(error) for error in errors[:2])

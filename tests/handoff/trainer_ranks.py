@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.sender import EngineWeightSender
+from or1_megatron.handoff.sender import make_sender
 
 
-class HalvedShards:
-    """``interfaces.WeightShards``: flat halves, joined by a collective at iteration."""
+class HalvedWeights:
+    """What the gathering backend needs of ``interfaces.PolicyWeights``: flat halves, joined at iteration."""
+
+    ranks = 2
 
     def __init__(self, weights: dict[str, torch.Tensor], rank: int) -> None:
         self.shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
@@ -27,6 +30,11 @@ class HalvedShards:
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, dtype, shape) for name, (dtype, shape) in self.shapes.items()]
+
+    def from_rank_0(self, value: Any) -> Any:
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, half in self.halves.items():
@@ -45,13 +53,14 @@ def main() -> None:
         import ray
 
         from or1_megatron.rollout import cluster
-        from or1_megatron.rollout.pool import EngineGroup
+        from or1_megatron.rollout.engine_group import EngineGroup
 
         cluster.start_ray(ray_address, "trainer-of-tests")
         handles = [ray.get_actor(f"engine-{index}", namespace=engines_namespace) for index in range(2)]
-        control = EngineGroup(handles, workers_per_engine=1, address="127.0.0.1", timeout_s=60.0)
-    shards = HalvedShards(torch.load(weights), rank)
-    sender = EngineWeightSender(shards, rank, HandoffConfig(bucket_bytes=int(bucket_bytes), timeout_s=60.0), control)
+        control = EngineGroup(handles, workers_per_engine=1, timeout_s=60.0)
+    halved: Any = HalvedWeights(torch.load(weights), rank)
+    config = HandoffConfig(backend="gloo", bucket_bytes=int(bucket_bytes), timeout_s=60.0)
+    sender = make_sender(halved, rank, config, control)
     for version in versions:
         sent = sender.send(int(version))
         if rank == 0:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.parallel.collective_errors import AgreedError, raise_together
+from or1_megatron.errors import AgreedError
+from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.runtime.signals import StopRequested
@@ -42,10 +43,10 @@ def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
         dist.all_reduce(total, group=mesh.control)
         return total.item()
 
-    def disagree(shared: Any, mine: Any) -> None:
+    def disagree() -> None:
         raise_together(mesh, AgreedError("the disk is full") if mesh.rank == 0 else None)
 
-    def wait(shared: Any, mine: Any) -> None:
+    def wait() -> None:
         if mesh.rank == victim:
             fail(what)
         dist.barrier(mesh.control)
@@ -59,7 +60,7 @@ def lead(lockstep: Lockstep, mesh: Mesh, what: str, victim: int, where: str, fol
         lockstep.call("disagree")
     except AgreedError as error:
         print("agreed:", error, flush=True)
-    print("sum", lockstep.call("add", 1, payloads), flush=True)
+    print("sum", lockstep.call("add", 1, per_replica=payloads), flush=True)
     if where == "between":
         time.sleep(2)  # until all ranks are through with that verb
     if where == "verb":

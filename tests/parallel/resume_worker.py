@@ -117,7 +117,7 @@ class Run:
         config = OptimizerConfig(lr=1e-2, warmup_steps=4)
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
         self.saver = CheckpointSaver(self.policy)
-        verbs = policy_verbs(self.policy, lambda version: version, self.saver)
+        verbs = policy_verbs(self.policy, self.saver)
         self._lockstep = Lockstep(self.mesh, verbs, 60.0)
         self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()
         self.loop = Loop(

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ import numpy as np
 import torch
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, SafetyConfig
-from or1_megatron.interfaces import Objective
+from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.sizing.parallel_layouts import batch_layout
-from or1_megatron.types import Batch, Sample, TokenScores, UpdateReport
+from or1_megatron.types import Batch, Sample, TokenScores
 
 LOSS = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.1, temperature=0.8, on_policy=False)
 
@@ -96,26 +98,7 @@ def digest(policy: MegatronPolicy) -> str:
     return found.hexdigest()
 
 
-class Everywhere:
-    """The policy on rank 0, every method in lockstep."""
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        self.call = lockstep.call
-
-    def score(self, batch: Batch, temperature: float) -> TokenScores:
-        scored = self.call("score", temperature, batch.ranks)
-        return unpack_scores(batch.ranks, scored, batch.sample_count)
-
-    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        report: UpdateReport
-        report, scored = self.call("update", (objective, batch.token_count), batch.ranks)
-        return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
-
-    def export_hf(self, folder: Path) -> None:
-        self.call("export_hf", folder)
-
-
-def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
+def bad_updates(everywhere: PolicyDriver, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
     """After a good update (so that there is optimizer state): each kind of bad one, and whether it left a trace."""
     scored = everywhere.score(batch, LOSS.temperature)
     good = everywhere.update(batch, LOSS)
@@ -144,7 +127,9 @@ def bad_updates(everywhere: Everywhere, batch: Batch, poisoned: Batch, gather: A
     }
 
 
-def compare_reference(everywhere: Everywhere, batch: Batch, started: TokenScores) -> dict[str, Any]:
+def compare_reference(
+    everywhere: PolicyDriver, batch: Batch, started: TokenScores, held_by_reference: Callable[[], int]
+) -> dict[str, Any]:
     """Of the frozen reference, twice after updates of the policy, against what the policy was before them."""
 
     def as_started(found: TokenScores) -> bool:
@@ -152,11 +137,11 @@ def compare_reference(everywhere: Everywhere, batch: Batch, started: TokenScores
         return all(np.array_equal(left, right) for left, right in pairs)
 
     def scored() -> TokenScores:
-        return unpack_scores(batch.ranks, everywhere.call("score_reference", 0.8, batch.ranks), batch.sample_count)
+        return everywhere.score_reference(batch, 0.8)
 
-    held = [everywhere.call("held_by_reference")]
+    held = [held_by_reference()]
     exact = [as_started(scored()), as_started(scored())]
-    held.append(everywhere.call("held_by_reference"))
+    held.append(held_by_reference())
     return {"exact": exact, "held_bytes": held, "policy moved": not as_started(everywhere.score(batch, 0.8))}
 
 
@@ -175,26 +160,16 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
     policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
     frozen = FrozenReference(config.hf, config.dtype, parallel, mesh, offload=True)
 
-    def digests(shared: Any, mine: Any) -> list[str]:
+    def digests() -> list[str]:
         everyone: list[str] = [""] * mesh.world
         torch.distributed.all_gather_object(everyone, digest(policy), group=mesh.control)
         return everyone
 
-    verbs = {
-        "score": lambda temperature, rows: gather_scores(mesh, policy.score(rows, temperature)),
-        "export_hf": lambda folder, _: export_hf(policy, folder),
-        "digests": digests,
-        "score_reference": lambda temperature, rows: gather_scores(mesh, frozen.score(rows, temperature)),
-        "held_by_reference": lambda *_: sum(
-            p.untyped_storage().nbytes() for chunk in frozen.chunks for p in chunk.parameters()
-        ),
-    }
+    def held_by_reference() -> int:
+        return sum(p.untyped_storage().nbytes() for chunk in frozen.chunks for p in chunk.parameters())
 
-    def update(shared: Any, rows: Any) -> Any:
-        report, scored = policy.update_and_score(rows, *shared)
-        return report, gather_scores(mesh, scored)
-
-    verbs["update"] = update
+    saver = CheckpointSaver(policy, asynchronous=False)
+    verbs = policy_verbs(policy, saver, frozen) | {"digests": digests, "held_by_reference": held_by_reference}
     lockstep = Lockstep(mesh, verbs, 60)
     if mesh.rank > 0:
         lockstep.serve()
@@ -203,10 +178,10 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
     plain = samples()
     bad = [*plain[:3], replace(plain[3], advantage=math.inf), plain[4]]
     batch, poisoned = pack(plain, layout), pack(bad, layout)
-    everywhere = Everywhere(lockstep)
+    everywhere = PolicyDriver(lockstep, saver)
     started = everywhere.score(batch, 0.8)
     result = bad_updates(everywhere, batch, poisoned, lambda: lockstep.call("digests"))
-    result["reference"] = compare_reference(everywhere, batch, started)
+    result["reference"] = compare_reference(everywhere, batch, started, lambda: lockstep.call("held_by_reference"))
     if dumps is not None:
         context = {"model": config.model_dump(mode="json"), "parallel": parallel.model_dump(mode="json")}
         told: list[str] = []

@@ -17,8 +17,8 @@ import problem
 import torch
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.errors import AgreedError
 from or1_megatron.parallel import checkpoint
-from or1_megatron.parallel.collective_errors import AgreedError
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.parallel.saver import CheckpointSaver

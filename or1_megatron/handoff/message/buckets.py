@@ -1,46 +1,16 @@
-"""How tensors travel: packed into buckets of bounded size, by a plan that both ends compute from the metadata alone."""
+"""Slices of tensors, and their places in messages of bounded size."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from or1_megatron.weights.holdings import Box, box_shape, box_size
+from or1_megatron.weights.holdings import Box, box_shape, box_size, whole
 
 ALIGNMENT_BYTES = 16  # a view of a byte buffer as a wider dtype must start at a multiple of the element size
-
-
-class Spec(Protocol):
-    """What has to be known of a tensor to give it a place."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-
-S = TypeVar("S", bound=Spec)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, dtype and full shape of one tensor on the wire."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,48 +33,43 @@ class Slice:
         return f"'{self.name}'[{', '.join(f'{start}:{stop}' for start, stop in self.box)}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot(Generic[S]):
-    """A tensor's place in its bucket."""
+def whole_tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Slice:
+    """The slice that is all of a tensor."""
+    return Slice(name, whole(shape), dtype)
 
-    spec: S
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slice's place in its message."""
+
+    slice: Slice
     offset_bytes: int
     end_bytes: int
     shape: tuple[int, ...]
-    """The spec's; worked out once, as ``end_bytes`` is: both are asked for at every handoff."""
+    """The slice's, computed once: it is read at every handoff."""
 
-    def flat(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its bytes inside ``buffer`` [bucket bytes] uint8; no copy."""
-        return buffer[self.offset_bytes : self.end_bytes]
+    def flat(self, message: Tensor) -> Tensor:
+        """Its bytes inside ``message`` [bytes] uint8; no copy."""
+        return message[self.offset_bytes : self.end_bytes]
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor inside ``buffer``; no copy."""
-        return self.flat(buffer).view(self.spec.dtype).view(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket(Generic[S]):
-    slots: tuple[Slot[S], ...]
-    size_bytes: int
+    def view(self, message: Tensor) -> Tensor:
+        """The slice inside ``message``; no copy."""
+        return self.flat(message).view(self.slice.dtype).view(self.shape)
 
 
-def plan_buckets(specs: Sequence[S], bucket_bytes: int) -> list[Bucket[S]]:
-    """Cut the sequence of tensors, in order, into buckets of at most ``bucket_bytes``.
-
-    A tensor larger than that gets a bucket of its own: the receiver needs it whole to load it, so cutting it would save
-    nothing there.
-    """
-    buckets: list[Bucket[S]] = []
-    slots: list[Slot[S]] = []
+def plan_buckets(slices: Sequence[Slice], bucket_bytes: int) -> list[tuple[Slot, ...]]:
+    """Divide the slices, in order, among buckets of at most ``bucket_bytes``; a larger slice gets one of its own."""
+    buckets: list[tuple[Slot, ...]] = []
+    slots: list[Slot] = []
     filled = 0
-    for spec in specs:
+    for part in slices:
         offset = -(-filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        size = spec.size_bytes
+        size = part.size_bytes
         if slots and offset + size > bucket_bytes:
-            buckets.append(Bucket(tuple(slots), filled))
+            buckets.append(tuple(slots))
             slots, offset = [], 0
         filled = offset + size
-        slots.append(Slot(spec, offset, filled, spec.shape))
+        slots.append(Slot(part, offset, filled, part.shape))
     if slots:
-        buckets.append(Bucket(tuple(slots), filled))
+        buckets.append(tuple(slots))
     return buckets

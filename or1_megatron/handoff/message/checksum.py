@@ -1,4 +1,4 @@
-"""64 bits that tell one slice, of one tensor, in one handoff, from any other bytes."""
+"""Checksums of 64 bits that tell one slice, of one tensor, in one handoff, from any other bytes."""
 
 from __future__ import annotations
 
@@ -22,49 +22,41 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 class Checksums:
-    """Of some slices: each is added up while its bytes are at hand, then all are finished together.
+    """The checksums of some slices: each is summed while its bytes are at hand, and all are finished together.
 
-    On a GPU, one by one would be a wait for the device each.
+    On a GPU, finishing them one by one would wait for the device each time.
 
     A slice's 8-byte words are laid out in rows of 1,024, the rows added, the sums weighted and added; the tensor's name
-    and place and the number of the handoff are added to that. Any single changed word changes it for certain, since
-    its weight is odd; other changes pass with odds of 2^-64, save words that change places a multiple of 8 KiB apart.
+    and place and the number of the handoff are added to that. Any single changed word changes the checksum, since
+    its weight is odd; other changes pass with odds of 2^-64, except words that change places by a multiple of 8 KiB.
     """
 
-    def __init__(self, cuts: Sequence[Slice], handoff: int, device: torch.device) -> None:
-        self._cuts, self._handoff = cuts, handoff
-        self._on_host = [0] * len(cuts)
-        self._on_device = None if device.type == "cpu" else DeviceSums(len(cuts), device)
+    def __init__(self, slices: Sequence[Slice], handoff: int, device: torch.device) -> None:
+        self._slices, self._handoff = slices, handoff
+        self._on_host = [0] * len(slices)
+        self._on_device = None if device.type == "cpu" else DeviceSums(len(slices), device)
 
     def add(self, index: int, flat: Tensor | Content) -> None:
-        """``flat`` [bytes] uint8: slice ``index``."""
+        """Sum slice ``index``: ``flat`` [bytes] uint8."""
         if self._on_device is None:
-            self._on_host[index] = host_sum(_on_host(flat))
+            self._on_host[index] = host_sum(flat if isinstance(flat, np.ndarray) else flat.numpy())
         else:
             assert isinstance(flat, Tensor)
             self._on_device.add(index, flat)
 
     def values(self) -> list[int]:
-        """Of each slice, in the order of the slices; unsigned."""
+        """The checksum of each slice, in their order; unsigned."""
         totals = self._on_host if self._on_device is None else self._on_device.totals()
-        return [_named(cut, total, self._handoff) for cut, total in zip(self._cuts, totals, strict=True)]
+        offset = self._handoff * _PER_HANDOFF
+        return [(total + _identity(each) + offset) & _MASK for each, total in zip(self._slices, totals, strict=True)]
 
 
-def checksum(cut: Slice, flat: Tensor | Content, handoff: int) -> int:
-    """Of one slice: ``flat`` [bytes] uint8, a tensor on any device or an array."""
-    if isinstance(flat, np.ndarray) or flat.device.type == "cpu":
-        return _named(cut, host_sum(_on_host(flat)), handoff)
-    sums = Checksums([cut], handoff, flat.device)
+def checksum(part: Slice, flat: Tensor | Content, handoff: int) -> int:
+    """The checksum of one slice: ``flat`` [bytes] uint8, a tensor on any device or an array."""
+    device = torch.device("cpu") if isinstance(flat, np.ndarray) else flat.device
+    sums = Checksums([part], handoff, device)
     sums.add(0, flat)
     return sums.values()[0]
-
-
-def _on_host(flat: Tensor | Content) -> Content:
-    return flat if isinstance(flat, np.ndarray) else flat.numpy()
-
-
-def _named(cut: Slice, total: int, handoff: int) -> int:
-    return (total + _identity(cut) + handoff * _PER_HANDOFF) & _MASK
 
 
 @cache
@@ -80,34 +72,29 @@ def _host_weights() -> NDArray[np.int64]:
 
 
 @cache
-def _identity(cut: Slice) -> int:
-    digest = hashlib.blake2b(f"{cut.name} {cut.box} {cut.dtype}".encode(), digest_size=8).digest()
+def _identity(part: Slice) -> int:
+    digest = hashlib.blake2b(f"{part.name} {part.box} {part.dtype}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def host_sum(content: Content) -> int:
-    """The weighted sum, modulo 2^64, by NumPy, which takes a fifth of torch's time for it.
+    """The weighted sum, modulo 2^64, by NumPy, which needs a fifth of torch's time.
 
-    Few calls: each comes with the caches full of weights, and costs several times what it does alone.
+    With few calls: each is made while the caches are full of weights, and then costs several times what it does alone.
     """
     if end := content.size % _WORD:
         content, rest = content[:-end], content[-end:].tobytes()
     words = content.view(np.int64)
     tail = words.size % _COLUMNS
-    # What does not fill a row counts three times, lest it stand for a row of its own.
+    # What does not fill a row counts three times, so that it differs from a row of its own.
     total = 3 * int(words[words.size - tail :] @ _host_weights()[:tail]) if tail else 0
     if words.size > tail:
         total += int(np.add.reduce(words[: words.size - tail].reshape(-1, _COLUMNS), axis=0) @ _host_weights())
-    return (total + (_end_sum(rest) if end else 0)) & _MASK
-
-
-def _end_sum(end: bytes) -> int:
-    """What does not fill a word."""
-    return int.from_bytes(end, "little")
+    return (total + (int.from_bytes(rest, "little") if end else 0)) & _MASK
 
 
 class DeviceSums:
-    """The same, where the bytes are."""
+    """The same sums on the device that holds the bytes."""
 
     def __init__(self, slices: int, device: torch.device) -> None:
         self._rows = torch.zeros(slices, _COLUMNS, dtype=torch.int64, device=device)
@@ -127,5 +114,5 @@ class DeviceSums:
     def totals(self) -> list[int]:
         totals: list[int] = (self._rows * _weights(self._rows.device)).sum(1).tolist()
         for index, end in self._ends.items():
-            totals[index] += _end_sum(bytes(end.tolist()))
+            totals[index] += int.from_bytes(bytes(end.tolist()), "little")
         return [total & _MASK for total in totals]

@@ -1,13 +1,13 @@
 """Who sends what to whom: what the engines' loaders ask for, composed with how the trainer has cut it. Pure.
 
-Made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer ranks hold;
-where several ranks hold one, the least burdened sends. Engine ranks that want the same (the n-th of each engine) form a
-group: what goes to them is packed once, in messages of bounded size. By which links a message reaches all of its group
-is for ``routes`` to say.
+The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
+ranks hold; where several ranks hold one, the least burdened sends it. Engine ranks that want the same (the n-th of each
+engine) form a group: their messages are packed once and are of bounded size. ``routes`` says over which hops a message
+reaches all of its group.
 
 All messages have one order, in which every rank sends, passes on and receives; a round is one message from every rank
-that has something for a group. Nobody can wait for somebody who waits for him: of the messages that have not arrived,
-the first in the order is held up by nothing but messages before it.
+that has something for a group. No two ranks can wait for each other: the first message in the order that has not
+arrived waits only for messages before it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """All shipments, in the order in which everyone works through them. Trainer ranks come first, then engine ranks."""
+    """All messages, in the order in which every rank works through them. Ranks: the trainer's, then the engines'."""
 
     trainers: int
+    engines: int
+    """Engine ranks."""
     shipments: tuple[Shipment, ...]
 
     def sent_by(self, rank: int) -> list[Shipment]:
-        """Packed by it."""
+        """What it packs."""
         return [shipment for shipment in self.shipments if shipment.source == rank]
 
     def through(self, rank: int) -> list[Shipment]:
-        """Received by it, be it to keep or to pass on."""
+        """What it receives, to keep or to pass on."""
         return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
 
     def of(self, rank: int) -> HandoffPlan:
         """The part that ``rank`` has to do with."""
         mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
-        return HandoffPlan(self.trainers, tuple(mine))
+        return HandoffPlan(self.trainers, self.engines, tuple(mine))
 
     def who(self, rank: int) -> str:
         """A rank as errors name it."""
         return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
 
     def link_bytes(self) -> dict[Hop, int]:
-        """Bytes of weights by (from, to), passed on ones included."""
+        """Bytes of weights by (from, to), including those that are passed on."""
         total: dict[Hop, int] = defaultdict(int)
         for shipment in self.shipments:
-            size = sum(slot.spec.size_bytes for slot in shipment.bucket.slots)
+            size = sum(slot.slice.size_bytes for slot in shipment.slots)
             for hop in shipment.hops:
                 total[hop] += size
         return dict(total)
@@ -70,14 +72,14 @@ def make_plan(
     """Plan a handoff from ``trainers`` ranks to ``len(wants)`` engine ranks.
 
     Args:
-        holdings: of all trainer ranks, in the order of the model.
-        wants: of each engine rank.
-        bucket_bytes: a bucket is what a group takes in in one round, from all ranks that send to it (more only where
-            a row of a tensor, which is not cut, is larger than a trainer rank's equal share of it).
-        routes: by default straight from who packs to who loads.
+        holdings: all trainer ranks', in the order of the model.
+        wants: each engine rank's.
+        bucket_bytes: what a group receives in one round, from all ranks that send to it (more only where a row of a
+            tensor, which is not cut, is larger than a trainer rank's equal share of it).
+        routes: by default straight from the rank that packs to those that load.
 
     Raises:
-        PlanImpossible: a part of a wanted tensor is held by nobody.
+        PlanImpossible: no trainer rank holds some part of a wanted tensor.
     """
     routes = Direct() if routes is None else routes
     held: dict[str, list[Holding]] = defaultdict(list)
@@ -89,16 +91,16 @@ def make_plan(
     load = _load(channels)
     limits = _limits(channels, bucket_bytes, share, most)
     messages = [
-        (index, group, source, bucket)
+        (index, group, source, slots)
         for (group, source), slices in channels.items()
-        for index, bucket in enumerate(plan_buckets(slices, limits[group, source]))
+        for index, slots in enumerate(plan_buckets(slices, limits[group, source]))
     ]
     messages.sort(key=lambda message: message[:3])
     shipments = [
-        Shipment(number, index, source, group, routes.tree(source, group, load), bucket)
-        for number, (index, group, source, bucket) in enumerate(messages)
+        Shipment(number, index, source, group, routes.tree(source, group, load), slots)
+        for number, (index, group, source, slots) in enumerate(messages)
     ]
-    return HandoffPlan(trainers, tuple(shipments))
+    return HandoffPlan(trainers, len(wants), tuple(shipments))
 
 
 def _groups(wants: Sequence[Sequence[Slice]], trainers: int, routes: Routes) -> dict[Group, frozenset[Slice]]:
@@ -128,26 +130,27 @@ def _channels(
     for want, group in sorted(asked, key=lambda pair: (order[pair[0].name], pair[0].box, pair[1])):
         if want not in covered:
             covered = {want: _cover(want, held[want.name])}  # the next to ask wants the same, if anyone does
-        for part, holders in covered[want]:
+        for box, holders in covered[want]:
             near = routes.candidates(holders, group)
-            for piece in _divide(part, len(near), want.dtype.itemsize, message_bytes):
-                cut = Slice(want.name, piece, want.dtype)
+            for piece in _divide(box, len(near), want.dtype.itemsize, message_bytes):
+                part = Slice(want.name, piece, want.dtype)
                 source = min(near, key=lambda holder: (burden[holder], holder))
-                burden[source] += cut.size_bytes
-                channels[group, source].append(cut)
+                burden[source] += part.size_bytes
+                channels[group, source].append(part)
     return channels
 
 
 def _limits(
     channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
 ) -> dict[tuple[Group, int], int]:
-    """Bytes of each channel's messages: those that need less than a ``share`` in all leave the rest to the others.
+    """Bytes of each channel's messages: channels that need less than a ``share`` in all leave the rest to the others.
 
-    Fewer rounds, where an engine rank hears little from most: each costs a wait, and a walk through vLLM's modules.
+    So there are fewer rounds where an engine rank receives little from most senders. Each round costs a wait and a walk
+    through vLLM's modules.
     """
     senders: dict[Group, list[tuple[int, int]]] = defaultdict(list)
     for (group, source), slices in channels.items():
-        senders[group].append((source, sum(cut.size_bytes + ALIGNMENT_BYTES for cut in slices)))
+        senders[group].append((source, sum(each.size_bytes + ALIGNMENT_BYTES for each in slices)))
     found = {}
     for group, sizes in senders.items():
         little = [size for _, size in sizes if size <= share]
@@ -160,14 +163,14 @@ def _limits(
 def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
     packed, shards = defaultdict[int, int](int), defaultdict[Group, int](int)
     for (group, source), slices in channels.items():
-        size = sum(cut.size_bytes for cut in slices)
+        size = sum(each.size_bytes for each in slices)
         packed[source] += size
         shards[group] += size
     return Load(max(packed.values(), default=0), max(shards.values(), default=0))
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Rectangles that together are what is wanted, each with the ranks that hold it."""
+    """Rectangles that together make up what is wanted, each with the ranks that hold it."""
     covered: list[tuple[Box, tuple[int, ...]]] = []
     open_boxes = [want.box]
     for holding in held:
@@ -186,7 +189,7 @@ def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, .
 
 
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> list[Box]:
-    """A rectangle in parts along axis 0: none above ``message_bytes`` if rows allow, large ones one for each holder."""
+    """Divide a rectangle along axis 0: no part above ``message_bytes`` if rows allow, and a large one among holders."""
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)
     if parts == 1 or not box:

@@ -1,4 +1,4 @@
-"""By which links a message reaches the engine ranks that it is for. Pure; ranks are numbers."""
+"""Over which hops a message reaches the engine ranks that it is for. Pure; ranks are numbers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from or1_megatron.handoff.message.message import Hop
 from or1_megatron.handoff.transport.links import Location
 
 _ON_ONE_NODE = ("shared_memory", "cuda_ipc")
-_WORTH_IT = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
+_TOLERATED = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a plan asks of the links when everything is sent once to each group."""
+    """The bytes of a plan in which everything is sent once to each group."""
 
     packed: int
-    """Bytes, of the trainer rank that packs most."""
+    """By the trainer rank that packs most."""
     shard: int
-    """Bytes, of the engine rank that receives most."""
+    """To the engine rank that receives most."""
 
 
 class Routes(Protocol):
-    """Trees from who packs to who loads."""
+    """Trees from the ranks that pack to the ranks that load."""
 
     def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Engine ranks that want the same, in the groups for which a message is packed once."""
         ...
 
     def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the trainer ranks that hold something, those that may send it to the group."""
+        """Which of the trainer ranks that hold something may send it to the group."""
         ...
 
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        """Each hop stands behind the one that brings the message to where it starts."""
+        """The hops to all of a group; each comes after the hop by which the message reaches its sender."""
         ...
 
     def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
-        """(what each sender may send in a round, the most that one may where others need less).
+        """(what each sender may send in a round, the most that one may send where others need less).
 
         A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
         """
@@ -49,7 +49,7 @@ class Routes(Protocol):
 
 
 class Direct:
-    """From who packs to each that loads. Where memory is shared, nobody's link is a limit."""
+    """From the rank that packs to each that loads: where memory is shared, no link is a limit."""
 
     def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [alike]
@@ -65,23 +65,23 @@ class Direct:
 
 
 class Relayed(Direct):
-    """Directly as long as the trainers' links carry it; else some of a group receive it, and pass it on.
+    """Straight while the trainers' links can carry it; else some ranks of a group receive it and pass it on.
 
-    An engine rank has to receive its shard whatever the way. Of a group's ranks, trainers send to ``k``, so that none
-    sends (much) more than that: k = shard / packed. The others follow in ``k`` chains, in which everybody passes on
+    An engine rank has to receive its shard in any case. So trainers send to ``k`` ranks of a group, with k = shard /
+    packed, which takes them hardly longer than that. The others follow in ``k`` chains, in which every rank passes on
     what it receives, once, while the next message comes in.
     """
 
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        heads = min(len(group), max(1, int(_WORTH_IT * load.shard / max(1, load.packed))))
+        heads = min(len(group), max(1, int(_TOLERATED * load.shard / max(1, load.packed))))
         return tuple((source if index < heads else group[index - heads], member) for index, member in enumerate(group))
 
 
 class TwoHops:
     """Engines on the trainer's devices: to the trainer rank that shares the engine rank's device, then across to it.
 
-    NCCL refuses two ranks on one device, and CUDA IPC does not leave a node; so nothing else crosses between processes.
-    What the neighbour itself holds does not travel at all.
+    NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way between processes.
+    What the neighbour itself holds does not travel.
     """
 
     def __init__(self, neighbours: Sequence[int], trainers: int) -> None:
@@ -106,10 +106,10 @@ class TwoHops:
 
 
 def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> Routes:
-    """The routes that a transport's links call for.
+    """The routes of a transport.
 
     Raises:
-        HandoffError: the ranks do not stand as the transport needs them.
+        HandoffError: the ranks do not run where the transport needs them.
     """
     if "+" in transport:
         return TwoHops(_neighbours(transport, trainers, engines), len(trainers))

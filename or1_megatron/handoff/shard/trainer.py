@@ -1,8 +1,8 @@
-"""A trainer rank's end of our ``shard`` backend; on every rank, and without vllm.
+"""A trainer rank's end of the ``shard`` backend, without vllm.
 
-    rank 0                        other trainer ranks             engine ranks (shard_worker)
-    host the board ──────────────▶ join it            ──────────▶ join it
-                                                                  run the loaders on placeholders, publish their wants
+    rank 0                        other trainer ranks             engine ranks (shard/worker.py)
+    host the status store ──────▶ join it            ──────────▶ join it
+    publish the tensors ────────────────────────────────────────▶ run the loaders on placeholders, publish their wants
     make the plan, publish it ──▶ read it             ──────────▶ read it
     ───────────────────────────── form one gloo group, open the transports ──────────────
     each handoff:
@@ -21,195 +21,180 @@ same bits; but they are cut over the replicas by the distributed optimizer, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
-from torch.distributed import TCPStore
+from torch import Tensor
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
+from or1_megatron.handoff.errors import HandoffError, failing_together
+from or1_megatron.handoff.message.buckets import whole_tensor
+from or1_megatron.handoff.shard.plan import make_plan
 from or1_megatron.handoff.shard.routes import routes_for
-from or1_megatron.handoff.shard.transfer import TransferStats, ship
-from or1_megatron.handoff.transport.group import join_store, open_group, open_store
-from or1_megatron.handoff.transport.links import Links, this_location
+from or1_megatron.handoff.shard.transfer import Transfer, TransferStats
+from or1_megatron.handoff.transport.group import join_store, open_store
+from or1_megatron.handoff.transport.links import this_location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background
 from or1_megatron.interfaces import EngineControl, PolicyWeights
+from or1_megatron.weights.holdings import Box, Holding
 
-BACKEND = "shard"
+Read = Callable[[str, Box], Tensor]
+"""Returns a rectangle of a tensor that this rank holds."""
 
 
 class ShardTrainer:
-    """One trainer rank. ``connect`` and ``send`` are collective over the trainer's ranks."""
+    """``sender.WeightSender``: every rank sends the slices that it holds."""
 
-    def __init__(self, weights: PolicyWeights, rank: int, config: HandoffConfig, client: EngineControl | None) -> None:
-        """``client``: on rank 0 alone."""
-        self._weights, self._rank, self._config, self._client = weights, rank, config, client
+    whole_tensors = False
+    """Whether the engines ask for every tensor whole, instead of the slices that their loaders copy."""
+
+    def __init__(self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None) -> None:
+        """``engines``: on rank 0 only."""
+        self._weights, self._rank, self._config, self._engines = weights, rank, config, engines
+        self._senders = weights.ranks
         self._status: StatusStore | None = None
-        self._links: Links | None = None
-        self._plan: HandoffPlan | None = None
-        self._store: TCPStore | None = None
+        self._transfer: Transfer | None = None
         self._handoffs = 0
-        self._engine_ranks = 0
         self.stats: list[TransferStats] = []
         """On rank 0: of all trainer ranks, then all engine ranks, in the last handoff."""
 
     @property
-    def plan(self) -> HandoffPlan:
-        assert self._plan is not None, "not connected"
-        return self._plan
+    def transfer(self) -> Transfer:
+        assert self._transfer is not None, "not connected"
+        return self._transfer
+
+    def send(self, version: int) -> int:
+        """Bring every engine to ``version``; meets the engines if that has not been done.
+
+        Returns the bytes that all trainer ranks sent; on other ranks than 0 those that this rank sent.
+        """
+        with failing_together(self._weights, self.close), self._reading() as read:
+            if self._rank >= self._senders:
+                return 0
+            try:
+                self._transfer = transfer = self._transfer or self._connect()
+                self._handoffs += 1
+                receiving = None if self._engines is None else self._start_receiving(self._engines, version)
+                stats = transfer.send(read, self._handoffs, receiving)
+                transfer.status.publish(f"sent/{self._handoffs}/{self._rank}", stats)
+                if self._engines is None or receiving is None:
+                    return stats.bytes_sent
+                transfer.status.wait(receiving, f"{self._engines.engines} engines to load the weights")
+                self._compare(transfer)
+                self._engines.finish_weight_update()
+                return sum(each.bytes_sent for each in self.stats[: self._senders])
+            except BaseException as error:
+                if self._status is not None:
+                    self._status.fail(error)
+                raise
+
+    def close(self) -> None:
+        """Leave the engines; the next handoff meets them anew.
+
+        The status store stays until then, so that other ranks can read what has failed.
+        """
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer, self._handoffs = None, 0
+
+    def _reading(self) -> AbstractContextManager[Read]:
+        """For one handoff, how this rank reads what it sends."""
+        return nullcontext(self._weights.read)
+
+    def _holdings(self) -> list[Holding]:
+        return self._weights.holdings()
 
     # -- meeting -------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Meet the engines and make the plan; nothing to do when that has been done.
+    def _connect(self) -> Transfer:
+        """Meet the engines and make the plan.
 
         Raises:
-            HandoffError: somebody failed, or did not come within ``timeout_s``.
+            HandoffError: a rank failed, or did not come within ``timeout_s``.
         """
-        if self._links is not None:
-            return
-        location, store = None, None
-        if self._client is not None:
-            store = open_store(self._client.address, self._config.timeout_s)
-            engine_ranks = self._client.engines * self._client.workers_per_engine
-            location = (self._client.address, store.port, engine_ranks)
-        address, port, engine_ranks = self._weights.from_rank_0(location)
-        self._store = store or join_store(address, port, self._config.timeout_s)
-        self._status = StatusStore(self._store, f"trainer rank {self._rank}", self._config.timeout_s)
-        try:
-            self._meet(self._status, address, port, engine_ranks)
-        except BaseException as error:
-            self._break_off(error)
-            raise
-
-    def _meet(self, status: StatusStore, address: str, port: int, engine_ranks: int) -> None:
-        trainers = self._weights.ranks
-        self._engine_ranks, world = engine_ranks, trainers + engine_ranks
+        timeout_s, place, store = self._config.timeout_s, None, None
+        if self._engines is not None:
+            store = open_store(self._engines.address, timeout_s)
+            place = (store.host, store.port)
+        address, port = place if self._senders == 1 and place else self._weights.from_rank_0(place)
+        store = store or join_store(address, port, timeout_s)
+        self._status = status = StatusStore(store, f"trainer rank {self._rank}", timeout_s)
+        self._weights.metadata()  # the first call may be collective
         joined: Future[None] | None = None
-        if self._client is not None:
-            client, payload = self._client, self._payload(address, port, trainers, world)
-            joined = in_background(lambda: client.init_weight_transfer_engine(payload))
-            self._publish_plan(status, engine_ranks, joined)
+        if self._engines is not None:
+            joined = self._invite(self._engines, status)
+            self._publish_plan(self._engines, status, joined)
         else:
-            status.publish(f"place/{self._rank}", this_location())
-            self._weights.metadata()  # the first call may be collective
-        self._plan = status.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
-        store, timeout_s, name = self._store, self._config.timeout_s, self._config.transport
-        assert store is not None
-        opened = in_background(lambda: open_group(store, address, self._rank, world, timeout_s))
-        group = status.wait(opened, f"{engine_ranks} engine ranks and {trainers} trainer ranks to form a group", joined)
-        self._links = Links.open(name, group, store, self._rank, world, trainers, timeout_s)
+            status.publish(f"location/{self._rank}", this_location())
+        plan = status.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
+        transfer = Transfer.open(plan, self._config.transport, self._rank, status, joined)
         if joined is not None:
-            status.wait(joined, f"{engine_ranks} engine ranks to be ready for handoffs")
+            status.wait(joined, f"{plan.engines} engine ranks to be ready for handoffs")
+        return transfer
 
-    def _payload(self, address: str, port: int, trainers: int, world: int) -> dict[str, Any]:
-        assert self._client is not None
-        return {
-            "address": address,
-            "port": port,
-            "trainers": trainers,
-            "world_size": world,
-            "workers_per_engine": self._client.workers_per_engine,
+    def _invite(self, engines: EngineControl, status: StatusStore) -> Future[None]:
+        """Tell the engines where to meet; done when all are ready for handoffs."""
+        status.publish("tensors", [whole_tensor(*each) for each in self._weights.metadata()])
+        info = {
+            "address": status.tcp.host,
+            "port": status.tcp.port,
+            "trainers": self._senders,
+            "workers_per_engine": engines.workers_per_engine,
             "timeout_s": self._config.timeout_s,
             "transport": self._config.transport,
-            "tensors": [
-                (name, str(dtype).removeprefix("torch."), list(shape))
-                for name, dtype, shape in self._weights.metadata()
-            ],
+            "whole_tensors": self.whole_tensors,
         }
+        return in_background(lambda: engines.init_weight_transfer_engine(info))
 
-    def _publish_plan(self, status: StatusStore, engine_ranks: int, joined: Future[None]) -> None:
-        """Each rank's own shipments, from the wants of all engine ranks."""
-        trainers = self._weights.ranks
+    def _publish_plan(self, engines: EngineControl, status: StatusStore, joined: Future[None]) -> None:
+        """Publish each rank's part of the plan, made from the wants of all engine ranks."""
         told = [
             status.read(f"wants/{index}", f"engine rank {index}", keep=False, watched=joined)
-            for index in range(engine_ranks)
+            for index in range(engines.engines * engines.workers_per_engine)
         ]
-        others = [status.read(f"place/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, trainers)]
+        others = [
+            status.read(f"location/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, self._senders)
+        ]
         routes = routes_for(self._config.transport, [this_location(), *others], [location for _, location in told])
         wants = [wanted for wanted, _ in told]
-        plan = make_plan(self._weights.holdings(), wants, trainers, self._config.bucket_bytes, routes)
-        for rank in range(trainers + engine_ranks):
+        plan = make_plan(self._holdings(), wants, self._senders, self._config.bucket_bytes, routes)
+        for rank in range(plan.trainers + plan.engines):
             status.publish(f"plan/{rank}", plan.of(rank))
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self) -> int:
-        """One handoff, start to finish. Returns the bytes that all trainer ranks sent (on other ranks: this rank's).
+    def _start_receiving(self, engines: EngineControl, version: int) -> Future[None]:
+        """Have the engines receive; what this rank packs first can wait for them."""
+        engines.next_version = version
+        info = {"handoff": self._handoffs}
+
+        def receive() -> None:
+            engines.start_weight_update()
+            engines.update_weights(info)
+
+        return in_background(receive)
+
+    def _compare(self, transfer: Transfer) -> None:
+        """Compare what the engine ranks say they received with what the trainer ranks say they sent.
 
         Raises:
-            HandoffError: somebody failed, did not keep up, or received other bytes than were sent.
+            HandoffError: they differ.
         """
-        self.connect()
-        status = self._status
-        assert status is not None
-        self._handoffs += 1
-        try:
-            receiving: Future[None] | None = None
-            if self._client is not None:
-                client, info = self._client, {"handoff": self._handoffs}
-
-                def receive() -> None:
-                    client.start_weight_update()  # what this rank packs first can wait for it
-                    client.update_weights(info)
-
-                receiving = in_background(receive)
-            stats = self._ship(status, receiving)
-            status.publish(f"sent/{self._handoffs}/{self._rank}", stats)
-            if self._client is None or receiving is None:
-                return stats.bytes_sent
-            status.wait(receiving, f"{self._client.engines} engines to load the weights")
-            total = self._compare(status)
-            self._client.finish_weight_update()
-            return total
-        except BaseException as error:
-            self._break_off(error)
-            raise
-
-    def _ship(self, status: StatusStore, receiving: Future[None] | None) -> TransferStats:
-        assert self._links is not None
-        return ship(self.plan, self._rank, self._links, status, self._weights.read, self._handoffs, receiving)
-
-    def _compare(self, status: StatusStore) -> int:
-        """What the engine ranks say they received against what the trainer ranks say they sent.
-
-        Returns the bytes that the trainer ranks have sent.
-        """
-        expected = dict[int, int]()
-        trainers, handoff = self.plan.trainers, self._handoffs
+        plan, status, handoff = transfer.plan, transfer.status, self._handoffs
         self.stats = [
-            status.read(f"sent/{handoff}/{rank}", f"trainer rank {rank}", keep=False) for rank in range(trainers)
+            status.read(f"sent/{handoff}/{rank}", plan.who(rank), keep=False) for rank in range(plan.trainers)
         ]
-        for each in self.stats:
-            for destination, value in each.checksums.items():
-                expected[destination] = expected.get(destination, 0) + value
-        for index in range(self._engine_ranks):
-            rank = trainers + index
-            theirs = status.read(f"received/{handoff}/{rank}", f"engine rank {index}", keep=False)
-            self.stats.append(theirs)
-            if theirs.checksums.get(rank, 0) != expected.get(rank, 0):
+        for rank in range(plan.trainers, plan.trainers + plan.engines):
+            received = status.read(f"received/{handoff}/{rank}", plan.who(rank), keep=False)
+            expected = sum(each.checksums.get(rank, 0) for each in self.stats[: plan.trainers])
+            if received.checksums.get(rank, 0) != expected:
                 raise HandoffError(
-                    f"handoff {handoff}: engine rank {index} received slices whose checksums sum up to "
-                    f"{theirs.checksums.get(rank, 0):x}; those that were sent sum up to {expected.get(rank, 0):x}"
+                    f"handoff {handoff}: {plan.who(rank)} received slices whose checksums sum up to "
+                    f"{received.checksums.get(rank, 0):x}; those that were sent sum up to {expected:x}"
                 )
+            self.stats.append(received)
         sent = sum(each.bytes_sent for each in self.stats)
-        received = sum(each.bytes_received for each in self.stats)
-        if sent != received:
-            raise HandoffError(f"handoff {handoff}: {sent} bytes were sent, {received} received")
-        return sum(each.bytes_sent for each in self.stats[:trainers])
-
-    def _break_off(self, error: BaseException) -> None:
-        """The next handoff must meet the engines anew. The board stays for the others to read until then."""
-        store = self._store
-        if self._status is not None:
-            self._status.fail(error)
-        self.close()
-        self._store = store
-
-    def close(self) -> None:
-        """Leave the engines. They find the board gone, should they still wait."""
-        if self._links is not None:
-            self._links.close()
-        self._links, self._plan, self._status, self._store = None, None, None, None
-        self._handoffs = 0
+        received_bytes = sum(each.bytes_received for each in self.stats)
+        if sent != received_bytes:
+            raise HandoffError(f"handoff {handoff}: {sent} bytes were sent, {received_bytes} received")

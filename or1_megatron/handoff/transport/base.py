@@ -1,4 +1,4 @@
-"""Messages from rank to rank: what a transport is, and gloo's."""
+"""Messages from rank to rank: the ``Transport`` port, and its implementation over gloo."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ T = TypeVar("T")
 _QUIET_S = 0.2  # for threads that have nothing left to wait for
 _CLOSE_S = 1.0  # for threads whose wait has been broken off
 _LEFT = "this rank has left the handoff"
-_NO_MESSAGE = 1 << 30  # a tag beyond all numbers of messages
+_NO_MESSAGE = 1 << 30  # a tag above the numbers of all messages
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message that has come. ``message`` [n] uint8 is the receiver's to read until it calls ``release``, once."""
+    """A message that has come. ``message`` [n] uint8 may be read until ``release`` is called, once."""
 
     message: Tensor
     release: Callable[[], None]
 
 
 class Transport(Protocol):
-    """Bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
+    """Moves bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
 
-    ``number`` stands for one message among all of a handoff.
+    ``number`` identifies a message among all of a handoff.
     """
 
     bytes_sent: int
-    """By this rank, since the transport was opened: what has been handed over to other ranks, notices left out."""
+    """By this rank to other ranks since the transport was opened, without notices."""
     bytes_received: int
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """A handoff begins, in which this rank starts these messages over this transport, once for each peer.
+        """Begin a handoff in which this rank starts these messages over this transport, each once for each peer.
 
-        Called where several threads of the rank do; a transport that needs one order then starts them in this one.
+        Called where several threads of the rank start messages; a transport that needs one order then uses this one.
         """
         ...
 
@@ -56,32 +56,32 @@ class Transport(Protocol):
         ...
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        """Start to send ``buffer`` [n] uint8, the beginning of something ``allocate`` gave.
+        """Start to send ``buffer`` [n] uint8, the beginning of something that ``allocate`` returned.
 
-        It must stay as it is until the future is done: then the receiver has no more use for it.
+        It must not change until the future is done: then the receiver no longer needs it.
         """
         ...
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
-        """Start to receive. ``into`` [n] uint8: where the message shall be; else the transport finds a place."""
+        """Start to receive, into ``into`` [n] uint8 if given, else into memory of the transport's choice."""
         ...
 
-    def rest(self) -> None:
-        """A handoff is over: give back memory that the next will need again."""
+    def free_buffers(self) -> None:
+        """Free the memory of a handoff; the next one allocates it again."""
         ...
 
     def close(self) -> None: ...
 
 
 class ByteCounter:
-    """The bytes of a transport; its waiting threads count together."""
+    """Counts a transport's bytes; its waiting threads may count at the same time."""
 
     def __init__(self) -> None:
         self.bytes_sent = self.bytes_received = 0
-        self._counting = Lock()
+        self._lock_counts = Lock()
 
     def count(self, sent: int = 0, received: int = 0) -> None:
-        with self._counting:
+        with self._lock_counts:
             self.bytes_sent += sent
             self.bytes_received += received
 
@@ -94,11 +94,11 @@ class BufferPool:
         self._idle: list[Tensor] = []
 
     def take(self, size_bytes: int) -> Tensor:
-        """At least so large; contents undefined."""
+        """A buffer of at least this size; its contents are undefined."""
         for index, buffer in enumerate(self._idle):
             if buffer.numel() >= size_bytes:
                 return self._idle.pop(index)
-        if self._idle:  # too small: it makes way
+        if self._idle:  # too small: make room
             self._idle.pop()
         return self._allocate(size_bytes)
 
@@ -109,12 +109,8 @@ class BufferPool:
         self._idle.clear()
 
 
-def host_buffer(size_bytes: int) -> Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8)
-
-
 class OrderedStarts:
-    """Starts what several threads hand in: on a thread of its own, which alone may have to wait, and in one order."""
+    """Starts the operations that several threads hand in, in one order, on a thread of its own that may wait."""
 
     def __init__(self) -> None:
         self._order: deque[int] = deque()
@@ -124,16 +120,16 @@ class OrderedStarts:
         Thread(target=self._serve, name="handoff start", daemon=True).start()
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """From now on things are started in this order; before the first call, and after the last number, as they come.
+        """Start operations in this order from now on; a number may occur several times.
 
-        A number may stand there several times.
+        Before the first call, and after the last number, they start as they come.
         """
         with self._changed:
             self._order = deque(numbers)
             self._changed.notify()
 
     def hand_in(self, number: int, start: Callable[[], Future[T]]) -> Future[T]:
-        """Call ``start`` when it is ``number``'s turn; the future is that which it returns."""
+        """Call ``start`` when it is ``number``'s turn; the future completes as the one that ``start`` returns."""
         found: Future[T] = Future()
         with self._changed:
             if self._closed:
@@ -144,19 +140,19 @@ class OrderedStarts:
         return found
 
     def _due(self) -> int | None:
-        """The place, in what has been handed in, of what is to be started now."""
+        """The index, in what has been handed in, of what is to be started now."""
         if not self._order:
             return 0 if self._given else None
-        return next((place for place, item in enumerate(self._given) if item[0] == self._order[0]), None)
+        return next((index for index, item in enumerate(self._given) if item[0] == self._order[0]), None)
 
     def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._due() is not None)
-                place = self._due()
-                if self._closed or place is None:
+                index = self._due()
+                if self._closed or index is None:
                     return
-                _, start, found = self._given.pop(place)
+                _, start, found = self._given.pop(index)
                 if self._order:
                     self._order.popleft()
             try:
@@ -166,7 +162,7 @@ class OrderedStarts:
             del start, found
 
     def close(self) -> None:
-        """What has not been started never is; it fails."""
+        """Fail what has not been started."""
         with self._changed:
             self._closed = True
             left, self._given = self._given, []
@@ -189,16 +185,16 @@ class Work(Protocol):
 
 
 class WaitingThreads:
-    """Threads that wait for works, one for each that is under way.
+    """Threads that wait for torch's works, one for each work that is under way.
 
-    gloo's point-to-point works complete only inside wait(), which blocks; and they complete in another order than they
-    were started in: news of one must not be held up behind another that waits for it.
+    gloo's point-to-point works complete only inside wait(), which blocks, and in another order than they were started
+    in: with fewer threads, news of one would be held up behind another.
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
         """``abort``: makes all works that are under way fail."""
         self._timeout, self._abort = timedelta(seconds=timeout_s), abort
-        atexit.register(self.close)  # a thread that Python's end meets inside a wait of torch's aborts the process
+        atexit.register(self.close)  # a thread inside a wait of torch's aborts the process when Python ends
         self._started: SimpleQueue[tuple[Work, Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._lock = Lock()
         self._starting = Lock()  # works are started by these threads too; and a start may hang, where close must not
@@ -214,7 +210,7 @@ class WaitingThreads:
                 if self._closed:
                     raise RuntimeError(_LEFT)
                 work = start()
-            except RuntimeError as error:  # of a connection that is known to be broken
+            except RuntimeError as error:  # a connection that is known to be broken
                 done.set_exception(error)
                 return done
         with self._lock:
@@ -241,7 +237,7 @@ class WaitingThreads:
                 self._idle += 1
 
     def close(self) -> None:
-        """End the threads; those that are still waiting for something fail."""
+        """End the threads; those that still wait for something fail."""
         atexit.unregister(self.close)
         with self._lock:
             self._closed = True
@@ -261,7 +257,7 @@ class WaitingThreads:
 def abort(group: ProcessGroupGloo) -> None:
     """Break all of a group's connections, so that every wait on them ends, the peers' too.
 
-    gloo has no call for that; but it does it when a wait runs out of time.
+    gloo has no call for that; but it does it when a wait times out.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):
@@ -269,50 +265,62 @@ def abort(group: ProcessGroupGloo) -> None:
         group.recv([nothing], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]  # no stub
 
 
-class GlooTransport(ByteCounter):
-    """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
+class PooledTransport(ByteCounter):
+    """What gloo's and NCCL's transports share: they receive into memory that is used again."""
 
-    def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._group = group
-        self._waiters = WaitingThreads(timeout_s, lambda: abort(group))
-        self._buffers = BufferPool(host_buffer)
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Messages have tags, and nothing of one waits for another."""
+        self._buffers = BufferPool(self.allocate)
 
     def allocate(self, size_bytes: int) -> Tensor:
-        return host_buffer(size_bytes)
+        raise NotImplementedError
 
-    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        def sent() -> None:
-            self.count(sent=buffer.numel())
+    def finish_reading(self) -> None:
+        """Block until the operations that were started on a message no longer need it."""
 
-        return self._waiters.follow(
-            lambda: self._group.send([buffer], destination, number),  # type: ignore[attr-defined]  # no stub
-            sent,
-        )
-
-    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+    def place_for(self, size_bytes: int, into: Tensor | None) -> tuple[Tensor, Callable[[], Arrival]]:
+        """(where to receive a message, what makes it an ``Arrival`` once it is there)."""
         owner = self._buffers.take(size_bytes) if into is None else into
         message = owner[:size_bytes]
 
         def release() -> None:
             if into is None:
+                self.finish_reading()
                 self._buffers.give(owner)
 
         def arrived() -> Arrival:
             self.count(received=size_bytes)
             return Arrival(message, release)
 
-        return self._waiters.follow(
-            lambda: self._group.recv([message], source, number),  # type: ignore[attr-defined]  # no stub
-            arrived,
-        )
+        return message, arrived
 
-    def rest(self) -> None:
+    def free_buffers(self) -> None:
         self._buffers.clear()
 
+
+class GlooTransport(PooledTransport):
+    """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
+
+    def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
+        super().__init__()
+        self._group: Any = group  # send and recv are absent from torch's stub
+        self._threads = WaitingThreads(timeout_s, lambda: abort(group))
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Nothing to do: messages have tags, and none waits for another."""
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
+        return self._threads.follow(
+            lambda: self._group.send([buffer], destination, number), lambda: self.count(sent=buffer.numel())
+        )
+
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        message, arrived = self.place_for(size_bytes, into)
+        return self._threads.follow(lambda: self._group.recv([message], source, number), arrived)
+
     def close(self) -> None:
-        self._waiters.close()
-        self.rest()
+        self._threads.close()
+        self.free_buffers()

@@ -1,15 +1,14 @@
-"""The transports of GPU clusters: NCCL point to point, and CUDA IPC. Written with care, and so far not run on a GPU.
+"""The transports of GPU clusters: NCCL point to point, and CUDA IPC. Not run on a GPU so far.
 
 What to look at first when they are (``benchmarks/gpu/handoff.py``, ``tests/gpu/test_handoff_gpu.py``):
 
 - A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
-  directions share its stream. To set it up blocks until the other rank does, too.
-- So, and because NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), a trainer
-  rank, which sends on one thread and passes on with another, starts all its messages in the plan's order
-  (``wire.OrderedStarts``): none waits for one behind it.
+  directions share its stream. Setting it up blocks until the other rank does, too.
+- NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1). A trainer rank sends on one
+  thread and passes on with another, so it starts all its messages in the plan's order (``OrderedStarts``).
 - A thread starts out on device 0, whatever the others use: devices are named here, never "the current one".
-- CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that is
-  shown but some of the GPUs numbers them otherwise than the trainer.
+- CUDA IPC exports whole blocks of torch's caching allocator: ``expandable_segments`` must be off. An engine that sees
+  only some of the GPUs numbers them in another way than the trainer.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, BufferPool, ByteCounter, OrderedStarts, WaitingThreads, Work
+from or1_megatron.handoff.transport.base import Arrival, OrderedStarts, PooledTransport, WaitingThreads, Work
 
 T = TypeVar("T")
-
 
 _DEVICE_ARGUMENT = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 
@@ -41,7 +39,7 @@ def device_buffer(size_bytes: int, device: int) -> Tensor:
 
 
 class _Finished:
-    """A work of NCCL's, waited for on the host: its own wait() only orders streams."""
+    """A work of NCCL's whose ``wait`` blocks the host: its own only orders streams."""
 
     def __init__(self, work: Any, device: int) -> None:
         self._work, self._device = work, device
@@ -54,8 +52,8 @@ class _Finished:
         stream.synchronize()
 
 
-class NcclTransport(ByteCounter):
-    """``Transport`` between GPUs, each of another rank. Memory is the device's."""
+class NcclTransport(PooledTransport):
+    """``Transport`` between GPUs, one for each rank. Memory is the device's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -63,12 +61,11 @@ class NcclTransport(ByteCounter):
         super().__init__()
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
-        with _errors_left_to_us():
+        with _without_watchdog():
             self._group: Any = ProcessGroupNCCL(PrefixStore("or1-handoff-nccl", store), rank, world, options)
         self._device = torch.cuda.current_device()
         self._starts = OrderedStarts()
-        self._waiters = WaitingThreads(timeout_s, self._group.abort)
-        self._buffers = BufferPool(self.allocate)
+        self._threads = WaitingThreads(timeout_s, self._group.abort)
 
     def begin(self, numbers: Sequence[int]) -> None:
         self._starts.begin(numbers)
@@ -77,26 +74,17 @@ class NcclTransport(ByteCounter):
         return device_buffer(size_bytes, self._device)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        def sent() -> None:
-            self.count(sent=buffer.numel())
-
         # NCCL has no tags: between two ranks the order of starting is the order of the plan
-        return self._follow(number, lambda: self._group.send([buffer], destination, 0), sent)
+        return self._follow(
+            number, lambda: self._group.send([buffer], destination, 0), lambda: self.count(sent=buffer.numel())
+        )
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
-        owner = self._buffers.take(size_bytes) if into is None else into
-        message = owner[:size_bytes]
-
-        def release() -> None:
-            if into is None:
-                torch.cuda.current_stream(self._device).synchronize()  # the loaders' copies; NCCL will write here again
-                self._buffers.give(owner)
-
-        def arrived() -> Arrival:
-            self.count(received=size_bytes)
-            return Arrival(message, release)
-
+        message, arrived = self.place_for(size_bytes, into)
         return self._follow(number, lambda: self._group.recv([message], source, 0), arrived)
+
+    def finish_reading(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()  # the loaders' copies; NCCL will write here again
 
     def _follow(self, number: int, start: Callable[[], Any], then: Callable[[], T]) -> Future[T]:
         ready = torch.cuda.Event()
@@ -107,20 +95,17 @@ class NcclTransport(ByteCounter):
             torch.cuda.current_stream().wait_event(ready)  # for which NCCL's stream waits in its turn
             return _Finished(start(), self._device)
 
-        return self._starts.hand_in(number, lambda: self._waiters.follow(work, then))
-
-    def rest(self) -> None:
-        self._buffers.clear()
+        return self._starts.hand_in(number, lambda: self._threads.follow(work, then))
 
     def close(self) -> None:
         self._starts.close()
-        self._waiters.close()
-        self.rest()
+        self._threads.close()
+        self.free_buffers()
 
 
 @contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """A group made here does not end the process when a peer is gone, as torch's watchdog otherwise would."""
+def _without_watchdog() -> Iterator[None]:
+    """Make groups whose watchdog does not end the process when a peer is gone."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -134,7 +119,7 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 class CudaSharedMemory:
-    """``mapped.SharedMemory`` of device memory."""
+    """``SharedMemory`` of the device, over CUDA IPC."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -157,19 +142,19 @@ class CudaSharedMemory:
                 "that are peers, and PYTORCH_CUDA_ALLOC_CONF without expandable_segments"
             ) from error
 
-    def finished_reading(self) -> None:
+    def finish_reading(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
-    def rest(self) -> None:
-        """What was mapped goes with the tensors; the sender's allocator is told that it may have its blocks back."""
+    def free(self) -> None:
+        """Tell the sender's allocator that it may have its blocks back; mappings end with their tensors."""
         torch.cuda.ipc_collect()
 
 
 def described_for(description: tuple[Any, tuple[Any, ...]], device: int) -> tuple[Any, tuple[Any, ...]]:
-    """What ``reduce_tensor`` says of a tensor, for a process whose GPU is ``device``, by its own numbering.
+    """Change what ``reduce_tensor`` returned for a process whose GPU is ``device`` by its own numbering.
 
-    The sender's number of its device means another one, or none, to a process that is shown other GPUs. Memory of a
-    peer is opened on the own device, too: the driver maps it there.
+    The sender's number of its device means another one, or none, to a process that sees other GPUs. A peer's memory is
+    opened on the own device, too: the driver maps it there.
     """
     rebuild, arguments = description
     return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])

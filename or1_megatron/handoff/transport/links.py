@@ -1,4 +1,4 @@
-"""The transports of a handoff by their names in the configuration, and what they ask of where the ranks run.
+"""The transports of a handoff by their names in the configuration, and where ranks run.
 
 gloo                 CPU, any nodes
 shared_memory        CPU, one node
@@ -32,7 +32,7 @@ class Location:
 
 
 def this_location() -> Location:
-    """Of the calling process; its GPU is the current one."""
+    """Where the calling process runs; its GPU is the current one."""
     import torch
 
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -54,7 +54,7 @@ class Links:
     def open(
         cls, name: str, group: ProcessGroupGloo, store: Store, rank: int, world: int, trainers: int, timeout_s: float
     ) -> Links:
-        """``group``: of all ranks."""
+        """``group``: all ranks'."""
 
         def made(kind: str) -> Transport:
             if kind == "gloo":
@@ -74,17 +74,17 @@ class Links:
     def all(self) -> list[Transport]:
         return [self._network] if self._local is None else [self._network, self._local]
 
-    def over(self, sender: int, receiver: int) -> Transport:
+    def between(self, sender: int, receiver: int) -> Transport:
         crosses = sender < self._trainers <= receiver
         return self._local if crosses and self._local is not None else self._network
 
     def begin(self, shipments: Iterable[Shipment], rank: int) -> None:
-        """Tell the transports the order in which ``rank`` has to do with messages: the plan's."""
+        """Tell the transports in which order ``rank`` sends and receives messages: the order of ``shipments``."""
         numbers: dict[int, list[int]] = {id(link): [] for link in self.all}
         for shipment in shipments:
             for sender, receiver in shipment.hops:
                 if rank in (sender, receiver):
-                    numbers[id(self.over(sender, receiver))].append(shipment.number)
+                    numbers[id(self.between(sender, receiver))].append(shipment.number)
         for link in self.all:
             link.begin(numbers[id(link)])
 
@@ -92,9 +92,9 @@ class Links:
         """(bytes sent, bytes received) by this rank since the links were opened."""
         return sum(link.bytes_sent for link in self.all), sum(link.bytes_received for link in self.all)
 
-    def rest(self) -> None:
+    def free_buffers(self) -> None:
         for link in self.all:
-            link.rest()
+            link.free_buffers()
 
     def close(self) -> None:
         for link in self.all:

@@ -1,7 +1,7 @@
-"""Messages that stay where the sender has packed them: the receiver maps the memory, reads it there, and says so.
+"""Messages that stay where the sender has packed them: the receiver maps the memory and reads it there.
 
 A notice (which memory, how much) goes one way and an acknowledgement the other, both over gloo; the weights do not
-travel. Memory is shared through ``SharedMemory``: pages of the host here, CUDA IPC in ``gpu``.
+travel. Memory is shared through the ``SharedMemory`` port: the host's here, CUDA IPC in ``gpu``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SharedMemory(Protocol):
         """Raises HandoffError when the memory cannot be reached from here."""
         ...
 
-    def finished_reading(self) -> None:
-        """Block until what was started with mapped memory no longer needs it."""
+    def finish_reading(self) -> None:
+        """Block until the operations that were started on mapped memory no longer need it."""
         ...
 
-    def rest(self) -> None:
-        """Drop what has been allocated and mapped."""
+    def free(self) -> None:
+        """Free what has been allocated and mapped."""
         ...
 
 
@@ -59,7 +59,7 @@ class Segment:
 
 
 class HostSharedMemory:
-    """``SharedMemory`` of host memory without names (memfd): it is gone when the last process that maps it is."""
+    """``SharedMemory`` of the host without names (memfd): it is freed when the last process that maps it ends."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
@@ -68,7 +68,7 @@ class HostSharedMemory:
     def allocate(self, size_bytes: int) -> Tensor:
         descriptor = os.memfd_create("or1-handoff", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _HEADER_BYTES + size_bytes)
-        pages = _whole(mmap.mmap(descriptor, _HEADER_BYTES + size_bytes))
+        pages = _tensor(mmap.mmap(descriptor, _HEADER_BYTES + size_bytes))
         token = secrets.token_bytes(_TOKEN_BYTES)
         pages[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
         buffer = pages[_HEADER_BYTES:]
@@ -86,33 +86,33 @@ class HostSharedMemory:
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
             try:
-                pages = _whole(mmap.mmap(descriptor, 0))
+                pages = _tensor(mmap.mmap(descriptor, 0))
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
-            raise HandoffError(_unreachable(pid, error)) from error
+            raise _unreachable(pid, error) from error
         if bytes(pages[:_TOKEN_BYTES].tolist()) != token:
-            raise HandoffError(_unreachable(pid, "another process has this number here"))
+            raise _unreachable(pid, "another process has this number here")
         return self._mapped.setdefault(description, pages[_HEADER_BYTES:])
 
-    def finished_reading(self) -> None:
-        """What reads host memory has read it when it returns."""
+    def finish_reading(self) -> None:
+        """Nothing to do: operations on host memory have read it when they return."""
 
-    def rest(self) -> None:
+    def free(self) -> None:
         for segment in self._segments.values():
             os.close(segment.descriptor)
         self._segments.clear()
         self._mapped.clear()
 
 
-def _whole(pages: mmap.mmap) -> Tensor:
+def _tensor(pages: mmap.mmap) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _unreachable(pid: int, why: object) -> str:
-    return (
+def _unreachable(pid: int, why: object) -> HandoffError:
+    return HandoffError(
         f"handoff: cannot map the memory of process {pid} ({why}); shared memory needs trainer and engines on one "
-        "node, under one user and in one PID namespace"
+        "node, under one user and in one PID namespace; handoff.transport = gloo does not"
     )
 
 
@@ -128,47 +128,46 @@ class _Answered:
 
 
 class SharedMemoryTransport(ByteCounter):
-    """``Transport`` on one node: any number of receivers read the very bytes that the sender has packed."""
+    """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
-    def __init__(self, group: ProcessGroupGloo, sharing: SharedMemory, timeout_s: float) -> None:
-        """``group``: of all ranks; it carries notices and acknowledgements."""
+    def __init__(self, group: ProcessGroupGloo, memory: SharedMemory, timeout_s: float) -> None:
+        """``group``: all ranks'; it carries notices and acknowledgements."""
         super().__init__()
         self._group: Any = group  # send and recv are absent from torch's stub
-        self._sharing = sharing
-        self._waiters = WaitingThreads(timeout_s, lambda: abort(group))
+        self._memory = memory
+        self._threads = WaitingThreads(timeout_s, lambda: abort(group))
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """As with gloo, which carries the notices."""
+        """Nothing to do, as with gloo, which carries the notices."""
 
     def allocate(self, size_bytes: int) -> Tensor:
-        return self._sharing.allocate(size_bytes)
+        return self._memory.allocate(size_bytes)
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        notice = _sealed((self._sharing.describe(buffer), buffer.numel()))
+        raw = pickle.dumps((self._memory.describe(buffer), buffer.numel()))
+        assert len(raw) <= _NOTICE_BYTES
+        notice = torch.frombuffer(bytearray(raw.ljust(_NOTICE_BYTES, b"\0")), dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.uint8)
 
         def start() -> Work:
             expected = self._group.recv([answer], destination, number)
             return _Answered(self._group.send([notice], destination, number), expected)
 
-        def read() -> None:
-            self.count(sent=buffer.numel())
-
-        return self._waiters.follow(start, read)
+        return self._threads.follow(start, lambda: self.count(sent=buffer.numel()))
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         notice = torch.empty(_NOTICE_BYTES, dtype=torch.uint8)
 
         def release() -> None:
-            self._sharing.finished_reading()
+            self._memory.finish_reading()
             answer = torch.zeros(1, dtype=torch.uint8)
-            self._waiters.follow(lambda: self._group.send([answer], source, number), _nothing)
+            self._threads.follow(lambda: self._group.send([answer], source, number), _nothing)
 
         def arrived() -> Arrival:
             description, announced = pickle.loads(notice.numpy().tobytes())
             if announced != size_bytes:
                 raise HandoffError(f"handoff: rank {source} sent {announced} bytes, {size_bytes} were expected")
-            message = self._sharing.map(description)[:size_bytes]
+            message = self._memory.map(description)[:size_bytes]
             self.count(received=size_bytes)
             if into is None:
                 return Arrival(message, release)
@@ -176,20 +175,14 @@ class SharedMemoryTransport(ByteCounter):
             release()
             return Arrival(into[:size_bytes], _nothing)
 
-        return self._waiters.follow(lambda: self._group.recv([notice], source, number), arrived)
+        return self._threads.follow(lambda: self._group.recv([notice], source, number), arrived)
 
-    def rest(self) -> None:
-        self._sharing.rest()
+    def free_buffers(self) -> None:
+        self._memory.free()
 
     def close(self) -> None:
-        self._waiters.close()
-        self.rest()
-
-
-def _sealed(value: Any) -> Tensor:
-    raw = pickle.dumps(value)
-    assert len(raw) <= _NOTICE_BYTES
-    return torch.frombuffer(bytearray(raw.ljust(_NOTICE_BYTES, b"\0")), dtype=torch.uint8)
+        self._threads.close()
+        self.free_buffers()
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""The board on which all ranks of a handoff see what the others tell them, and who has failed."""
+"""The store in which all ranks of a handoff see what the others publish, and who has failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from or1_megatron.handoff.transport.group import join_store
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2  # how often a wait looks at the board
+_LOOK_S = 0.2  # how often a wait looks for failures
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
 
 
@@ -30,26 +30,28 @@ class StatusStore:
     _FAILED = "failed"
 
     def __init__(self, store: TCPStore, who: str, timeout_s: float) -> None:
-        """``who`` stands for this process in the others' errors."""
+        """``who`` names this process in the others' errors."""
+        self.tcp = store
+        """To form groups from; on trainer rank 0 its server."""
         # A connection of its own: on a shared one, a wait elsewhere (for a group to form) would block every look. Not
         # clone(), which now and then takes 5 s.
         self._store = join_store(store.host, store.port, timeout_s)
         self.who, self.timeout_s = who, timeout_s
 
     def fail(self, error: BaseException) -> None:
-        """Tell everybody; a second failure is not news. Never raises."""
+        """Tell all ranks, unless one has failed before. Never raises."""
         try:
             if not self._store.check([self._FAILED]):
                 self._store.set(self._FAILED, f"{self.who}: {error}")
         except RuntimeError:
-            pass  # the board has gone with its host, and they will notice that
+            pass  # the store has gone with its host, and they will notice that
 
     def publish(self, key: str, value: Any) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # the stub knows str alone
 
     def read(self, key: str, whose: str, keep: bool = True, watched: Future[Any] | None = None) -> Any:
-        """What ``whose`` publishes; waits for it. ``keep=False``: nobody else will read it."""
-        self._poll(lambda: self._store.check([key]) or None, f"{whose} to publish '{key}'", watched)
+        """Wait for what ``whose`` publishes, and return it. ``keep=False``: nobody else will read it."""
+        self._poll(lambda: self._store.check([key]), f"{whose} to publish '{key}'", watched, pause_s=0.005)
         value = pickle.loads(self._store.get(key))
         if not keep:
             self._store.delete_key(key)
@@ -59,34 +61,26 @@ class StatusStore:
         """The result of ``future``.
 
         Raises:
-            HandoffError: it failed, somebody else failed, ``watched`` failed, or the deadline has passed.
+            HandoffError: it failed, another rank failed, ``watched`` failed, or the deadline has passed.
         """
 
-        def done() -> bool | None:
+        def done() -> bool:
             try:
                 future.exception(timeout=_LOOK_S)
             except FutureTimeout:
-                return None
+                return False
             return True
 
         self._poll(done, what, watched, pause_s=0.0)
         if (error := future.exception()) is not None:
-            self._find_cause(what, watched)
+            deadline = time.monotonic() + _BLAME_S  # a connection broke: the rank that left may still be saying why
+            while time.monotonic() < deadline:
+                self._look(what, watched)
+                time.sleep(_LOOK_S)
             raise HandoffError(f"handoff: {self.who} waited for {what}: {error}") from error
         return future.result()
 
-    def _find_cause(self, what: str, watched: Future[Any] | None) -> None:
-        """A connection broke: whoever left may still be saying why."""
-        deadline = time.monotonic() + _BLAME_S
-        while time.monotonic() < deadline:
-            self._look(what)
-            if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
-            time.sleep(_LOOK_S)
-
-    def _poll(
-        self, done: Callable[[], bool | None], what: str, watched: Future[Any] | None, pause_s: float = 0.005
-    ) -> None:
+    def _poll(self, done: Callable[[], bool], what: str, watched: Future[Any] | None, pause_s: float) -> None:
         deadline = time.monotonic() + self.timeout_s
         looked = time.monotonic()
         while True:
@@ -95,17 +89,18 @@ class StatusStore:
                     return
             except (DistNetworkError, DistStoreError) as error:
                 raise HandoffError(f"handoff: {self.who} waited for {what}: trainer rank 0 is gone") from error
-            if watched is not None and watched.done() and (failure := watched.exception()) is not None:
-                raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
             now = time.monotonic()
             if now - looked >= _LOOK_S:
                 looked = now
-                self._look(what)
+                self._look(what, watched)
             if now > deadline:
                 raise HandoffError(f"handoff: {self.who} waited timeout_s = {self.timeout_s:g} for {what}")
             time.sleep(pause_s)
 
-    def _look(self, what: str) -> None:
+    def _look(self, what: str, watched: Future[Any] | None) -> None:
+        """Raise HandoffError if ``watched`` or another rank has failed."""
+        if watched is not None and watched.done() and (failure := watched.exception()) is not None:
+            raise HandoffError(f"handoff: {self.who} waited for {what}: {failure}") from failure
         try:
             failed = self._store.get(self._FAILED) if self._store.check([self._FAILED]) else None
         except (DistNetworkError, DistStoreError) as error:

@@ -5,6 +5,7 @@ Not run so far, for want of GPUs; sources and init infos pass vLLM's checks on C
 
 from __future__ import annotations
 
+import math
 import socket
 from typing import Any
 
@@ -12,32 +13,47 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.errors import failing_together
 from or1_megatron.handoff.vllm.sources import EverywhereSource, HeldSource, MeshSource, ShardsSource
-from or1_megatron.interfaces import PolicyWeights
+from or1_megatron.interfaces import EngineControl, PolicyWeights
 
 
 class NoClient:
-    """The engines' place on ranks other than 0, which never speak to them."""
+    """Stands in for the engines on ranks other than 0, which never call them."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"weight transfer: trainer ranks other than 0 do not {name}")
 
 
-def open_builtin(
-    config: HandoffConfig, weights: PolicyWeights, rank: int, client: Any
-) -> TrainerWeightTransferEngine[Any]:
-    """Meet the engines; collective over the trainer's ranks.
+class BuiltinTrainer:
+    """``sender.WeightSender`` over vLLM's trainer engine."""
 
-    Args:
-        client: ``EngineControl`` on rank 0; None elsewhere.
-    """
-    place = None
-    if client is not None:
-        place = (client.address, _free_port(), client.engines, client.workers_per_engine)
-    place = weights.from_rank_0(place)
-    source = source_for(config.backend, weights, rank)
-    info = init_info(config.backend, rank, weights.ranks, place)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client or NoClient(), source=source)
+    def __init__(self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None) -> None:
+        """``engines``: on rank 0 only."""
+        self._weights, self._rank, self._backend, self._engines = weights, rank, config.backend, engines
+        self._trainer: TrainerWeightTransferEngine[Any] | None = None
+
+    def send(self, version: int) -> int:
+        with failing_together(self._weights, self.close):
+            if self._engines is not None:
+                self._engines.next_version = version
+            self._trainer = self._trainer or self._connect()
+            self._trainer.send_weights()
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self._weights.metadata())
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.shutdown()
+        self._trainer = None
+
+    def _connect(self) -> TrainerWeightTransferEngine[Any]:
+        """Meet the engines; collective over the trainer's ranks."""
+        engines, place = self._engines, None
+        if engines is not None:
+            place = (engines.address, _free_port(), engines.engines, engines.workers_per_engine)
+        info = init_info(self._backend, self._rank, self._weights.ranks, self._weights.from_rank_0(place))
+        source = source_for(self._backend, self._weights, self._rank)
+        return WeightTransferTrainerFactory.trainer_init(info, client=engines or NoClient(), source=source)
 
 
 def source_for(backend: str, weights: PolicyWeights, rank: int) -> WeightSource:

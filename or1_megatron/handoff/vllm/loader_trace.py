@@ -1,19 +1,20 @@
 """What a vLLM model's own weight loaders ask for, and how they are fed just that.
 
-Loaders are run on placeholders: tensors of the full HF shape on the meta device, which have no storage. Whatever views
-a loader takes of one (narrow, chunk, index), torch itself keeps their geometry; when the loader copies a view into its
-parameter, a dispatch mode sees it. That is written down once (``trace_loaders``). So fused projections, tensor
-parallelism, tied embeddings and experts need no table here.
+``trace_loaders`` runs the loaders once on placeholders: tensors of the full HF shape on the meta device, which have no
+storage. Whatever views a loader takes of one (narrow, chunk, index), torch keeps their geometry; when the loader copies
+a view into its parameter, a dispatch mode sees it. So fused projections, tensor parallelism, tied embeddings and
+experts need no table here.
 
-At an update most layers need no loader (``placing``). The others' run again on placeholders, through vLLM's layerwise
-reload, and their copies are carried out with what was received (``SliceLoader``). A loader that does more to a tensor
-than look at a part of it cannot be served so either; it gets the whole tensor.
+At an update most layers need no loader (``shard.direct_copy``). The loaders of the others run again on placeholders,
+through vLLM's layerwise reload, and ``SliceLoader`` makes their copies from the slices that were received. A loader
+that does more to a tensor than copy a part of it gets the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,44 +25,18 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
-from or1_megatron.handoff.message.buckets import Slice, TensorSpec
+from or1_megatron.handoff.message.buckets import Slice
+from or1_megatron.handoff.message.message import ReceivedSlice
 from or1_megatron.handoff.vllm.reload import put_back
-from or1_megatron.weights.holdings import Box, whole
+from or1_megatron.weights.holdings import Box
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, stride): what a loader made of a placeholder."""
 
 
-def _as_it_is() -> None:
-    pass
-
-
-@dataclass(slots=True)
-class Part:
-    """A rectangle of a tensor, as received."""
-
-    box: Box
-    values: Tensor
-    verify: Callable[[], None] = _as_it_is
-    """Raises when ``values`` are not what was sent."""
-    owned: bool = False
-    """False: ``values`` may be a view into a message."""
-
-    def verified(self) -> Tensor:
-        """The values, compared with what was sent when first asked for: as they are read anyway, from the cache."""
-        self.verify()
-        self.verify = _as_it_is
-        return self.values
-
-    def keep(self) -> None:
-        """The message's memory is about to be used again."""
-        if not self.owned:
-            self.values, self.owned = self.verified().clone(), True
-
-
 @dataclass(frozen=True, slots=True)
 class SourceBox:
-    """A rectangle that a loader copies."""
+    """A rectangle of a tensor that a loader copies."""
 
     box: Box
     axes: tuple[int, ...]
@@ -76,41 +51,47 @@ class ParameterView:
     parameter: str
     view: View
     shape: tuple[int, ...]
-    """Of the whole parameter, as the loaders see it: processing may change it afterwards."""
+    """The whole parameter's, as the loaders see it: processing may change it afterwards."""
 
-    def part(self, where: tuple[slice, ...]) -> View:
-        """A rectangle of it, as a view of the parameter."""
+    def part(self, where: tuple[slice, ...]) -> ParameterView:
+        """A rectangle of it."""
         offset, size, stride = self.view
-        return view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
+        view = view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
+        return replace(self, view=view)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The part in memory; no copy."""
+        offset, size, stride = self.view
+        return parameter.as_strided(size, stride, parameter.storage_offset() + offset)
 
 
 @dataclass
 class LoaderTrace:
     """What the loaders of one engine rank ask for."""
 
+    tensors: dict[str, Slice]
+    """All tensors of the model, whole, by name."""
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
-    """By tensor. Tensors that no loader touches (another rank's experts) are absent."""
+    """By tensor, what its loaders copy. Tensors that no loader touches (another rank's experts) are absent."""
     whole: dict[str, str] = field(default_factory=dict)
     """Tensors that have to come whole, with the reason."""
     destinations: dict[tuple[str, View], list[ParameterView]] = field(default_factory=dict)
-    """By tensor and view of it: where the copies end up."""
+    """By tensor and view of it, where the copies end up."""
     copied_elsewhere: set[str] = field(default_factory=set)
-    """Tensors that are copied to anything else than a parameter as well."""
+    """Tensors that are also copied to something that is no parameter."""
     written_otherwise: set[tuple[str, str]] = field(default_factory=set)
-    """(module, parameter) that is written to by anything else than copies of tensors: padding, for instance."""
+    """(module, parameter) that is also written to by other operations than copies of tensors: padding, for instance."""
     elements: dict[str, int] = field(default_factory=dict)
-    """By module: how many vLLM's layerwise reload waits for."""
+    """By module, how many vLLM's layerwise reload waits for."""
 
-    def wants(self, specs: Sequence[TensorSpec]) -> list[Slice]:
+    def wants(self) -> list[Slice]:
+        """The slices that this rank needs."""
         found = []
-        for spec in specs:
-            if spec.name in self.whole:
-                found.append(Slice(spec.name, whole(spec.shape), spec.dtype))
+        for name, tensor in self.tensors.items():
+            if name in self.whole:
+                found.append(tensor)
             else:
-                found += [
-                    Slice(spec.name, source_box.box, spec.dtype)
-                    for source_box in self.sources.get(spec.name, {}).values()
-                ]
+                found += [Slice(name, source.box, tensor.dtype) for source in self.sources.get(name, {}).values()]
         return found
 
 
@@ -150,11 +131,11 @@ class _Placeholders(TorchDispatchMode):
         super().__init__()
         self._names: dict[int, tuple[str, StorageWeakRef]] = {}
 
-    def placeholder(self, spec: TensorSpec) -> Tensor:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        storage = tensor.untyped_storage()
-        self._names[storage._cdata] = (spec.name, StorageWeakRef(storage))
-        return tensor
+    def placeholder(self, tensor: Slice) -> Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        storage = made.untyped_storage()
+        self._names[storage._cdata] = (tensor.name, StorageWeakRef(storage))
+        return made
 
     def forget_dead(self) -> list[str]:
         """Placeholders that no loader holds any longer."""
@@ -191,19 +172,29 @@ class _Placeholders(TorchDispatchMode):
 
 
 class _TracingMode(_Placeholders):
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        super().__init__()
-        self.shapes = {spec.name: spec.shape for spec in specs}
-        self.trace = LoaderTrace()
-        self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
+    """Writes down what happens to placeholders, and to a model's parameters."""
 
-    def know_parameters(self, model: torch.nn.Module) -> None:
-        """Of a model whose layerwise reload has begun."""
+    def __init__(self, tensors: Sequence[Slice], model: torch.nn.Module) -> None:
+        """``model``: its layerwise reload has begun."""
+        super().__init__()
+        self.trace = LoaderTrace({tensor.name: tensor for tensor in tensors})
+        self._parameters: dict[int, tuple[str, str, tuple[int, ...]]] = {}  # by storage
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 storage = parameter.untyped_storage()._cdata
                 self._parameters.setdefault(storage, (path, name, tuple(parameter.shape)))
             self.trace.elements[path] = get_layer_size(module)
+
+    def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
+        view = view_of(source)
+        source_box = source_box_of(self.trace.tensors[name].shape, view)
+        if source_box is None:
+            self.trace.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
+        elif destination.shape != source.shape:
+            self.trace.whole.setdefault(name, "its loader broadcasts it")
+        else:
+            self.trace.sources.setdefault(name, {})[view] = source_box
+            self._note_destination(name, view, destination)
 
     def _note_destination(self, name: str, view: View, destination: Tensor) -> None:
         known = self._parameters.get(destination.untyped_storage()._cdata)
@@ -214,17 +205,6 @@ class _TracingMode(_Placeholders):
             destinations = self.trace.destinations.setdefault((name, view), [])
             if place not in destinations:
                 destinations.append(place)
-
-    def copied(self, destination: Tensor, name: str, source: Tensor) -> None:
-        view = view_of(source)
-        source_box = source_box_of(self.shapes[name], view)
-        if source_box is None:
-            self.trace.whole.setdefault(name, f"its loader copies a view of size and stride {view[1:]}")
-        elif destination.shape != source.shape:
-            self.trace.whole.setdefault(name, "its loader broadcasts it")
-        else:
-            self.trace.sources.setdefault(name, {})[view] = source_box
-            self._note_destination(name, view, destination)
 
     def transformed(self, name: str, operation: str) -> None:
         self.trace.whole.setdefault(name, f"its loader computes {operation} of it")
@@ -238,24 +218,21 @@ class _TracingMode(_Placeholders):
                     self.trace.written_otherwise.add(known[:2])
 
 
-def trace_loaders(model: torch.nn.Module, model_config: Any, specs: Sequence[TensorSpec]) -> LoaderTrace:
-    """Run the model's loaders once on placeholders; the model's weights stay what they are."""
-    tracing = _TracingMode(specs)
+def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[Slice]) -> LoaderTrace:
+    """Run the model's loaders once on placeholders of all ``tensors``; the model keeps its weights."""
     initialize_layerwise_reload(model)
     for layer in model.modules():
         get_layerwise_info(layer).load_numel = -(1 << 62)  # no layer shall ever count as complete
-    tracing.know_parameters(model)
-    left = list(specs)
+    tracing = _TracingMode(tensors, model)
+    left = list(tensors)
     try:
         while left:
-            taken: list[TensorSpec] = []
+            taken: list[Slice] = []
 
-            def offered(
-                queue: list[TensorSpec] = left, taken: list[TensorSpec] = taken
-            ) -> Iterator[tuple[str, Tensor]]:
-                for spec in queue:
-                    taken.append(spec)
-                    yield spec.name, tracing.placeholder(spec)
+            def offered(queue: list[Slice] = left, taken: list[Slice] = taken) -> Iterator[tuple[str, Tensor]]:
+                for tensor in queue:
+                    taken.append(tensor)
+                    yield tensor.name, tracing.placeholder(tensor)
 
             try:
                 with tracing:
@@ -271,44 +248,60 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, specs: Sequence[Ten
 
 
 class SliceLoader(_Placeholders):
-    """Feeds a model's loaders with received rectangles, as a mode around ``load_weights`` and what follows it.
+    """Feeds a model's loaders with received slices, as a mode around ``load_weights`` and what follows it.
 
-    One for each update. A tensor's rectangles are let go once vLLM has no use for its placeholder any more; until then
-    they may be views into a message, which ``keep_copies`` turns into copies.
+    One for each update. A tensor's slices are dropped once vLLM no longer needs its placeholder; until then they may be
+    views into a message, which ``load`` turns into copies.
     """
 
-    def __init__(self, trace: LoaderTrace, placed: Set[str] = frozenset()) -> None:
-        """``placed``: tensors that come without it."""
+    def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
+        """``expected``: all slices that will be taken."""
         super().__init__()
         self._trace = trace
-        self._parts: dict[str, list[Part]] = {}
-        others = trace.sources.keys() - trace.whole.keys() - placed
-        self._due = {(name, view) for name in others for view in trace.sources[name]}
+        self._missing = Counter(each.name for each in expected)
+        self._received: dict[str, list[ReceivedSlice]] = defaultdict(list)
+        self._complete: list[str] = []
+        by_view = self._missing.keys() & trace.sources.keys() - trace.whole.keys()
+        self._due = {(name, view) for name in by_view for view in trace.sources[name]}
 
-    def offer(self, spec: TensorSpec, parts: list[Part]) -> Tensor:
-        """What stands for the tensor of which ``parts`` have been received: a placeholder, or the tensor itself."""
-        if spec.name in self._trace.whole:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=parts[0].values.device)
-            for part in parts:
-                tensor[tuple(slice(*bounds) for bounds in part.box)] = part.verified()
-            return tensor
-        self._parts[spec.name] = parts
-        return self.placeholder(spec)
+    def take(self, received: ReceivedSlice) -> None:
+        name = received.slice.name
+        self._received[name].append(received)
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            self._complete.append(name)
 
-    def keep_copies(self, waiting: Mapping[str, list[Part]]) -> None:
-        """Copy what vLLM still needs, and ``waiting`` (not yet offered): their memory is about to be overwritten.
+    def load(self, model: torch.nn.Module) -> None:
+        """Load the tensors that are complete, and copy the slices that are still needed out of their messages.
 
-        What vLLM has no use for any more has been compared with what was sent by then, be it that nobody copied it.
+        Called when the messages' memory is about to be used again; not for every message, since vLLM goes through all
+        of its modules each time.
         """
+        if self._complete:
+            with self:
+                model.load_weights((name, self._stand_in(name)) for name in self._complete)  # type: ignore[operator]
+            self._complete.clear()
         for name in self.forget_dead():
-            for part in self._parts.pop(name, ()):
-                part.verified()
-        for parts in (*self._parts.values(), *waiting.values()):
-            for part in parts:
-                part.keep()
+            for each in self._received.pop(name):
+                each.verify()  # if nothing has copied it
+        for slices in self._received.values():
+            for each in slices:
+                each.keep()
+
+    def _stand_in(self, name: str) -> Tensor:
+        """What the loaders get for a tensor: a placeholder, or, where it has to come whole, the tensor itself."""
+        tensor = self._trace.tensors[name]
+        if name not in self._trace.whole:
+            return self.placeholder(tensor)
+        slices = self._received.pop(name)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=slices[0].message.device)
+        for each in slices:
+            each.verify()
+            made[tuple(slice(*bounds) for bounds in each.slice.box)] = each.values
+        return made
 
     def check_complete(self) -> None:
-        """Raises RuntimeError when a rectangle was never copied into a parameter."""
+        """Raise RuntimeError if a slice was never copied into a parameter."""
         if self._due:
             name = sorted(self._due)[0][0]
             raise RuntimeError(f"'{name}' was received, but its loader never put it into the model")
@@ -320,24 +313,23 @@ class SliceLoader(_Placeholders):
         view = view_of(source)
         source_box = self._trace.sources[name].get(view)
         if source_box is None:
-            raise RuntimeError(f"the loader of '{name}' asks for another part than when it was recorded")
-        for part in self._parts[name]:
-            where = offset_in(part.box, source_box)
+            raise RuntimeError(f"the loader of '{name}' asks for another part than when it was traced")
+        for each in self._received[name]:
+            where = offset_in(each.slice.box, source_box)
             if where is not None:
-                destination[where].copy_(part.verified().reshape(destination[where].shape))
+                each.verify()
+                destination[where].copy_(each.values.reshape(destination[where].shape))
         self._due.discard((name, view))
 
     def transformed(self, name: str, operation: str) -> None:
-        raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was recorded")
+        raise RuntimeError(f"the loader of '{name}' computes {operation} of it, which it did not when it was traced")
 
 
-def offset_in(box: Box, source_box: SourceBox) -> tuple[slice, ...] | None:
-    """Where in the destination a received rectangle goes; None when the landing does not contain it."""
-    if any(low < a or high > b for (low, high), (a, b) in zip(box, source_box.box, strict=True)):
+def offset_in(box: Box, source: SourceBox) -> tuple[slice, ...] | None:
+    """Where in the destination of ``source`` a rectangle ``box`` goes; None when ``source`` does not contain it."""
+    if any(low < a or high > b for (low, high), (a, b) in zip(box, source.box, strict=True)):
         return None
     return tuple(
-        slice(None)
-        if axis < 0
-        else slice(box[axis][0] - source_box.box[axis][0], box[axis][1] - source_box.box[axis][0])
-        for axis in source_box.axes
+        slice(None) if axis < 0 else slice(box[axis][0] - source.box[axis][0], box[axis][1] - source.box[axis][0])
+        for axis in source.axes
     )

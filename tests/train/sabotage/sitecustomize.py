@@ -1,4 +1,4 @@
-"""Faults in the processes of a run, which Python imports this in: first on the path, and asked for by SABOTAGE.
+"""Faults in the processes of a run: Python imports this where it is first on the path, and SABOTAGE names the fault.
 
 flip: trainer rank 0 flips a bit on its way to the engines, in its second handoff.
 kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
@@ -30,35 +30,30 @@ def die(what: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def flip(gloo_trainer: Any) -> None:
-    broadcast, send_weights = gloo_trainer.broadcast, gloo_trainer.GlooTrainerEngine.send_weights
-    handoffs = 0
+def flip(transfer: Any) -> None:
+    pack = transfer.pack
 
-    def count(trainer: Any) -> None:
-        nonlocal handoffs
-        handoffs += 1
-        send_weights(trainer)
+    def spoil(shipment: Any, message: Any, read: Any, handoff: int) -> int:
+        total: int = pack(shipment, message, read, handoff)
+        if handoff == 2:
+            message[1001] ^= 2
+        return total
 
-    def spoil(group: Any, buffer: Any) -> Any:
-        if handoffs == 2:
-            buffer[1001] ^= 2
-        return broadcast(group, buffer)
-
-    gloo_trainer.GlooTrainerEngine.send_weights, gloo_trainer.broadcast = count, spoil
+    transfer.pack = spoil
 
 
-def kill_receiving(gloo_worker: Any) -> None:
-    true = gloo_worker.broadcast
+def kill_receiving(worker: Any) -> None:
+    unpack = worker.unpack
     received = 0
 
-    def broadcast(group: Any, buffer: Any) -> Any:
+    def unpack_some(shipment: Any, message: Any, handoff: int) -> Any:
         nonlocal received
         received += 1
         if received == 3:
             die("receiving")
-        return true(group, buffer)
+        return unpack(shipment, message, handoff)
 
-    gloo_worker.broadcast = broadcast
+    worker.unpack = unpack_some
 
 
 def kill_loaded_or_decoding(engine: Any) -> None:
@@ -81,9 +76,9 @@ def kill_loaded_or_decoding(engine: Any) -> None:
 
 
 FAULTS = {
-    "flip": {"or1_megatron.handoff.gather.trainer": flip},
+    "flip": {"or1_megatron.handoff.shard.transfer": flip},
     "kill": {
-        "or1_megatron.handoff.gather.worker": kill_receiving,
+        "or1_megatron.handoff.shard.worker": kill_receiving,
         "or1_megatron.rollout.engine": kill_loaded_or_decoding,
     },
 }

@@ -1,1 +1,0 @@
-"""The `gloo` backend: gather each tensor, then broadcast it to the engines."""
