@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from or1_megatron.config.schema import RolloutConfig, VerifyConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
@@ -82,14 +83,14 @@ class RolloutsClient:
         """
         try:
             ray.get(self._manager.abandon.remote(), timeout=_MARGIN_S)
-        except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            raise RolloutError(f"the roll-out could not be given up: {error}") from error
+        except RayError as error:
+            raise RolloutError(f"the roll-out could not be given up: {failure_of(error)}") from error
 
     def progress(self) -> tuple[int, int]:
         """(responses finished, responses asked for); the last known when the manager does not answer at once."""
         try:
             self._progress = ray.get(self._manager.progress.remote(), timeout=_PROGRESS_S)
-        except (GetTimeoutError, RayActorError):
+        except RayError:
             pass  # whoever waits for the roll-out itself gets the error
         return self._progress
 
@@ -97,7 +98,7 @@ class RolloutsClient:
         """End the manager and its verifiers."""
         try:
             ray.get(self._manager.close.remote(), timeout=_MARGIN_S)
-        except (GetTimeoutError, RayActorError, RayTaskError):
+        except RayError:
             pass  # it is ended either way
         ray.kill(self._manager, no_restart=True)
 
@@ -106,13 +107,13 @@ class RolloutsClient:
         """What the manager does at once. Not ``_get``, whose wait may be the one that calls for this."""
         try:
             ray.get(call, timeout=_MARGIN_S)
-        except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            raise RolloutError(f"the RolloutManager was not told of its engines: {error}") from error
+        except RayError as error:
+            raise RolloutError(f"the RolloutManager was not told of its engines: {failure_of(error)}") from error
 
     def _engines_lost(self) -> bool:
         try:
             return bool(ray.get(self._manager.engines_lost.remote(), timeout=_PROGRESS_S))
-        except (GetTimeoutError, RayActorError):
+        except RayError:
             return False  # asked again soon; the manager's own death ends the wait
 
     def _get(self, call: Any) -> Any:
@@ -128,8 +129,8 @@ class RolloutsClient:
             return ray.get(call)
         except RayTaskError as error:
             raise RolloutError(str(error.cause)) from error
-        except RayActorError as error:
-            raise RolloutError(f"the RolloutManager died: {error}") from error
+        except RayError as error:
+            raise RolloutError(f"the RolloutManager is lost: {failure_of(error)}") from error
 
 
 def start_rollouts(
@@ -157,11 +158,10 @@ def start_rollouts(
     )
     try:
         ray.get(manager.start.remote(), timeout=config.start_timeout_s)
-    except (RayTaskError, RayActorError) as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        raise RolloutError(f"rollout manager and verifiers did not start: {cause}") from error
     except GetTimeoutError as error:
         raise RolloutError(
             f"rollout manager and verifiers were not up after rollout.start_timeout_s = {config.start_timeout_s:g}"
         ) from error
+    except RayError as error:
+        raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
     return RolloutsClient(manager, config.step_timeout_s, stop)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 
 from or1_megatron.interfaces import EnginesLost
+from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Float32Array, Int32Array
 
 _ANSWER_S = 20.0  # a sound engine's actor answers at once, whatever the engine does
@@ -85,8 +85,7 @@ def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
         except GetTimeoutError:
             reason = f"its process does not answer within {_ANSWER_S:g} s"
         except RayError as error:
-            detail = re.search(r"exit detail: (.*?)\.? Some common causes", str(error), re.DOTALL)
-            reason = f"its process died: {detail[1] if detail else error}"
+            reason = failure_of(error)
         if reason is not None:
             lost[index] = reason
     return lost
@@ -115,9 +114,7 @@ def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
 def _result(call: Any, index: int, what: str) -> Any:
     try:
         return ray.get(call, timeout=0)
-    except RayTaskError as error:
-        raise EngineError(f"engine {index} did not {what}: {error.cause}") from error
-    except RayActorError as error:
-        raise EngineError(f"engine {index} died while it should {what}: {error}") from error
     except GetTimeoutError as error:  # reported done a moment ago: its node went away
         raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error
+    except RayError as error:
+        raise EngineError(f"engine {index} did not {what}: {failure_of(error)}") from error

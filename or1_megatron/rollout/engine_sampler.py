@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import (
     ChatCompletion,
     ChatRequest,
@@ -181,7 +182,5 @@ class EngineSampler:
 def _result(call: Any, index: int, what: str) -> Any:
     try:
         return ray.get(call)
-    except RayTaskError as error:
-        raise EngineError(f"engine {index} did not {what}: {error.cause}") from error
-    except RayActorError as error:
-        raise EngineError(f"engine {index} died while it should {what}: {error}") from error
+    except RayError as error:
+        raise EngineError(f"engine {index} did not {what}: {failure_of(error)}") from error

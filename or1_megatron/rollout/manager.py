@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
+from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import (
     RequestKey,
     SamplingBudget,
@@ -211,7 +212,7 @@ class RolloutManager:
         engine = self._engines[index]
         try:
             await engine.submit.remote(pickle.dumps(requests, protocol=5))
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             self._engine_failed(index, engine, error)
 
     async def _drain(self, index: int) -> None:
@@ -219,7 +220,7 @@ class RolloutManager:
         while self._failure is None and self._engines[index] == engine:
             try:
                 harvest: Harvest = pickle.loads(await engine.harvest.remote(_HARVEST_WAIT_S))
-            except (RayTaskError, RayActorError) as error:
+            except RayError as error:
                 self._engine_failed(index, engine, error)
                 return
             if self._engines[index] != engine or index in self._lost:
@@ -230,12 +231,13 @@ class RolloutManager:
             if harvest.completions and self._current is not None:
                 self._feed(self._current)
 
-    def _engine_failed(self, index: int, engine: Any, error: RayTaskError | RayActorError) -> None:
-        gone = isinstance(error, RayActorError) or isinstance(error.cause, EngineFailed)
+    def _engine_failed(self, index: int, engine: Any, error: RayError) -> None:
+        gone = not isinstance(error, RayTaskError) or isinstance(error.cause, EngineFailed)
         if gone and self._successors:
             self._lose(index, engine)
         else:
-            self._fail(_engine_error(index, error))
+            died = "" if isinstance(error, RayTaskError) else " died during the roll-out"
+            self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
 
     def _lose(self, index: int, engine: Any) -> None:
         """What the engine had goes to the others, or waits for its successor; same requests, same seeds."""
@@ -290,7 +292,7 @@ class RolloutManager:
         try:
             for seed in await engine.call.remote("abort", seeds):
                 self._forget(seed)
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             self._engine_failed(index, engine, error)
 
     def _forget(self, seed: int) -> None:
@@ -394,9 +396,3 @@ ManagerActor = ray.remote(num_cpus=0)(RolloutManager)
 
 def _name(completion: Completion) -> str:
     return f"sample {completion.sample_index} of problem {completion.problem_id}"
-
-
-def _engine_error(index: int, error: Exception) -> RolloutError:
-    if isinstance(error, RayActorError):
-        return RolloutError(f"engine {index} died during the roll-out: {error}")
-    return RolloutError(f"engine {index}: {error.cause if isinstance(error, RayTaskError) else error}")

@@ -1,0 +1,73 @@
+"""What a failed call of a Ray actor means, in one sentence: Ray's own text is up to two pages long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+_MORE_MEMORY = (
+    "lower rollout.engines, kv_cache_bytes or max_concurrent, take a smaller model, or use a machine with more memory"
+)
+
+
+def failure_of(error: RayError) -> str:
+    """Return what the actor raised, or why its process is gone."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    return why_died(error)
+
+
+def why_died(error: RayError) -> str:
+    """Return why an actor's process is gone; says so where Ray or the kernel killed it for memory."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        numbers = re.search(r"was (\S+) used / (\S+) limit", text)
+        used = f" ({numbers[1]} of {numbers[2]} in use)" if numbers else ""
+        return f"Ray killed its process because the machine ran out of memory{used}: {_MORE_MEMORY}"
+    if (kills := _kernel.new_kills()) > 0:
+        count = "a process" if kills == 1 else f"{kills} processes"
+        return f"its process died, and the kernel has just killed {count} for memory: {_MORE_MEMORY}"
+    if detail := re.search(r"exit detail: (.*?)\.? Some common causes", text, re.DOTALL):
+        return f"its process died: {detail[1]}"
+    facts = [line for line in text.splitlines()[1:] if not line.startswith("\t")]  # without class, pid, address, ...
+    return f"its process died: {' '.join(facts) or text}"
+
+
+class KernelKills:
+    """Counts the processes that the kernel's out-of-memory killer ends, from the construction on."""
+
+    def __init__(self, proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> None:
+        self._counters = [*_own_cgroup(proc / "self" / "cgroup", mounts), proc / "vmstat"]
+        self._seen = self._count()
+
+    def new_kills(self) -> int:
+        """Return how many there were since the last call."""
+        before, self._seen = self._seen, self._count()
+        return self._seen - before
+
+    def _count(self) -> int:
+        """Read the counter of this process's cgroup, which engines share and sandboxes do not; else the machine's."""
+        for file in self._counters:
+            try:
+                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+            except OSError:
+                continue
+            if found is not None:
+                return int(found[1])
+        return 0
+
+
+def _own_cgroup(membership: Path, mounts: Path) -> Iterable[Path]:
+    """Yield the files that may hold the counter of this process's memory cgroup, v1 and v2."""
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "memory":
+            yield mounts / "memory" / path.lstrip("/") / "memory.oom_control"
+        elif not controllers:
+            yield mounts / path.lstrip("/") / "memory.events.local"
+
+
+_kernel = KernelKills()
