@@ -1,6 +1,6 @@
-"""`or1 replay`: make a dumped update again, at any layout, and hold it against what the run saw.
+"""`or1 replay`: repeats a dumped update, at any layout, and compares it with what the run saw.
 
-The ranks are ``parallel.replay``'s; this process starts them, and compares and shows what rank 0 wrote.
+This process starts the ranks (``parallel.replay``), and compares and shows what rank 0 wrote.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.shape import Shape
 
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
-"""Of loss and gradient norm between layouts, relative to the value, of a loss below 1 to 1."""
+"""Largest difference of loss and gradient norm between layouts, relative to the value (a loss below 1: to 1)."""
 AS_IN_THE_RUN: Final = "run"
-"""The layout's name for that of the run that dumped it."""
+"""Names the layout of the run that wrote the dump."""
 _GRACE_S: Final = 10.0
 _SHOWN_SAMPLES: Final = 20
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the update came to this time."""
+    """The result of the repeated update."""
 
     report: UpdateReport
     first_not_finite: Mapping[int, int]
@@ -48,16 +48,16 @@ class Replayed:
 def replay(
     folder: Path, layout: str, model: Path | None, tolerance: float | None, console: Console, out: Path | None = None
 ) -> int:
-    """Make the update again, show it beside the dump's; the exit status: 0 when it is the same, 1 when not.
+    """Repeat the update and show it beside the dump's; return the exit status: 0 if it is the same, 1 if not.
 
     Args:
-        layout: words of ``layouts.HELP``, or ``run``.
+        layout: words of ``parallel_layouts.HELP``, or ``run``.
         model: HF folder of the weights; None: those in the dump.
         tolerance: None: ``TOLERANCE`` of the model's dtype.
-        out: what came out, as JSON.
+        out: where to write the result as JSON.
 
     Raises:
-        DumpError, LayoutError, ModelError: at the door.
+        DumpError, LayoutError, ModelError: before any rank starts.
     """
     dump = read_dump(folder)
     settings = model_of(dump, folder, model)
@@ -96,7 +96,7 @@ def replay(
 
 
 def model_of(dump: UpdateDump, folder: Path, model: Path | None) -> ModelConfig:
-    """Weights and dtype. Raises DumpError when there are none."""
+    """Return weights and dtype. Raises DumpError if there are no weights."""
     weights = model or folder / WEIGHTS
     if model is None and not weights.is_dir():
         raise DumpError(
@@ -107,10 +107,10 @@ def model_of(dump: UpdateDump, folder: Path, model: Path | None) -> ModelConfig:
 
 
 def layout_of(dump: UpdateDump, layout: str) -> ParallelConfig:
-    """The run's own, or the one that is named, whose rows then hold four of the longest sequence.
+    """Return the run's own layout, or the named one with rows that hold four of the longest sequence.
 
     Raises:
-        LayoutError: it cannot be read.
+        LayoutError: the name cannot be read.
     """
     if layout == AS_IN_THE_RUN:
         return ParallelConfig.model_validate(dump.context["parallel"])
@@ -119,7 +119,7 @@ def layout_of(dump: UpdateDump, layout: str) -> ParallelConfig:
 
 
 def differ(before: UpdateReport, now: UpdateReport, tolerance: float) -> Iterator[str]:
-    """What is not as it was, in words."""
+    """Yield a sentence for each difference."""
     if before.skipped != now.skipped:
         words = {True: "was skipped for want of a finite loss or gradient", False: "was finite"}
         yield f"not reproduced: in the run it {words[before.skipped]}, now it {words[now.skipped]}"
@@ -132,7 +132,7 @@ def differ(before: UpdateReport, now: UpdateReport, tolerance: float) -> Iterato
 
 
 def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None:
-    """Both side by side, and where log-probs are not finite."""
+    """Print both side by side, and the samples with log-probs that are not finite."""
     tokens = dump.token_count
     title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {tokens} tokens"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -161,7 +161,7 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
 
 
 def _loss(report: UpdateReport) -> float:
-    """Per token."""
+    """Return the loss per token."""
     return report.sums["loss"] / report.token_count
 
 

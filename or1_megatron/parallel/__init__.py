@@ -1,7 +1,7 @@
-"""Everything Megatron: the mesh, the model, the policy, its schedule, its checkpoints, and the CPU device layer.
+"""Everything that uses Megatron: the mesh, the model, the policy, its schedule and checkpoints, the CPU device layer.
 
-This is the only package that imports megatron. ``import or1_megatron.parallel`` first installs the device layer where
-there is no CUDA, because Megatron decides some things at import time.
+No other package imports megatron. Where there is no CUDA, ``import or1_megatron.parallel`` first installs the device
+layer, because Megatron makes some decisions at import time.
 """
 
 import os
@@ -11,6 +11,6 @@ from or1_megatron.parallel.cpu_device import install_without_cuda
 
 # Megatron warns once per module and process that apex and Transformer Engine are absent; ``or1 doctor`` says it once.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", module="megatron")
-# On Hopper Megatron orders the communication of TP and SP against its products by there being one queue.
+# On Hopper Megatron needs a single queue to order the communication of TP and SP against its matrix products.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 install_without_cuda()

@@ -1,6 +1,6 @@
-"""What one decoder layer is built from: Megatron's own linears with our norm and attention, or Transformer Engine's.
+"""The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Both name and cut their parameters alike, so that a checkpoint of the one loads into the other.
+Both kinds name and cut their parameters alike, so that a checkpoint of one loads into the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from or1_megatron.sizing.parallel_layouts import LayerKind
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight, statistics in fp32 (arXiv 1910.07467), rounded as the HF models do it.
 
-    Its weight says when it lives on a sequence-parallel shard, so that Megatron sums its gradient over TP.
+    Under sequence parallelism its weight is marked, so that Megatron sums its gradient over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
@@ -49,9 +49,9 @@ class RMSNorm(torch.nn.Module):
 
 
 def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: TransformerConfig) -> None:
-    """Transformer Engine's buffers for overlapping TP communication, of the one row length that they then allow.
+    """Make Transformer Engine's buffers for overlapped TP communication, which then allow one row length only.
 
-    Once per process: Transformer Engine refuses a second time.
+    Transformer Engine allows this once per process.
     """
     from transformer_engine.pytorch.module.base import initialize_ub
 
@@ -60,7 +60,7 @@ def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: Tr
 
 
 def layer_spec(kind: LayerKind, qk_norm: bool, experts: bool = False) -> tuple[ModuleSpec, Any]:
-    """(one decoder layer, dense or with a mixture of experts; the norm after the last)."""
+    """Return (one decoder layer, dense or with a mixture of experts; the norm after the last layer)."""
     if kind == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
@@ -75,7 +75,7 @@ def _mlp(column: Any, row: Any, experts: bool) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if not experts:
         return ModuleSpec(module=MLP, submodules=linears)
-    if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine Megatron 0.16.1 reads it unset
+    if not hasattr(moe_utils, "te_general_gemm"):  # Megatron 0.16.1 reads it even without Transformer Engine
         moe_utils.te_general_gemm = None
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears))
@@ -108,9 +108,9 @@ def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool, mlp: 
 
 
 def _transformer_engine_attention() -> type:
-    """Transformer Engine's attention on our packed rows: it wants [T, heads, D] and the sequences' bounds.
+    """Return Transformer Engine's attention for our packed rows: it takes [T, heads, D] and the sequences' bounds.
 
-    Rotary angles have been applied per token by then, and context parallelism cuts sequences as ``context.py`` does.
+    Rotary angles are already applied per token, and context parallelism cuts sequences as ``context.py`` does.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -125,8 +125,7 @@ def _transformer_engine_attention() -> type:
             attention_bias: Tensor | None = None,
             packed_seq_params: PackedRow | None = None,
         ) -> Tensor:  # [T / CP, 1, N * D]
-            if packed_seq_params is None:
-                raise ValueError("PackedTEAttention needs packed_seq_params (a PackedRow); got None")
+            assert packed_seq_params is not None, "PackedTEAttention needs packed_seq_params"
             row = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=packed_seq_params.cu_seqlens_q,

@@ -1,7 +1,7 @@
-"""The policy network: an HF config becomes Megatron's GPTModel, one pipeline stage of it on each rank.
+"""The policy network: makes Megatron's GPTModel of an HF config, with one pipeline stage on each rank.
 
-Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T, and sequence parallelism cuts
-what is left by TP between layers.
+Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T by CP, and sequence parallelism
+cuts the result by TP between layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(
     hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig, dtype: str, kind: LayerKind = "own"
 ) -> TransformerConfig:
-    """Megatron's description of the model that ``hf`` (an HF config.json) describes."""
+    """Translate an HF config.json to Megatron's configuration."""
     params_dtype = TORCH_DTYPE[dtype]
     _, sharper = rope_frequencies(hf)
     with warnings.catch_warnings():
@@ -43,7 +43,7 @@ def transformer_config(
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=family.head_dim(hf),
-            # Rotated queries and keys times a factor each are their product times its square.
+            # A factor on rotated queries and on rotated keys is its square on their product.
             softmax_scale=None if sharper == 1.0 else sharper**2 / math.sqrt(family.head_dim(hf)),
             normalization="RMSNorm",
             layernorm_epsilon=hf["rms_norm_eps"],
@@ -73,7 +73,7 @@ def transformer_config(
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
-            # Never batched: between two ranks that are each other's next and last stage, batched sends get swapped.
+            # Batched sends get swapped between two ranks that are each other's next and previous stage.
             batch_p2p_comm=False,
             overlap_p2p_comm=parallel.virtual_pipeline > 1,
             recompute_granularity=None if parallel.recompute == "none" else parallel.recompute,
@@ -87,7 +87,7 @@ def transformer_config(
 
 
 def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig) -> dict[str, Any]:
-    """Of a mixture of experts; nothing for a dense model. No auxiliary loss: the objective is the only one."""
+    """Return the settings of a mixture of experts, none for a dense model. There is no auxiliary loss."""
     experts = family.experts(hf)
     if experts is None:
         return {}
@@ -96,7 +96,7 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         "moe_router_topk": experts.chosen,
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(hf["num_hidden_layers"])],
-        # The softmax over the chosen alone is the softmax over all, scaled to sum to one.
+        # A softmax over the chosen experts alone is the softmax over all, scaled to sum to one.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -108,7 +108,7 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
 
 
 def _uneven_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | None:
-    """Megatron's list of what each chunk holds; None where all chunks hold the same number of layers."""
+    """Return Megatron's list of what each chunk holds; None if all chunks hold the same number of layers."""
     if parallel.layers_per_stage is None:
         return None
     held = [["decoder"] * len(chunk) for chunk in parallel.chunk_layers(layers)]
@@ -118,15 +118,15 @@ def _uneven_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | N
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:
-    """Vocabulary rows after padding, so that every TP rank holds the same number."""
+    """Return the number of vocabulary rows after padding, which all TP ranks share equally."""
     return -(-vocab_size // tensor) * tensor
 
 
 class PolicyModel(GPTModel):
-    """A chunk of the model that ends in hidden states; logits are the head's business (``kernels``), tile by tile.
+    """A chunk of the model. It ends in hidden states; ``kernels`` computes logits from them, tile by tile.
 
     Args:
-        index: of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
+        index: number of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
         layers: the decoder layers that it holds, numbered in the whole model.
     """
 
@@ -136,12 +136,11 @@ class PolicyModel(GPTModel):
         family: ModelFamily,
         config: TransformerConfig,
         mesh: Mesh,
-        kind: LayerKind = "own",
-        index: int = 0,
-        layers: range | None = None,
+        kind: LayerKind,
+        index: int,
+        layers: range,
     ) -> None:
         chunks = config.virtual_pipeline_model_parallel_size or 1
-        self_layers = range(config.num_layers) if layers is None else layers
         dense, norm = layer_spec(kind, family.qk_norm)
         experts = family.experts(hf)
         sparse = dense if experts is None else layer_spec(kind, family.qk_norm, experts=True)[0]
@@ -149,7 +148,7 @@ class PolicyModel(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[sparse if layer in with_experts else dense for layer in self_layers], layer_norm=norm
+                layer_specs=[sparse if layer in with_experts else dense for layer in layers], layer_norm=norm
             ),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
@@ -161,10 +160,10 @@ class PolicyModel(GPTModel):
         )
         self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0])
         self.true_vocab_size = int(hf["vocab_size"])
-        self.layers = self_layers
+        self.layers = layers
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
-        """[1, T / CP] token ids to [T / CP, 1, H] hidden states (1 / TP of them under sequence parallelism)."""
+        """Map [1, T / CP] token ids to [T / CP, 1, H] hidden states (1 / TP of them under sequence parallelism)."""
         return super().forward(
             input_ids=token_ids, position_ids=row.position_ids[None], attention_mask=None, packed_seq_params=row
         )
@@ -173,7 +172,7 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """[V / TP, H]: the output weight on the last stage, the embedding where the two are tied."""
+        """Return the output weight [V / TP, H] of the last stage; the embedding if the two are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

@@ -1,4 +1,4 @@
-"""AdamW under Megatron's optimizers, with or without Transformer Engine."""
+"""AdamW in Megatron's optimizers, with or without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 class FusedStepAdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101, Algorithm 2) that counts ``step`` in the parameter group, as Transformer Engine's does.
 
-    Megatron's distributed optimizer loads state across layouts by that convention; torch's own AdamW, which keeps a
-    step per parameter, trips over it.
+    Megatron's distributed optimizer needs that to load state across layouts; torch's own AdamW counts per parameter.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
 
 
 def _use_own_adam() -> None:
-    """Where neither Transformer Engine nor apex is installed, Megatron builds our AdamW in their place."""
+    """Make Megatron build our AdamW where neither Transformer Engine nor apex is installed."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
     module: Any = megatron_optimizer
@@ -82,8 +81,10 @@ def _use_own_adam() -> None:
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over the model chunks of this rank; weight decay applies to every parameter, as in the
-    released recipe's torch AdamW."""
+    """Build Megatron's optimizer over the model chunks of this rank.
+
+    Weight decay applies to every parameter, as in the released recipe, which uses torch's AdamW.
+    """
     _use_own_adam()
     return megatron_optimizer.get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -106,7 +107,10 @@ def build_optimizer(
 
 
 def learning_rate(config: OptimizerConfig, sgd_step: int) -> float:
-    """lr of SGD step ``sgd_step`` (from 0): rises over ``warmup_steps``, then stays, or falls to ``decay_steps``."""
+    """Return the learning rate of SGD step ``sgd_step`` (from 0).
+
+    It rises over ``warmup_steps``, then stays, or falls linearly to 0 at ``decay_steps``.
+    """
     if sgd_step < config.warmup_steps:
         return config.lr * (sgd_step + 1) / config.warmup_steps
     if config.decay_steps == 0:

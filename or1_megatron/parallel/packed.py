@@ -1,8 +1,8 @@
-"""Packed rows inside the model: where each sequence lies, its positions, its attention.
+"""Packed rows inside the model: the positions of each sequence, and attention inside it.
 
 A micro-batch is one row of T tokens in which S sequences lie end to end. Megatron passes one ``packed_seq_params``
-object unchanged to every layer; ours carries the position of each token and a padded view of the row, computed once
-per micro-batch, with which attention runs as a few dense causal calls.
+object unchanged to every layer; ours holds the position of each token and a padded view of the row, computed once per
+micro-batch, with which attention runs as a few dense causal calls.
 
 Shapes: T row tokens, S sequences, B sequences in one bucket, L its longest sequence, N query heads, G key/value heads
 of this TP rank, D head dimension. Under context parallelism (``context.py``) a rank holds T / CP of the row's tokens.
@@ -24,7 +24,7 @@ from or1_megatron.parallel.context import ContextShard, attend, context_shard
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Sequences of like length, addressed as a padded [B, L] block of row positions."""
+    """Sequences of similar length, addressed as a padded [B, L] block of row positions."""
 
     gather: Tensor  # [B, L] int64; padding points at the sequence's last token
     rows: Tensor  # [sum of lengths] int64: the row position of every real token, in bucket order
@@ -37,16 +37,16 @@ class PackedRow(PackedSeqParams):
     per-token angles of ``PackedRotary`` instead of looping over sequences."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[T / CP]: of the tokens that this rank holds."""
+    """[T / CP]: positions, in their sequences, of the tokens that this rank holds."""
     shard: ContextShard | None = None
-    """This rank's part of the row; None when it holds all of it. The buckets are then unused."""
+    """This rank's part of the row, with which the buckets are unused; None if it holds the whole row."""
     buckets: tuple[LengthBucket, ...] = ()
     unsort: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[T]: where each row position stands in the buckets' outputs laid end to end."""
+    """[T]: the place of each row position in the buckets' outputs, end to end."""
 
 
 def _bucket_sequences(lengths: list[int], slack: float) -> list[list[int]]:
-    """Sequence indices by descending length, cut where the padding of a bucket would exceed ``slack`` of its cells."""
+    """Sort sequence indices by descending length, and cut where padding would exceed ``slack`` of a bucket's cells."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
     used = 0
@@ -66,12 +66,12 @@ def _bucket_sequences(lengths: list[int], slack: float) -> list[list[int]]:
 def pack_row(
     cu_seqlens: Tensor, position_ids: Tensor, context_rank: int = 0, context: int = 1, slack: float = 0.2
 ) -> PackedRow:
-    """One rank's view of the row that ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T] describe.
+    """Return one rank's view of the row that ``cu_seqlens`` [S+1] int32 and ``position_ids`` [T] describe.
 
     Args:
         position_ids: on the model's device.
-        context_rank: among the ``context`` ranks that share the row.
-        slack: share of a bucket's cells that may be padding.
+        context_rank: this rank's index among the ``context`` ranks that share the row.
+        slack: largest share of padding among a bucket's cells.
     """
     bounds = cu_seqlens.tolist()
     longest = max(b - a for a, b in itertools.pairwise(bounds))
@@ -108,7 +108,7 @@ def _buckets(bounds: list[int], slack: float, where: torch.device) -> tuple[Leng
 class PackedRotary(torch.nn.Module):
     """Rotary angles of each packed token (RoFormer, arXiv 2104.09864), in the half-rotation form that HF models use.
 
-    Stands in for Megatron's RotaryEmbedding, whose two calls it answers with the row's own positions.
+    Replaces Megatron's RotaryEmbedding, and answers its two methods with the row's own positions.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -120,11 +120,11 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference: Any, decoder: Any, decoder_input: Any, config: Any, packed_seq_params: PackedRow
     ) -> Tensor:
-        """What Megatron hands on as the "sequence length": here, the positions themselves."""
+        """Return the positions, which Megatron passes on to ``forward`` as the sequence length."""
         return packed_seq_params.position_ids
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """[T] positions to [T, 1, 1, D] angles, fp32."""
+        """Map [T] positions to [T, 1, 1, D] angles, fp32."""
         angles = positions[:, None].float() * self.inverse_frequency[None, :].to(positions.device)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
@@ -132,14 +132,14 @@ class PackedRotary(torch.nn.Module):
 class PackedCausalAttention(torch.nn.Module):
     """Causal self-attention inside each sequence of a packed row; torch's fused SDPA does the work.
 
-    Megatron builds it as a layer's ``core_attention``. Padding cells repeat a sequence's last token *behind* it, where
-    causality hides them from every real token.
+    Megatron builds it as a layer's ``core_attention``. Padding cells repeat a sequence's last token *after* it, where
+    the causal mask hides them from every real token.
     """
 
     def __init__(
         self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any
     ) -> None:
-        """``softmax_scale``: what q . k is multiplied with; 1 / sqrt(D) when None."""
+        """``softmax_scale``: factor of q . k; 1 / sqrt(D) when None."""
         super().__init__()
         self.softmax_scale = softmax_scale
 
@@ -153,8 +153,7 @@ class PackedCausalAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:  # [T / CP, 1, N * D]
-        if packed_seq_params is None:
-            raise ValueError("PackedCausalAttention needs packed_seq_params (a PackedRow); got None")
+        assert packed_seq_params is not None, "PackedCausalAttention needs packed_seq_params"
         tokens, _, heads, head_dim = query.shape
         if packed_seq_params.shard is not None:
             out = attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.shard, self.softmax_scale)

@@ -1,8 +1,8 @@
-"""What a layout computes for one recorded batch, in numbers that another layout's can be held against.
+"""Measures what a layout computes for a recorded batch, in numbers that can be compared with another layout's.
 
-A probe is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters after
-one step of an optimizer made so that it subtracts a known multiple of the gradient: that works for every optimizer and
-every way of cutting parameters and gradients, the distributed optimizer included.
+A probe is scored, differentiated once, and trained on for three steps. The gradient is read off the parameters: one
+step of a special optimizer subtracts a known multiple of the gradient from them. That works for every optimizer and
+however parameters and gradients are cut, the distributed optimizer included.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from or1_megatron.types import Batch, Float32Array, Sample
 
 STEPS = 3
 TRAINED_BY = OptimizerConfig(lr=1e-3, eps=1e-3)
-"""Of the three steps. Its eps is above the rounding of gradients, which a smaller one would blow up to whole steps."""
+"""For the three steps. A smaller eps would turn the rounding of gradients into whole steps."""
 
 _SCALE = 2.0**20
-"""Of the gradient step: large enough that the gradient's multiple drowns the parameters' own rounding."""
+"""The multiple of the gradient: large enough that the rounding of the parameters does not show."""
 _HUGE = 1e8
 _GRADIENT_STEP = OptimizerConfig(lr=_SCALE * _HUGE, eps=_HUGE, beta1=0.0, beta2=0.0, weight_decay=0.0, clip_grad=1e30)
-"""Adam without memory and with a huge eps: p - lr * g / (|g| + eps) = p - _SCALE * g."""
+"""Adam without momentum and with a huge eps: p - lr * g / (|g| + eps) = p - _SCALE * g."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one way of computing comes to; the tensors by HF name."""
+    """The results of one way of computing; tensors by HF name."""
 
     log_probs: Sequence[Float32Array]
-    """Per sample, of its counted tokens."""
+    """For each sample, those of its counted tokens."""
     entropies: Sequence[Float32Array]
     losses: Sequence[float]
     """Global token mean before each of the three steps."""
@@ -58,20 +58,20 @@ def measure(
     order: Sequence[int],
     objective: Objective,
 ) -> Numbers | None:
-    """The numbers of one layout, on rank 0; collective, None on other ranks.
+    """Measure one layout; return the numbers on rank 0, None on other ranks. Collective.
 
     Args:
-        order: which sample of the probe each of the batch's samples is.
+        order: the index in the probe of each of the batch's samples.
 
     Raises:
-        ValueError: what keeps the model from being cut so.
+        ValueError: the model does not fit the layout.
     """
     policy = MegatronPolicy(model, parallel, _GRADIENT_STEP, mesh)
     before = _whole(policy)
     _update(policy, batch, objective)
     gradient = _difference(before, _whole(policy), _SCALE)
     del policy
-    gc.collect()  # its hooks refer to it: twice the model need not fit
+    gc.collect()  # its hooks refer to it; two models may not fit
     torch.cuda.empty_cache()
     policy = MegatronPolicy(model, parallel, TRAINED_BY, mesh)
     local = policy.score(batch.ranks[mesh.data_rank], objective.temperature)
@@ -102,7 +102,7 @@ def _update(policy: MegatronPolicy, batch: Batch, objective: Objective) -> Any:
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
-    """All parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
+    """Gather all parameters in fp32 on rank 0's host; empty on other ranks. Collective."""
     policy.sync_parameters()
     return {name: tensor.float().cpu().clone() for name, tensor in policy.weights if tensor is not None}
 
@@ -118,12 +118,12 @@ def reference(
     objective: Objective,
     by_response: bool = False,
 ) -> Numbers:
-    """The same from plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
+    """Compute the same with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
 
     Args:
-        forward: token ids [1, L] to logits [1, L, V].
-        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place and put back.
-        by_response: the mean over responses of their token means in place of the mean over tokens.
+        forward: maps token ids [1, L] to logits [1, L, V].
+        parameters: the leaves that ``forward`` uses, by HF name; they are trained in place and restored.
+        by_response: take the mean over responses of their token means, instead of the mean over tokens.
     """
     start = {name: p.detach().clone() for name, p in parameters.items()}
     options = {"betas": (TRAINED_BY.beta1, TRAINED_BY.beta2), "weight_decay": TRAINED_BY.weight_decay}
@@ -155,7 +155,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def _score(forward: Callable[[Tensor], Tensor], sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of a sample's counted tokens."""
+    """Return (log-probs, entropies) of a sample's counted tokens."""
     ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))
     logits = forward(ids[None])[0]
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)[len(sample.prompt_ids) - 1 : len(ids) - 1]
@@ -167,7 +167,7 @@ def _score(forward: Callable[[Tensor], Tensor], sample: Sample, temperature: flo
 def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
-    """Of the batch: over all tokens, or over each response's and then over responses, one response after the other."""
+    """Return the batch's mean over all tokens, or over the tokens of each response and then over responses."""
     losses = [
         objective(log_probs, entropies, _inputs(sample, log_probs))[0]
         for (log_probs, entropies), sample in zip(scores, samples, strict=True)
@@ -179,7 +179,7 @@ def _mean_loss(
 
 
 def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
-    """Of a sample's counted tokens."""
+    """Return the objective's inputs for a sample's counted tokens."""
 
     def pick(values: Float32Array | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values[sample.loss_mask]).to(like.device)
@@ -194,16 +194,16 @@ def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one layout's numbers are from the reference's, worst of each kind, and where that is."""
+    """The largest differences between one layout's numbers and the reference's, and the tensors that have them."""
 
     log_prob: float
-    """Largest absolute difference over tokens; so too ``entropy``, and ``loss`` over steps."""
+    """Largest absolute difference over tokens; likewise ``entropy``, and ``loss`` over steps."""
     entropy: float
     loss: float
     grad_norm: float
     """Largest relative difference over steps."""
     gradient: float
-    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise of what three steps moved."""
+    """Largest ||g - g_ref|| / ||g_ref|| over tensors; ``parameters`` likewise for what three steps moved."""
     gradient_at: str
     parameters: float
     parameters_at: str
@@ -229,14 +229,14 @@ def _largest(found: Sequence[Float32Array], expected: Sequence[Float32Array]) ->
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """Unlike max(), it keeps a NaN, which then exceeds every bound."""
+    """Return the maximum; unlike max(), it keeps a NaN, which then exceeds every bound."""
     return float(np.max(list(values)))
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """(largest relative difference, the tensor's name); NaN counts as infinite.
+    """Return (largest relative difference, the tensor's name); NaN counts as infinite.
 
-    A tensor whose own norm is rounding noise beside the largest one's is held against a thousandth of that.
+    A tensor with a norm below a thousandth of the largest is compared relative to that thousandth: its own is rounding.
     """
     norms = {name: float(tensor.norm()) for name, tensor in expected.items()}
     floor = 1e-3 * max(norms.values())

@@ -23,7 +23,6 @@ from or1_megatron.parallel.offload import Offload, finish_parameter_gather
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
-from or1_megatron.weights.families import family_of
 
 
 class MegatronPolicy:
@@ -41,11 +40,10 @@ class MegatronPolicy:
         self._one_pass = parallel.head == "one_pass"
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
-        self.family = family_of(self.hf)
         config = network.config
         config.finalize_model_grads_func = finalize_model_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
-        """Of the whole model, over all ranks."""
+        """Parameters of the whole model, over all ranks."""
         self.chunks = [
             DistributedDataParallel(
                 config=config,
@@ -56,11 +54,11 @@ class MegatronPolicy:
                     overlap_param_gather=parallel.overlap_param_gather,
                 ),
                 module=network,
-                disable_bucketing=index > 0,  # as Megatron does: later chunks' gradients come early anyway
+                disable_bucketing=index > 0,  # as Megatron does: the gradients of later chunks come early
             )
             for index, network in enumerate(self.networks)
         ]
-        if parallel.overlap_grad_reduce:  # or gradients count as complete after every micro-batch
+        if parallel.overlap_grad_reduce:  # else gradients would count as complete after every micro-batch
             no_sync = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._optimizer_config = optimizer

@@ -1,4 +1,4 @@
-"""One rank of `or1 replay`: reads the dump, packs its samples for this layout, and makes the update again."""
+"""One rank of `or1 replay`: reads the dump, packs its samples for this layout, and repeats the update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANK_WAIT_S = 1800.0
 
 
 def largest_difference(a: tuple[Float32Array, ...], b: tuple[Float32Array, ...]) -> float:
-    """Over all values that are finite on both sides; 0 of none."""
+    """Return the largest difference over all values that are finite on both sides; 0 if there are none."""
     left, right = (np.concatenate([*values, np.empty(0, dtype=np.float32)]).astype(np.float64) for values in (a, b))
     both = np.isfinite(left) & np.isfinite(right)
     return float(np.abs(left - right)[both].max(initial=0.0))
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("parallel", type=ParallelConfig.model_validate_json)
     parser.add_argument("found", type=Path)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # of what Megatron calls, which would bury the table
+    warnings.simplefilter("ignore")  # Megatron's warnings would bury the table
     dump, parallel = read_dump(arguments.dump), arguments.parallel
     model = ModelConfig(hf=arguments.weights, dtype=dump.context["model"]["dtype"])
     torch.set_num_threads(parallel.threads_per_rank or 1)
@@ -53,7 +53,7 @@ def main() -> int:
             log_probs = unpack_scores(batch.ranks, scored, batch.sample_count).log_probs
             found = {
                 "skipped": report.skipped,
-                "grad_norm": str(report.grad_norm),  # as words, for JSON has no nan
+                "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
                 "sums": {name: str(value) for name, value in report.sums.items()},
                 "first_not_finite": first_not_finite(log_probs),
                 "log_prob_difference": largest_difference(log_probs, dump.log_probs),

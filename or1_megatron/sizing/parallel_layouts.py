@@ -1,6 +1,6 @@
-"""Layouts as a person writes them (``TP2 PP2 SP``), the rows that suit them, and whose layers can run here.
+"""Parallel layouts as a user writes them (``TP2 PP2 SP``), the rows that suit them, and the choice of layers.
 
-Knows nothing of Megatron.
+Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ HELP: Final = (
 
 
 class LayoutError(UserError, ValueError):
-    """A layout that cannot be read, or that cannot work."""
+    """A layout that cannot be read, or does not work."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of computing the same batch."""
+    """One way to compute a batch."""
 
     name: str
     parallel: ParallelConfig
@@ -57,16 +57,16 @@ class Case:
     aggregation: Aggregation = "token_mean"
 
     def order(self, samples: int) -> list[int]:
-        """The order in which samples go into the batch."""
+        """Return the order in which samples go into the batch."""
         indices = np.arange(samples)
         return [int(i) for i in (np.random.default_rng(3).permutation(indices) if self.shuffled else indices)]
 
 
 def parse_layout(text: str, longest: int) -> Case:
-    """``text``: words of ``HELP``, separated by blanks. Rows hold a multiple of ``longest`` unless ``rowsN`` is there.
+    """Parse words of ``HELP``, separated by blanks. Rows hold 4 * ``longest`` tokens unless ``rowsN`` is given.
 
     Raises:
-        LayoutError: an unknown word, words that do not go together, or rows too short for the longest sequence.
+        LayoutError: a word is unknown, words contradict each other, or rows are too short for the longest sequence.
     """
     values: dict[str, Any] = {"distributed_optimizer": False}
     data, budget = 1, 4 * longest
@@ -98,13 +98,13 @@ def parse_layout(text: str, longest: int) -> Case:
 
 
 class LayersUnavailable(UserError, ValueError):
-    """Transformer Engine was asked for where it cannot run."""
+    """The config asks for Transformer Engine where it cannot run."""
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> LayerKind:
-    """Transformer Engine's layers for bfloat16 on a GPU where it is installed, else ours; or those asked for.
+    """Choose Transformer Engine's layers for bfloat16 on a GPU if it is installed, else ours, unless the config says.
 
-    Its fast attention refuses float32.
+    Its fast attention does not take float32.
 
     Raises:
         LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
@@ -125,7 +125,7 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> LayerKind:
 
 
 def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:
-    """How this layout wants its rows, balanced by what a model with HF config ``hf`` computes."""
+    """Return how a layout's rows are packed, balanced by the cost of a model with HF config ``hf``."""
     shape = Shape.of(hf)
     return BatchLayout(
         data_ranks=parallel.data,

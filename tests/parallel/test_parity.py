@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from or1_megatron.commands.check_parity import (
-    TOLERANCE,
-    beyond,
-    load_network,
-    objective,
-    record_probe,
-    transformers_numbers,
-)
+from or1_megatron.commands.check_parity import TOLERANCE, beyond
 from or1_megatron.commands.check_parity import check_parity as measure_layouts
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import TokenInputs
+from or1_megatron.parallel.check_parity import load_network, objective, record_probe, transformers_numbers
 from or1_megatron.parallel.parity import Numbers, compare
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
@@ -254,18 +249,18 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
         }
         return Numbers(**{**same, **changes})
 
-    assert not list(beyond(compare(numbers(), numbers()), "float32", 1.0))
+    assert not list(beyond(asdict(compare(numbers(), numbers())), "float32", 1.0))
     # ||(0, 0, 0, 0.01)|| / ||(2, 2, 2, 2)|| = 0.0025
     other = numbers(gradient={"a": torch.ones(4), "b": torch.tensor([2.0, 2.0, 2.0, 2.01])}, losses=[1.5])
     found = compare(other, numbers())
     assert (found.gradient, found.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
-    said = list(beyond(found, "float32", 1.0))
+    said = list(beyond(asdict(found), "float32", 1.0))
     assert [line.split(" differs")[0] for line in said] == ["loss", "gradient of b"]
     unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])
     whole = numbers(log_probs=[np.zeros(2, np.float32), np.zeros(1, np.float32)])
-    assert next(beyond(compare(unscored, whole), "float32", 1.0)).startswith("log-prob differs by nan")
+    assert next(beyond(asdict(compare(unscored, whole)), "float32", 1.0)).startswith("log-prob differs by nan")
     broken = numbers(moved={"a": torch.full((4,), float("nan")), "b": torch.ones(4)})
-    assert "3 steps of a differs by inf" in next(beyond(compare(broken, numbers()), "float32", 1.0))
+    assert "3 steps of a differs by inf" in next(beyond(asdict(compare(broken, numbers())), "float32", 1.0))
 
 
 def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:

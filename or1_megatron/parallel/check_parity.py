@@ -1,0 +1,207 @@
+"""One rank of `or1 check-parity`: measures the layouts, each in a world of the first ranks.
+
+Rank 0 computes the reference with transformers and torch's own AdamW, and compares every layout's numbers with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from or1_megatron.config.schema import ModelConfig
+from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
+from or1_megatron.types import Aggregation, Sample
+from or1_megatron.weights.families import read_hf_config
+
+_TEMPERATURE: Final = 0.8
+_RANK_WAIT_S: Final = 1800.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout's differences from the reference."""
+
+    name: str
+    micro_batches: int
+    """On each rank."""
+    difference: Deviation
+
+
+def objective(dtype: str) -> ClippedPolicyLoss:
+    """Return an objective with an entropy bonus, so that both gradients of the head take part, and a KL penalty.
+
+    In fp32 it also has ratios, clips and an importance correction. In bf16 rounding would decide which tokens are
+    clipped, and small differences would become large ones.
+    """
+    exact = dtype == "float32"
+    return ClippedPolicyLoss(
+        0.2,
+        0.2,
+        entropy_coefficient=0.3,
+        temperature=_TEMPERATURE,
+        on_policy=not exact,
+        dual_clip=1.3 if exact else None,
+        kl_coefficient=0.1,
+        correction="masked" if exact else "off",
+        correction_cap=1.5,
+    )
+
+
+def load_network(model: ModelConfig) -> Any:
+    """Load the HF model in fp32, with weights rounded to ``model.dtype``, in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model.hf, dtype=getattr(torch, model.dtype)).float()
+    return (network.cuda() if torch.cuda.is_available() else network).train()
+
+
+def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Sample]:
+    """Sample sequences of 4 to ``longest`` tokens from the model, as a rollout does.
+
+    In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy,
+    the engine and the reference are the model's with noise, so that ratios spread over the clip range. The padding
+    token is left out: transformers gives it no gradient.
+    """
+    rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary, padding = network.config.vocab_size, network.config.pad_token_id
+    ids = torch.randint(0, vocabulary, (count, 1), generator=generator)
+    if padding is not None:
+        ids[ids == padding] = (padding + 1) % vocabulary
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        while ids.shape[1] < longest:
+            logits = network(ids.to(device)).logits[:, -1].float().cpu() / _TEMPERATURE
+            if padding is not None:
+                logits[:, padding] = float("-inf")
+            ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
+        logits = network(ids.to(device)).logits.float().cpu() / _TEMPERATURE
+    log_probs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0].numpy()
+    made = []
+    for row, of_row in zip(ids.numpy().astype(np.int32), log_probs, strict=True):
+        tokens = int(rng.integers(4, longest + 1))
+        prompt = int(rng.integers(1, max(2, tokens // 3)))
+        mask = np.ones(tokens - prompt, dtype=np.bool_)
+        mask[(tokens - prompt) // 2] = False
+        own = of_row[prompt - 1 : tokens - 1]
+        noise = rng.normal(0.0, 0.3, tokens - prompt)
+        engine, reference = others.normal(0.0, 0.3, (2, tokens - prompt))
+        made.append(
+            Sample(
+                prompt_ids=row[:prompt],
+                response_ids=row[prompt:tokens],
+                advantage=float(rng.normal()),
+                loss_mask=mask,
+                engine_log_probs=(own + noise + engine).astype(np.float32),
+                policy_log_probs=(own + noise).astype(np.float32),
+                reference_log_probs=(own + reference).astype(np.float32),
+            )
+        )
+    return made
+
+
+def transformers_numbers(network: Any, samples: Sequence[Sample], dtype: str, by_response: bool = False) -> Numbers:
+    """Compute the reference."""
+    device = next(network.parameters()).device
+    parameters = dict(network.named_parameters())
+    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype), by_response)
+    return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
+
+
+def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename and split tensors as in HF's files, which hold each expert apart: in memory transformers joins them."""
+    named = {}
+    for name, tensor in tensors.items():
+        prefix, joined, last = name.partition(".experts.")
+        if not joined:
+            named[name] = tensor
+            continue
+        for expert, of_expert in enumerate(tensor):
+            parts = of_expert.chunk(2) if last == "gate_up_proj" else (of_expert,)
+            for kind, part in zip(last.removesuffix("_proj").split("_"), parts, strict=True):
+                named[f"{prefix}.experts.{expert}.{kind}_proj.weight"] = part
+    return named
+
+
+def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) -> Numbers | None:
+    start_process_group(_RANK_WAIT_S, world)
+    try:
+        mesh = build_mesh(case.parallel, seed=1)
+        samples: list[Sample] = pickle.loads(probe.read_bytes())  # rank 0 joins this world after it has written it
+        order = case.order(len(samples))
+        layout = batch_layout(case.parallel, read_hf_config(model.hf))
+        batch = pack([samples[i] for i in order], layout, case.aggregation)
+        return measure(model, case.parallel, mesh, batch, order, objective(model.dtype))
+    finally:
+        stop_process_group()
+
+
+def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Aggregation, Numbers]:
+    """Write the probe, and compute the reference's numbers for each aggregation that a layout asks for."""
+    network = load_network(model)
+    samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
+    probe.write_bytes(pickle.dumps(samples))
+    asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
+    return {name: transformers_numbers(network, samples, model.dtype, name == "response_mean") for name in asked}
+
+
+def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Measured]:
+    """Do one rank's part in the measurement of a task's layouts; rank 0 yields what it finds for each.
+
+    Args:
+        task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``.
+        folder: one for each task and store; the probe is written there.
+        store: of all ranks.
+    """
+    model, probe = ModelConfig(**task["model"]), folder / "probe.pickle"
+    expected = _record(model, task, probe) if rank == 0 else None
+    for number, name in enumerate(task["layouts"]):
+        case = parse_layout(name, task["longest"])
+        if rank >= case.parallel.ranks:
+            continue
+        try:
+            found = _measure_case(case, model, probe, SubWorld(case.parallel.ranks, store, f"{folder}/{number}"))
+        except Exception as error:
+            error.add_note(f"layout '{name}', rank {rank}")
+            raise
+        if expected is not None and found is not None:
+            yield Measured(name, found.micro_batches, compare(found, expected[case.aggregation]))
+
+
+def main() -> int:
+    """Measure under torchrun; rank 0 writes each layout's numbers as JSON when it has them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", type=Path)
+    parser.add_argument("found", type=Path)
+    arguments = parser.parse_args()
+    task = json.loads(arguments.task.read_text())
+    torch.set_num_threads(1)
+    store, rank, _ = next(dist.rendezvous("env://"))
+    measured = []
+    try:
+        for layout in measure_on_ranks(task, arguments.task.parent, store, rank):
+            measured.append(asdict(layout))
+            arguments.found.write_text(json.dumps(measured))
+    except Exception:
+        print(traceback.format_exc(), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
