@@ -88,7 +88,7 @@ class _Pending:
 
 
 class VllmEngine:
-    """``interfaces.Engine`` over vLLM. Not thread-safe: one owner submits, steps and updates it."""
+    """A vLLM engine. Not thread-safe: one owner submits, steps and updates it."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Load the model; its weights are version 0 until an update says otherwise.
