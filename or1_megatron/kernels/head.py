@@ -181,7 +181,7 @@ def one_pass_loss(
     grad_weight = WeightGradient(weight) if grad and weight.requires_grad else None
     with_grad = grad_hidden is not None or grad_weight is not None
     losses: list[Tensor] = []
-    sums: dict[str, Tensor] = {}
+    of_tiles: list[Mapping[str, Tensor]] = []
     with torch.no_grad():
         head = TiledHead(hidden, weight, targets, HeadSettings(temperature, shard, epilogue, budget_bytes), "one_pass")
         for part in head.tiles():
@@ -193,8 +193,10 @@ def one_pass_loss(
             else:
                 loss, named = pointwise(scores.log_probs, scores.entropies, part)
             losses.append(loss)
-            _add_sums(sums, named)
+            of_tiles.append(named)
         total = torch.stack(losses).sum()
+        stacked = {name: torch.stack([named[name] for named in of_tiles]) for name in of_tiles[0]}
+        sums = {name: of.amax(0) if name.startswith("max_") else of.sum(0) for name, of in stacked.items()}
     if not with_grad:
         return total, sums
     return _Settled.apply(hidden, weight, total, (grad_hidden, grad_weight), upstream), sums
@@ -214,13 +216,3 @@ def _differentiate(
     if of_log_probs is None:
         of_log_probs = torch.zeros_like(scores.log_probs)
     return loss.detach(), sums, (of_log_probs, of_entropies)
-
-
-def _add_sums(total: dict[str, Tensor], named: Mapping[str, Tensor]) -> None:
-    for name, value in named.items():
-        if name not in total:
-            total[name] = value
-        elif name.startswith("max_"):
-            total[name] = torch.maximum(total[name], value)
-        else:
-            total[name] = total[name] + value
