@@ -1,7 +1,7 @@
 """``or1 plan-handoff``: who would send what to whom, without starting anything.
 
-What the engines' loaders ask for is known only to them; here it is taken from how vLLM cuts the layers of the known
-families. A run records it (``handoff.recording``), and a test compares the two.
+A run finds out what the engines' loaders ask for by running them (``handoff.vllm.loader_trace``). Here it is taken from
+how vLLM cuts the layers of the known families; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import Hop
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
-from or1_megatron.handoff.shard.routes import routes_for
+from or1_megatron.handoff.shard.routes import choose_transport, routes_for
 from or1_megatron.handoff.transport.links import Location
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.holdings import Box, RankGrid, holdings, whole
@@ -75,7 +75,7 @@ def stage_of(parallel: ParallelConfig, hf: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class HandoffForecast:
-    """A plan with what its bytes come to. Ranks are numbered as in the plan: the trainer's, then the engines'."""
+    """A plan and its bytes. Ranks are numbered as in the plan: the trainer's, then the engines'."""
 
     plan: HandoffPlan
     dtype: str
@@ -83,16 +83,15 @@ class HandoffForecast:
     """Bytes by (from, to)."""
     wanted: list[int]
     """Bytes of each engine rank's shard."""
-    two_hops: bool
-    """What goes from a trainer rank to an engine rank stays on a device."""
+    transport: str
 
     def crosses(self, hop: Hop) -> bool:
-        """Whether a hop takes the network."""
-        return not (self.two_hops and hop[0] < self.plan.trainers <= hop[1])
+        """Whether a hop takes the network: with two hops, the one from a trainer rank to an engine rank does not."""
+        return not ("+" in self.transport and hop[0] < self.plan.trainers <= hop[1])
 
     @property
     def sent(self) -> dict[int, int]:
-        """Bytes that ranks put on the network, by rank; those who pass on included."""
+        """Bytes that ranks put on the network, by rank, including what they pass on."""
         return self._by_rank(0)
 
     @property
@@ -109,7 +108,7 @@ class HandoffForecast:
 
     @property
     def received(self) -> dict[int, int]:
-        """Bytes by engine rank, from 0, whatever the way."""
+        """Bytes by engine rank, from 0, over the network or not."""
         total = defaultdict[int, int](int)
         for (_, stop), size in self.links.items():
             if stop >= self.plan.trainers:
@@ -122,7 +121,7 @@ class HandoffForecast:
         return max([*self.sent.values(), *self.arriving.values()], default=0)
 
     def seconds(self, gigabits_per_s: float) -> float:
-        """What the busiest link needs, at a speed per rank and direction; packing and loading come on top."""
+        """Time of the busiest link, at a speed per rank and direction, without packing and loading."""
         return self.busiest * 8 / (gigabits_per_s * 1e9)
 
 
@@ -133,7 +132,7 @@ def forecast(
     engines: int,
     tensor: int,
     bucket_bytes: int,
-    transport: str = "gloo",
+    transport: str,
 ) -> HandoffForecast:
     """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each.
 
@@ -154,13 +153,15 @@ def forecast(
     routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
     plan = make_plan(held, wants, parallel.ranks, bucket_bytes, routes)
     wanted = [sum(want.size_bytes for want in each) for each in wants[:tensor]] * engines
-    return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, "+" in transport)
+    return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, transport)
 
 
 def forecast_of(config: Config) -> HandoffForecast:
-    """Of a run's configuration."""
+    """The forecast for a run's configuration. Without ``handoff.transport`` it is taken to run on CPU."""
     hf = read_hf_config(config.model.hf)
     rollout, handoff = config.rollout, config.handoff
+    engines_at = Location("first node" if config.cluster.nodes == 1 else "another node", "")
+    transport = handoff.transport or choose_transport([Location("first node", "")], [engines_at])
     return forecast(
         hf,
         config.model.dtype,
@@ -168,14 +169,14 @@ def forecast_of(config: Config) -> HandoffForecast:
         rollout.engines,
         rollout.tensor_parallel,
         handoff.bucket_bytes,
-        handoff.transport,
+        transport,
     )
 
 
 def print_forecast(made: HandoffForecast, gigabits_per_s: float, console: Console) -> None:
-    """Who sends what to whom; of many links those with the most bytes."""
+    """Print who sends what to whom, over the links with the most bytes."""
     plan = made.plan
-    table = Table(title="links, busiest first")
+    table = Table(title=f"links over {made.transport}, busiest first")
     for column in ("from", "to"):
         table.add_column(column)
     for column in ("MiB", "messages"):

@@ -298,14 +298,15 @@ Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda
 
 
 class HandoffConfig(Section):
-    backend: Literal["gloo", "shard", "nccl", "ipc", "sharded_rdt", "nccl_m2n"] = "gloo"
-    """gloo: rank 0 gathers whole tensors and broadcasts them to all engines; shard: all trainer ranks send, and each
-    engine rank receives just the slices that its loaders ask for. The others are vLLM's own, on GPUs."""
-    transport: Transport = "gloo"
-    """Of ``shard``. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. With
-    two names, of two hops: among trainer ranks, and from each to the engine on its device (placement colocated)."""
+    backend: Literal["gloo", "shard", "nccl", "ipc", "sharded_rdt", "nccl_m2n"] = "shard"
+    """shard: all trainer ranks send, and each engine rank receives just the slices that its loaders ask for; gloo: rank
+    0 gathers whole tensors and sends them to all engines, the plain fallback. The others are vLLM's own, on GPUs."""
+    transport: Transport | None = None
+    """For shard. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. Two
+    names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). None: by
+    where the ranks run, shared_memory on one node, else gloo; with GPUs nccl+cuda_ipc if they are shared, else nccl."""
     bucket_bytes: Positive = 512 << 20
-    """What an engine rank takes in at a time, from all its senders; a trainer rank holds two of them at most."""
+    """What an engine rank receives at a time, from all its senders; a trainer rank holds two of them at most."""
     probe_every_steps: NonNegative | None = None
     """0: never. None: every step without a GPU, every 10 with."""
     probe_tokens: Positive | None = None

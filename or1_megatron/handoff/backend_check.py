@@ -1,4 +1,4 @@
-"""Which backends and transports run where: refused at the door, before anything is started."""
+"""Which backends and transports run where; what cannot run is refused before anything is started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from or1_megatron.config.load import ConfigError
 from or1_megatron.config.schema import Config
 
-OURS = ("gloo", "shard")
+OURS = ("shard", "gloo")
 VLLMS = ("nccl", "ipc", "sharded_rdt", "nccl_m2n")
 _ON_CPU = ("gloo", "shared_memory", "gloo+shared_memory")
 
 
 def check_choice(config: Config, cuda: bool) -> None:
-    """Raises ConfigError when this machine, or the placement, cannot carry what is asked for."""
+    """Raise ConfigError if this machine, or the placement, cannot run what is asked for."""
     backend, transport = config.handoff.backend, config.handoff.transport
     colocated = config.rollout.placement == "colocated"
     if backend in VLLMS and not cuda:
@@ -21,9 +21,9 @@ def check_choice(config: Config, cuda: bool) -> None:
             f"handoff.backend = {backend} is vLLM's and needs CUDA, which this machine does not have; "
             f"expected one of {', '.join(OURS)}"
         )
-    if backend != "shard" and transport != "gloo":
+    if backend != "shard" and transport not in (None, "gloo"):
         raise ConfigError(f"handoff.transport = {transport} is for handoff.backend = shard; it is {backend}")
-    if transport not in _ON_CPU and not cuda:
+    if transport not in (None, *_ON_CPU) and not cuda:
         raise ConfigError(
             f"handoff.transport = {transport} needs CUDA, which this machine does not have; expected one of "
             f"{', '.join(_ON_CPU)}"
@@ -31,7 +31,7 @@ def check_choice(config: Config, cuda: bool) -> None:
     if cuda and colocated and (backend in ("nccl", "nccl_m2n") or transport == "nccl"):
         raise ConfigError(
             "NCCL refuses two ranks on one GPU, and with rollout.placement = colocated trainer and engines share them: "
-            "expected handoff.backend = ipc, or shard with handoff.transport = nccl+cuda_ipc"
+            "expected handoff.backend = shard, without handoff.transport or with nccl+cuda_ipc"
         )
     if backend == "ipc" and not colocated:
         raise ConfigError("handoff.backend = ipc needs rollout.placement = colocated: memory is shared on one GPU")
@@ -50,7 +50,7 @@ def cuda_here() -> bool:
 
 
 def worker_info(backend: str, info: dict[str, Any], engine_index: int, workers: int) -> dict[str, Any]:
-    """What one engine's ``workers`` are told when they meet the trainer: which of several engines theirs is."""
+    """What one engine's ``workers`` are told when they meet the trainer: ``info``, and which engine theirs is."""
     if backend in ("nccl", "nccl_m2n"):
         return {**info, "rank_offset": info["rank_offset"] + engine_index * workers}
     if backend == "sharded_rdt":

@@ -25,6 +25,7 @@ class GatherTrainer(ShardTrainer):
     def __init__(self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None) -> None:
         super().__init__(weights, rank, config, engines)
         self._senders = 1
+        self._transport = "gloo"
 
     def _holdings(self) -> list[Holding]:
         return [Holding(name, whole(shape), (0,)) for name, _, shape in self._weights.metadata()]

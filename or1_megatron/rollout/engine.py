@@ -73,7 +73,7 @@ class EngineSettings:
     tensor_parallel: int
     colocated: bool
     """True: the engine sleeps while the trainer has the device (GPU only)."""
-    weight_transfer: str = "gloo"
+    weight_transfer: str = "shard"
     """vLLM's name of the weight-transfer backend."""
     old_kv_cache: KvCachePolicy = "recompute"
     """What becomes of the KV cache of responses that are in flight over a weight update."""

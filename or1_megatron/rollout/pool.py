@@ -88,7 +88,7 @@ class EnginePool:
         run_id: str,
         on_cpu: bool,
         places: Sequence[EnginePlace] | None = None,
-        weight_transfer: str = "gloo",
+        weight_transfer: str = "shard",
     ) -> None:
         """
         Args:

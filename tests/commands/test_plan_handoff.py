@@ -70,7 +70,11 @@ def test_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["plan-handoff", "examples/quickstart/quickstart.yaml", "--gigabits", "8"])
     assert result.exit_code == 0, result.output
     assert "each engine rank receives 3.1 to 3.1 MiB, 1.00 times its shard" in result.output
-    assert "6.2 MiB (float32)" in result.output and "0.00326 s at 8 Gb/s" in result.output
+    assert (
+        "links over shared_memory" in result.output
+        and "6.2 MiB (float32)" in result.output
+        and "0.00326 s at 8 Gb/s" in result.output
+    )
 
 
 def test_replicas_and_stages_all_send() -> None:

@@ -127,7 +127,7 @@ def test_init_infos_pass_their_own_checks() -> None:
 
 REFUSED = [
     ({"backend": "nccl"}, "separate", False, "nccl is vLLM's and needs CUDA"),
-    ({"backend": "sharded_rdt"}, "separate", False, "expected one of gloo, shard"),
+    ({"backend": "sharded_rdt"}, "separate", False, "expected one of shard, gloo"),
     ({"backend": "shard", "transport": "nccl"}, "separate", False, "transport = nccl needs CUDA"),
     ({"backend": "gloo", "transport": "shared_memory"}, "separate", False, "is for handoff.backend = shard"),
     ({"backend": "nccl"}, "colocated", True, "NCCL refuses two ranks on one GPU"),
@@ -151,6 +151,8 @@ def test_what_cannot_run_here_is_refused(handoff: dict[str, Any], placement: str
 
 
 def test_what_can_run_is_let_through() -> None:
+    for cuda in (False, True):
+        check_choice(config_of({}, "colocated"), cuda)
     check_choice(config_of({"backend": "shard", "transport": "gloo+shared_memory"}, "colocated"), False)
     check_choice(config_of({"backend": "shard", "transport": "nccl+cuda_ipc"}, "colocated"), True)
     for backend in VLLMS:

@@ -105,6 +105,14 @@ class TwoHops:
         return share, share
 
 
+def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) -> str:
+    """The transport for where the ranks run, when ``handoff.transport`` names none."""
+    if trainers[0].device:
+        return "nccl+cuda_ipc" if set(trainers) & set(engines) else "nccl"
+    one_node = len({location.node for location in (*trainers, *engines)}) == 1
+    return "shared_memory" if one_node else "gloo"
+
+
 def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> Routes:
     """The routes of a transport.
 

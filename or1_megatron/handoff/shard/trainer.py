@@ -31,7 +31,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import HandoffError, failing_together
 from or1_megatron.handoff.message.buckets import whole_tensor
 from or1_megatron.handoff.shard.plan import make_plan
-from or1_megatron.handoff.shard.routes import routes_for
+from or1_megatron.handoff.shard.routes import choose_transport, routes_for
 from or1_megatron.handoff.shard.transfer import Transfer, TransferStats
 from or1_megatron.handoff.transport.group import join_store, open_store
 from or1_megatron.handoff.transport.links import this_location
@@ -53,6 +53,7 @@ class ShardTrainer:
         """``engines``: on rank 0 only."""
         self._weights, self._rank, self._config, self._engines = weights, rank, config, engines
         self._senders = weights.ranks
+        self._transport = config.transport
         self._status: StatusStore | None = None
         self._transfer: Transfer | None = None
         self._handoffs = 0
@@ -127,8 +128,8 @@ class ShardTrainer:
             self._publish_plan(self._engines, status, joined)
         else:
             status.publish(f"location/{self._rank}", this_location())
-        plan = status.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
-        transfer = Transfer.open(plan, self._config.transport, self._rank, status, joined)
+        transport, plan = status.read(f"plan/{self._rank}", "trainer rank 0", watched=joined)
+        transfer = Transfer.open(plan, transport, self._rank, status, joined)
         if joined is not None:
             status.wait(joined, f"{plan.engines} engine ranks to be ready for handoffs")
         return transfer
@@ -142,7 +143,6 @@ class ShardTrainer:
             "trainers": self._senders,
             "workers_per_engine": engines.workers_per_engine,
             "timeout_s": self._config.timeout_s,
-            "transport": self._config.transport,
             "whole_tensors": self.whole_tensors,
         }
         return in_background(lambda: engines.init_weight_transfer_engine(info))
@@ -156,11 +156,12 @@ class ShardTrainer:
         others = [
             status.read(f"location/{rank}", f"trainer rank {rank}", keep=False) for rank in range(1, self._senders)
         ]
-        routes = routes_for(self._config.transport, [this_location(), *others], [location for _, location in told])
-        wants = [wanted for wanted, _ in told]
+        trainers, wants, locations = [this_location(), *others], [want for want, _ in told], [at for _, at in told]
+        transport = self._transport or choose_transport(trainers, locations)
+        routes = routes_for(transport, trainers, locations)
         plan = make_plan(self._holdings(), wants, self._senders, self._config.bucket_bytes, routes)
         for rank in range(plan.trainers + plan.engines):
-            status.publish(f"plan/{rank}", plan.of(rank))
+            status.publish(f"plan/{rank}", (transport, plan.of(rank)))
 
     # -- sending -------------------------------------------------------------------------------------------------
 

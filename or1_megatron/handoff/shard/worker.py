@@ -41,7 +41,6 @@ class ShardInitInfo(WeightTransferInitInfo):
     trainers: int
     workers_per_engine: int
     timeout_s: float
-    transport: str
     whole_tensors: bool
     engine_index: int
 
@@ -110,8 +109,8 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
             trace = self._trace_loaders(status, init_info.whole_tensors)
             status.publish(f"wants/{index}", (trace.wants(), this_location()))
             rank = init_info.trainers + index
-            plan = status.read(f"plan/{rank}", "trainer rank 0")
-            transfer = Transfer.open(plan, init_info.transport, rank, status)
+            transport, plan = status.read(f"plan/{rank}", "trainer rank 0")
+            transfer = Transfer.open(plan, transport, rank, status)
             self._connection = _Connection(transfer, self.model, trace)
         except BaseException as error:
             status.fail(error)
