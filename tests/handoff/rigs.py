@@ -86,7 +86,7 @@ def in_engine(handle: Any, function: Callable[[Any], Any]) -> Any:
     def run(actor: Any) -> Any:
         return actor._thread.call(function)
 
-    return ray.get(handle.__ray_call__.remote(run), timeout=60)
+    return ray.get(handle.__ray_call__.remote(run), timeout=240)
 
 
 @contextmanager

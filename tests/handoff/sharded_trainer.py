@@ -41,10 +41,10 @@ class Grid:
         return 0 if parts[0] == "embedding" else self.grid.pipeline - 1
 
     def from_rank_0(self, rank: int, value: Any) -> Any:
-        self._barrier.wait(60)  # all ranks have read the value before
+        self._barrier.wait(240)  # all ranks have read the value before
         if rank == 0:
             self._told = value
-        self._barrier.wait(60)
+        self._barrier.wait(240)
         return self._told
 
     def on_every_rank(self, call: Callable[[int], Any]) -> list[Any]:

@@ -1,5 +1,5 @@
 """An engine's process is killed at several points of a handoff: nobody serves a mixture, and its successor serves the
-weights of the day or nothing. Real processes. Not tried: the death of a node, of one worker of a tensor-parallel
+current weights or nothing. Real processes. Not tried: the death of a node, of one worker of a tensor-parallel
 engine.
 
 That a run goes on by itself after such deaths is shown in tests/train.
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
@@ -27,7 +27,7 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.types import Request, Sampling
 
 PROBE = probe_tokens(len(WORDS), 48)
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture(params=["gloo", "shard"])
@@ -86,13 +86,12 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
         if messages == 3:
             # by its pid, since its thread is receiving
             os.kill(pid, signal.SIGKILL)
-            time.sleep(0.3)
+            psutil.Process(pid).wait(60)
 
     pid = in_engine(pool.handles[1], lambda engine: os.getpid())
-    start = time.monotonic()
-    with trainer.tampering(deadly), pytest.raises(RuntimeError, match=r"engine 1 died|engine rank 1"):
+    with trainer.tampering(deadly), pytest.raises(RuntimeError, match=r"engine 1 died|engine rank 1") as failure:
         trainer.send(new, 2)
-    assert time.monotonic() - start < TIMEOUT_S / 2  # not by its deadline
+    assert "timeout_s" not in str(failure.value)  # nobody waited for the deadline
     with pytest.raises(EngineError, match=r"it holds a mixture|engine 1 died"):
         control.certify(2)
     assert silent(pool.handles[0], seed=10)

@@ -57,7 +57,7 @@ class Rig:
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def rig(request: pytest.FixtureRequest, tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Rig]:
-    config = HandoffConfig(bucket_bytes=40_000, timeout_s=60.0, **TRANSPORTS[request.param])
+    config = HandoffConfig(bucket_bytes=40_000, timeout_s=240.0, **TRANSPORTS[request.param])
     control = engine_pool.control(config.timeout_s)
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
     trainer = TamperedTrainer(old, config, control)

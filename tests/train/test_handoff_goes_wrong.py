@@ -29,7 +29,7 @@ def test_a_flipped_bit_stops_the_run_and_names_the_tensor(
         "evaluate.every_steps=0",
     ]
     training = train(config, *cheap, python_path=SABOTAGE, SABOTAGE="flip")
-    status, output = training.finish()
+    status, output = training.finish(timeout_s=600)
     assert status == 2, output[-3000:]
     assert "or1: error: handoff" in output and "engine 0 did not update_weights" in output
     assert "from trainer rank 0 did not arrive as it was sent in handoff 2: checksum" in output
