@@ -1,8 +1,7 @@
-"""Proof that engines compute what the policy computes: their log-probs of fixed tokens against its own.
+"""Compares engines and policy: their log-probs of fixed tokens, which show whether they compute the same.
 
-In float32 every token counts: none may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat
-for no fault at all, but the mean over many tokens keeps still: it is held against what it was at the run's first
-handoff.
+In float32 no token may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat without any
+fault, but the mean over many tokens hardly changes: it is compared with what it was at the run's first handoff.
 """
 
 from __future__ import annotations
@@ -20,49 +19,49 @@ from or1_megatron.types import Float32Array, Int32Array
 
 _SEED = 20250522
 _LONGEST = 512
-"""Tokens of a probe sequence; several of them cost less than one that is long."""
+"""Tokens of a probe sequence; several of this length cost less than one long one."""
 _SCORED = {"float32": 94, "bfloat16": 512}  # tokens, unless the configuration says otherwise
 _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """|engine - policy| log-prob over the probe's tokens, of the engine that differs most: nats."""
+    """|engine - policy| log-prob over the probe's tokens, for the engine that differs most: nats."""
 
     largest: float
     mean: float
 
 
 def probe_tokens(vocab_size: int, length: int, sequences: int = 2) -> list[Int32Array]:
-    """Fixed pseudo-random token ids, [length] each: the same for every run, engine and rank.
+    """Return fixed pseudo-random token ids, [length] each: the same for every run, engine and rank.
 
-    Any text would do; random ids touch more rows of the embedding than sentences of the same length.
+    Random ids touch more rows of the embedding than text of the same length.
     """
     generator = np.random.default_rng(_SEED)
     return [generator.integers(0, vocab_size, size=length, dtype=np.int32) for _ in range(sequences)]
 
 
 class Probe:
-    """The probe of one run: its tokens, and what it lets through."""
+    """The probe of one run: its tokens, and the differences that it tolerates."""
 
     def __init__(
         self, config: HandoffConfig, dtype: Literal["float32", "bfloat16"], vocab_size: int, longest: int
     ) -> None:
-        """``longest``: tokens that an engine takes, prompt and response together."""
+        """``longest``: the most tokens that an engine takes, prompt and response together."""
         scored = config.probe_tokens or _SCORED[dtype]
         length = max(2, min(math.ceil(scored / 2) + 1, longest - 1, _LONGEST))
         self.token_ids = probe_tokens(vocab_size, length, math.ceil(scored / (length - 1)))
-        """Sequences, of which all tokens but the first are scored."""
+        """Sequences; all tokens but the first of each are scored."""
         self._dtype = dtype
         self._bound = config.probe_bound or _BOUND[dtype]
         self._growth = config.probe_growth
         self._baseline: float | None = None
 
     def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> ProbeResult:
-        """Compare one handoff's scores; the first one of a run is the baseline of the others (bfloat16).
+        """Compare one handoff's scores. In bfloat16 a run's first handoff is the baseline of the others.
 
         Raises:
-            HandoffMismatch: they differ by more than is let through.
+            HandoffMismatch: they differ by more than is tolerated.
         """
         if self._dtype == "float32":
             largest = compare_probe(engines, policy, self._bound)
@@ -92,12 +91,12 @@ def _mean(scores: Sequence[Float32Array], policy: Sequence[Float32Array]) -> flo
 
 
 def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array], bound: float) -> float:
-    """Largest |engine - policy| log-prob over all engines, sequences and positions.
+    """Return the largest |engine - policy| log-prob over all engines, sequences and positions.
 
     Args:
         engines: per engine, per sequence [p - 1]: log-prob of tokens 1.. given those before, temperature 1.
-        policy: the same of the policy, per sequence.
-        bound: largest difference that is let through; infinite: every number is.
+        policy: the policy's, per sequence.
+        bound: the largest difference that is tolerated; infinite: every number is.
 
     Raises:
         HandoffMismatch: a difference above ``bound`` or not a number; names the engine and the worst position.

@@ -1,4 +1,4 @@
-"""Writing an HF folder."""
+"""Writes an HF folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from or1_megatron.errors import AgreedError
 
-CARRIED = (  # what belongs to a model whatever its weights; a source's own notes do not
+CARRIED = (  # files that belong to a model whatever its weights
     *("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model", "*.tiktoken"),
 )
@@ -78,7 +78,7 @@ class HFWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write what is left, name the files as HF does, carry the rest along, and rename into place."""
+        """Write what is left, name the files as HF does, copy the model's other files, and rename into place."""
         with self._writing():
             self._finish()
 

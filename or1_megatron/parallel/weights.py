@@ -1,6 +1,6 @@
 """The policy's weights between this rank's Megatron shards and whole HF tensors: the collectives.
 
-What a weight is called, how it is laid out and how it is cut is the business of ``or1_megatron.weights``.
+The names of weights, how they are laid out and how they are cut are in ``or1_megatron.weights``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HFTensors:
 
 
 class ShardedWeights:
-    """This rank's part of the policy, addressed by the family's rows. Implements ``interfaces.WeightShards``."""
+    """``interfaces.PolicyWeights``: this rank's part of the policy, addressed by the family's rows."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ShardedWeights:
             for name, parameter in model.named_parameters()
         }
         self.readable: Callable[[Tensor], Tensor] = lambda parameter: parameter
-        """A parameter's values where they are now. Those moved to the host come back one by one, for as long as
-        they are read."""
+        """Returns a parameter's values where they are now. Those on the host are copied back one by one, while they
+        are read."""
         self._dtype = models[0].config.params_dtype
         self._rows = list(family.rows(hf))
         self._stage_of_layer = {
@@ -87,14 +87,14 @@ class ShardedWeights:
         self._found: dict[tuple[str, Box], tuple[Tensor, tuple[slice, ...]]] = {}
 
     def _stage(self, row: Row) -> int:
-        """The pipeline stage that holds a row."""
+        """Return the pipeline stage that holds a row."""
         parts = row.megatron.split(".")
         if parts[:2] == ["decoder", "layers"]:
             return self._stage_of_layer[int(parts[2])]
         return 0 if parts[0] == "embedding" else self._mesh.pipeline - 1
 
     def _source(self, row: Row) -> int:
-        """The first rank that holds a row's first part; the TP ranks with the other parts follow it.
+        """Return the first rank that holds a row's first part; the TP ranks with the other parts follow it.
 
         Megatron orders ranks TP, CP, DP, PP; experts lie TP, EP, the rest of CP and DP, PP.
         """
@@ -102,7 +102,7 @@ class ShardedWeights:
         return stage if row.expert is None else stage + row.expert // self._local_experts * self._mesh.tensor
 
     def local_rows(self) -> Iterator[tuple[Row, Tensor]]:
-        """The rows that this rank's stage holds (of experts, its own), with its shard of each."""
+        """Yield the rows that this rank's stage holds (of experts, this rank's), with its shard of each."""
         for row in self._rows:
             if self._stage(row) == self._mesh.pipeline_rank and row.megatron in self._parameters:
                 yield row, self._parameters[row.megatron]
@@ -127,7 +127,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def tie_output_layer(self) -> None:
-        """With tied embeddings and several stages, the last stage's copy follows the first stage's embedding."""
+        """Copy the first stage's embedding to the last stage, with tied embeddings and several stages."""
         if not self._hf.get("tie_word_embeddings") or self._mesh.pipeline == 1:
             return
         if self._mesh.first_stage or self._mesh.last_stage:
@@ -144,7 +144,7 @@ class ShardedWeights:
         return join(parts, row.cut)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(HF name, dtype, shape) of the whole model in iteration order; the shapes are exchanged once."""
+        """Return (HF name, dtype, shape) of the whole model in iteration order; the first call is collective."""
         if self._metadata is None:
             local = {}
             for row, parameter in self.local_rows():
@@ -165,14 +165,14 @@ class ShardedWeights:
         return self._mesh.tensor
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank; collective."""
-        box = [value]
+        """Return rank 0's ``value`` on every rank; collective."""
+        told = [value]
         if self._mesh.world > 1:
-            dist.broadcast_object_list(box, src=0, group=self._mesh.control)
-        return box[0]
+            dist.broadcast_object_list(told, src=0, group=self._mesh.control)
+        return told[0]
 
     def holdings(self) -> list[Holding]:
-        """Which rank of the whole trainer holds which part of which HF tensor."""
+        """Return which rank of the whole trainer holds which part of which HF tensor."""
         shapes = {name: shape for name, _, shape in self.metadata()}
         mesh = self._mesh
         grid = RankGrid(mesh.tensor, mesh.context * mesh.data, mesh.pipeline, mesh.expert)
@@ -182,7 +182,7 @@ class ShardedWeights:
         return None if row.expert is None else row.expert // self._local_experts
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A rectangle of an HF tensor, as a view of this rank's parameter. KeyError when this rank does not hold it."""
+        """Return a rectangle of an HF tensor, as a view of this rank's parameter; KeyError if it does not hold it."""
         if (name, box) not in self._found:  # a handoff reads the same ones again and again
             self._found[name, box] = self._find(name, box)
         parameter, place = self._found[name, box]
@@ -210,8 +210,13 @@ class ShardedWeights:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all ranks."""
+        """Yield whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all."""
         shapes = {name: shape for name, _, shape in self.metadata()}
+        for name, source, part in self._gathered():
+            yield name, self._to_rank_0(part, source, shapes[name])
+
+    def _gathered(self) -> Iterator[tuple[str, int, Tensor | None]]:
+        """Yield (HF name, a rank, the whole tensor on that rank), gathered over the tensor-parallel ranks."""
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
@@ -219,37 +224,32 @@ class ShardedWeights:
             parts: list[Tensor | None] = [None] * len(row.hf)
             if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))
-            for hf_name, part in zip(row.hf, parts, strict=True):
-                yield hf_name, self._to_rank_0(part, source, shapes[hf_name])
+            for name, part in zip(row.hf, parts, strict=True):
+                yield name, source, part
 
     def held_names(self) -> frozenset[str]:
-        """HF tensors that this rank's pipeline stage (of experts, its expert-parallel rank) holds."""
+        """Return the HF tensors that this rank's pipeline stage (of experts, its expert-parallel rank) holds."""
         return frozenset(name for row, _ in self.local_rows() for name in row.hf)
 
     @torch.no_grad()
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Those tensors whole, in the table's order. Collective over the ranks that hold parts of the same."""
+        """Yield those tensors whole, in the table's order. Collective over the ranks that hold parts of the same."""
         for row, parameter in self.local_rows():
             yield from zip(row.hf, row.layout.split(self._whole(parameter, row), self._hf), strict=True)
 
     @torch.no_grad()
     def everywhere(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole HF tensors in the table's order, on every rank. Collective over all ranks."""
+        """Yield whole HF tensors in the table's order, on every rank. Collective over all ranks."""
         shapes = {name: shape for name, _, shape in self.metadata()}
-        for row in self._rows:
-            source = self._source(row)
-            holds = source <= self._mesh.rank < source + self._mesh.tensor
-            whole = self._whole(self._parameters[row.megatron], row) if holds else None
-            parts = None if whole is None else row.layout.split(whole, self._hf)
-            for index, name in enumerate(row.hf):
-                tensor = torch.empty(shapes[name], dtype=self._dtype, device=device())
-                if parts is not None and self._mesh.rank == source:
-                    tensor.copy_(parts[index])
-                dist.broadcast(tensor, src=source)
-                yield name, tensor
+        for name, source, part in self._gathered():
+            tensor = torch.empty(shapes[name], dtype=self._dtype, device=device())
+            if part is not None:
+                tensor.copy_(part)
+            dist.broadcast(tensor, src=source)
+            yield name, tensor
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
-        """A tensor that rank 0 does not hold travels there from ``source``."""
+        """Send a tensor from ``source``, if that is another rank, to rank 0; returns it there."""
         if source > 0:
             if self._mesh.rank == source:
                 assert part is not None
@@ -263,9 +263,9 @@ class ShardedWeights:
 
 
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
-    """A parameter's name with its layer and expert numbered in the whole model instead of on this rank.
+    """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
 
-    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names of experts one by one.
+    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names that they have one by one.
     """
     name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", name)
     parts = name.split(".")

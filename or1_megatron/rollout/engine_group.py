@@ -1,4 +1,4 @@
-"""All engines at once: calls that go to every one of them, and what became of those that do not answer."""
+"""All engines at once: calls that go to every engine, and what happened to those that do not answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Float32Array, Int32Array
 
-_ANSWER_S = 20.0  # a sound engine's actor answers at once, whatever the engine does
+_ANSWER_S = 20.0  # the actor of an engine that runs answers at once, whatever the engine does
 
 
 class EngineError(EnginesLost):
@@ -75,7 +75,7 @@ class EngineGroup:
 
 
 def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
-    """Which engines will never answer again, and why; looks at most ``_ANSWER_S`` seconds."""
+    """Return the engines that will never answer again, with the reason; waits ``_ANSWER_S`` seconds at most."""
     calls = [handle.failure.remote() for handle in handles]
     ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
     lost = {}
@@ -92,7 +92,7 @@ def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
 
 
 def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
-    """Results of one call per engine, in their order. The first error ends the wait, not the last.
+    """Return the results of one call per engine, in their order. The first error ends the wait.
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.

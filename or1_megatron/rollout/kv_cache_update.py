@@ -1,7 +1,7 @@
-"""What a weight update does to the responses that a vLLM engine is in the middle of: they stop, and go on with it.
+"""What a weight update has to do about responses in flight in a vLLM engine: they stop, and resume after it.
 
-Between two iterations nothing of an in-process engine runs, so not to step it is to pause it. Two things remain: what
-asynchronous scheduling has under way, and caches that hold what the old weights computed.
+Nothing of an in-process engine runs between two iterations, so it is paused by not stepping it. Two things remain to be
+done: ending the iterations that asynchronous scheduling has begun, and dropping caches that the old weights computed.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any, Literal
 
 KvCachePolicy = Literal["recompute", "keep"]
-"""Of responses in flight. recompute: the new weights read prompt and response anew before they go on, so that every
-token's log-prob is that of its version's model given all tokens before it. keep: the old keys and values stay; cheaper,
-and what follows is sampled from no version's model. New requests never read what old weights computed."""
+"""For responses in flight. recompute: the new weights read prompt and response again before they resume, so that every
+token's log-prob is that of its version's model given all tokens before it. keep: the old keys and values stay, which is
+cheaper, but the tokens that follow are sampled from no version's model. New requests never read either."""
 
 
 def drain(engine: Any) -> list[Any]:
-    """Outputs of iterations that are under way, which the old weights compute; none is begun.
+    """Finish the iterations that are under way, with the old weights, and return their outputs.
 
     Args:
         engine: vLLM's ``LLMEngine``, in process.
     """
-    engine.sleep(level=0, mode="keep")  # of the scheduler alone
+    engine.sleep(level=0, mode="keep")  # only the scheduler: no iteration is begun
     under_way = engine.engine_core.engine_core.batch_queue  # None without asynchronous scheduling
     outputs: list[Any] = []
     while under_way:
@@ -30,7 +30,7 @@ def drain(engine: Any) -> list[Any]:
 
 
 def forget(engine: Any, policy: KvCachePolicy, who: str) -> None:
-    """Drop what the old weights have computed, as ``policy`` says.
+    """Drop the caches that the old weights have computed, as ``policy`` says.
 
     Raises:
         RuntimeError: vLLM did not drop it.

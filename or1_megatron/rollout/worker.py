@@ -1,8 +1,7 @@
 """What we add to vLLM's workers: named in ``engine.WORKER_EXTENSION``, mixed into the worker class by vLLM.
 
 vLLM imports this module in every worker process, before the worker makes its message queues and looks up its
-weight-transfer backend: importing ``handoff``'s workers here is what makes ours known there, under tensor parallelism
-too.
+weight-transfer backend. So registering our backends here makes them known there, under tensor parallelism too.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ wait_without_spinning()
 
 
 class FullDistributionLogProbs(torch.nn.Module):
-    """In place of vLLM's top-k/top-p sampler: samples as it does, and returns log-probs from before the cut.
+    """Samples as vLLM's top-k/top-p sampler, and returns log-probs from before the cut.
 
     vLLM offers log-probs either before temperature or after top-p (renormalised over the nucleus). The importance
-    ratio and the engine-vs-policy comparison need those in between: temperature applied, whole vocabulary.
+    ratio and the engine-vs-policy comparison need others: with temperature applied, over the whole vocabulary.
     """
 
     def __init__(self, sampler: torch.nn.Module) -> None:
@@ -54,7 +53,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def abandon_weight_update(self) -> None:
-        """Give up an update that began and will not come to its end: vLLM would not begin another.
+        """Give up an update that will not be completed: vLLM would not begin another.
 
         Layers that were not loaded keep their weights, so that the model is a mixture until the next update.
         """
@@ -62,7 +61,7 @@ class WorkerExtension:
         put_back(self.model_runner.model, self.model_config)
 
     def keep_log_probs_of_full_distribution(self) -> None:
-        """From now on, log-probs of requests with top_p < 1 are those before the cut.
+        """Make log-probs of requests with top_p < 1 those before the cut, from now on.
 
         Raises:
             RuntimeError: vLLM runs its V2 model runner, whose sampler is built differently.

@@ -1,6 +1,6 @@
 """vLLM's own weight-transfer backends, driven through its trainer factory on every trainer rank. GPUs only.
 
-Not run so far, for want of GPUs; sources and init infos pass vLLM's checks on CPU.
+Not run on a GPU so far; sources and init infos pass vLLM's checks on CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's layerwise reload, begun and ended: what both our workers need around it."""
+"""Ways to end vLLM's layerwise reload."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, tied layers included.
 
-    A layer that shares another one's weight (a tied output layer) is loaded by nobody, so vLLM does not process it
-    anew. On CPU it computes with a copy that was packed for oneDNN when the model was built: without this, with the
-    weights of that time.
+    A layer that shares another one's weight (a tied output layer) is not loaded itself, so vLLM does not process it
+    again. On CPU it computes with a copy that was packed for oneDNN when the model was built, which is renewed here.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()
@@ -28,7 +27,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """End a layerwise reload that is not to be completed: layers not yet loaded get their tensors back."""
+    """Break off a layerwise reload: layers not yet loaded get their tensors back."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

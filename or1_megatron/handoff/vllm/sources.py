@@ -1,13 +1,13 @@
-"""The Megatron policy as vLLM's weight-transfer protocol wants it: a ``WeightSource`` for each of its backends.
+"""A ``WeightSource`` of the policy for each of vLLM's own weight-transfer backends.
 
-All declare the whole model on every rank. They differ in what iterating gives:
+All declare the whole model on every rank. They differ in what iterating yields:
 
-    rank 0 everything, others nothing       gloo (ours), nccl
+    rank 0 everything, others nothing       nccl
     every rank everything                   ipc: each shares it with the engine rank on its GPU
     every rank what its stage holds         sharded_rdt: whole tensors, gathered over TP; experts where they are
     every rank its own shard                nccl_m2n, with the layout
 
-Checked on CPU against vLLM's own checks of sources. The backends themselves have not been run: they need GPUs.
+They pass vLLM's own checks of sources on CPU. The backends themselves have not been run: they need GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from or1_megatron.weights.holdings import Holding, whole
 
 
 class ShardsSource(WeightSource):
-    """Rank 0 is given every tensor; the others iterate so that the collectives behind it meet."""
+    """Yields every tensor on rank 0; the others iterate to take part in the collectives."""
 
     def __init__(self, weights: PolicyWeights, sends: bool = True) -> None:
         """``sends``: this is rank 0."""
@@ -37,24 +37,24 @@ class ShardsSource(WeightSource):
         for name, tensor in self._weights:
             if tensor is None and self._sends:
                 raise ValueError(f"weights: the sending rank was given no tensor for '{name}'")
-            yield name, tensor  # type: ignore[misc]  # nobody looks at it on other ranks
+            yield name, tensor  # type: ignore[misc]  # not read on other ranks
 
 
 class EverywhereSource(ShardsSource):
-    """Every rank is given every tensor."""
+    """Yields every tensor on every rank."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights.everywhere()
 
 
 class HeldSource(ShardsSource):
-    """Every rank is given what its pipeline stage and its expert-parallel rank hold, gathered over TP."""
+    """Yields, on every rank, what its pipeline stage and its expert-parallel rank hold, gathered over TP."""
 
     def held_names(self) -> Collection[str]:
         return self._weights.held_names()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Exactly ``groups()``: groups of which something is held, with None for what is not."""
+        """Yield exactly ``groups()``: groups of which something is held, with None for what is not."""
         held = self._weights.held()
         names = self._weights.held_names()
         for group in self.groups():
@@ -69,7 +69,7 @@ class HeldSource(ShardsSource):
 
 
 class MeshSource(M2NWeightSource):
-    """Every rank is given its own shards, on a mesh of (replicas, tensor-parallel ranks)."""
+    """Yields, on every rank, its own shards, on a mesh of (replicas, tensor-parallel ranks)."""
 
     def __init__(self, weights: PolicyWeights, rank: int) -> None:
         self._weights, self._rank = weights, rank
