@@ -97,7 +97,8 @@ def _device(named: str | None, planned: Config | None = None) -> Device:
 
     if torch.cuda.is_available():
         return "cuda"
-    if planned is not None and ("nccl" in planned.handoff.transport or "cuda" in planned.handoff.transport):
-        note(f"planned for GPUs, since handoff.transport is {planned.handoff.transport}; this machine has none")
+    transport = planned.handoff.transport if planned is not None else None
+    if transport is not None and ("nccl" in transport or "cuda" in transport):
+        note(f"planned for GPUs, since handoff.transport is {transport}; this machine has none")
         return "cuda"
     return "cpu"
