@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import rank_server  # noqa: F401
 
 MakeModel = Callable[..., Path]
 

@@ -1,14 +1,10 @@
-"""Conversions that are killed at any moment go on with the same command, and come out as if nothing had happened.
+"""Conversions that are killed at any moment resume with the same command, with the result of an uninterrupted one.
 
 Not proven here: that a disk keeps what was synced when the power fails.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +22,17 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
 
 
-def test_killed_at_random_times(make_model: Any, tmp_path: Path) -> None:
+def test_killed_at_random_operations(make_model: Any, tmp_path: Path) -> None:
     """The checkpoint's files are those of an uninterrupted conversion, the HF folder's tensors those of the source;
-    several lives found files of earlier ones, and nothing is left beside the two."""
+    several lives resumed with files of earlier ones, and nothing is left beside the two."""
     hf, scratch = make_model(tmp_path / "hf", "Qwen2ForCausalLM"), tmp_path / "scratch"
     scratch.mkdir()
-    worker = [sys.executable, str(Path(__file__).with_name("killed_conversions.py")), str(tmp_path / "out.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [*worker, str(hf), str(scratch), str(KILLS), "5"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["left"] == ["back", "back.log", "first", "megatron", "megatron.log"]
+    worker, out = str(Path(__file__).with_name("killed_conversions.py")), tmp_path / "out.json"
+    told = ranks.run_json(worker, 1, out, str(hf), str(scratch), str(KILLS), "5")
+    logs = ["back.log", "back.resumed", "megatron.log", "megatron.resumed"]
+    assert told["left"] == sorted(["back", "first", "megatron", *logs])
     for direction in ("there", "back"):
-        assert told[direction]["kills"] == KILLS and told[direction]["went_on"] > 0
+        assert told[direction]["kills"] == KILLS and told[direction]["resumed"] > 0
     names = sorted(path.name for path in (scratch / "first").iterdir())
     assert names == sorted(path.name for path in (scratch / "megatron").iterdir()) and len(names) > 10
     for name in names:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ranks import rank_server  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
-"""Under torchrun: models of several families in several layouts against transformers, and their exports.
+"""Ranks: models of several families at several layouts against transformers, and their exports.
 
-Arguments: JSON out, JSON list of (model folder, layouts to compare, layouts to export from), folder for exports.
+Arguments: JSON out, JSON list of (name, model folder, layouts to compare, layouts to export from, sequences of the
+probe, tokens of the longest), folder for exports.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.sizing.parallel_layouts import parse_layout
 
-PROBE = {"sequences": 12, "longest": 40, "seed": 1}
-
 
 def export(model: Path, layout: str, target: Path, store: dist.Store, rank: int) -> None:
-    parallel = parse_layout(layout, PROBE["longest"]).parallel  # type: ignore[arg-type]
+    parallel = parse_layout(layout, 40).parallel
     if rank >= parallel.ranks:
         return
     start_process_group(60, SubWorld(parallel.ranks, store, str(target)))
@@ -40,10 +39,11 @@ def main() -> None:
     torch.set_num_threads(1)
     store, rank, _ = next(dist.rendezvous("env://"))
     told: dict[str, dict[str, Any]] = {}
-    for name, model, compared, exported in plan:
+    for name, model, compared, exported, sequences, longest in plan:
         folder = exports / name
         folder.mkdir(exist_ok=True)
-        task = {**PROBE, "model": {"hf": model, "dtype": "float32"}, "layouts": compared}
+        probe = {"sequences": sequences, "longest": longest, "seed": 1}
+        task = {**probe, "model": {"hf": model, "dtype": "float32"}, "layouts": compared}
         told[name] = {row.name: asdict(row) for row in measure_on_ranks(task, folder, store, rank)}
         for layout in exported:
             export(Path(model), layout, folder / layout.replace(" ", "_"), store, rank)

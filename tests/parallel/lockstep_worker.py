@@ -1,7 +1,7 @@
-"""One rank under lockstep, as a trainer's rank is, in which a fault happens on purpose.
+"""One rank under lockstep, as a trainer's rank is, in which a fault happens on purpose: lockstep_worker.py CASE FOLDER.
 
-A case is "what rank where": what in {raise, sleep, kill, stop}, where in {verb, between}, as "kill 1 between". As a
-script it runs under torchrun; ``forked_ranks`` calls ``main`` in forks of one process.
+A case is "what rank where": what in {raise, sleep, kill, stop, none}, where in {verb, between, none}, as "kill 1
+between".
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.errors import AgreedError
+from or1_megatron.parallel import watchdog
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
@@ -54,22 +56,25 @@ def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
     return {"add": add, "disagree": disagree, "wait": wait}
 
 
-def lead(lockstep: Lockstep, mesh: Mesh, what: str, victim: int, where: str, folder: Path) -> None:
+def work(lockstep: Lockstep, mesh: Mesh) -> None:
+    """Rank 0: an error that all ranks agree on, then a verb with a payload for each replica."""
     payloads = [np.arange(3) * (i + 1) for i in range(mesh.data)]
     try:
         lockstep.call("disagree")
     except AgreedError as error:
         print("agreed:", error, flush=True)
     print("sum", lockstep.call("add", 1, per_replica=payloads), flush=True)
-    if where == "between":
-        time.sleep(2)  # until all ranks are through with that verb
+
+
+def suffer(lockstep: Lockstep, what: str, victim: int, where: str, folder: Path) -> None:
+    """Rank 0: a verb in which the fault happens, or no verb while it does."""
     if where == "verb":
         lockstep.call("wait")
     elif where == "between" and victim == 0:
         fail(what)
     elif where == "between":
         os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-        time.sleep(600)  # a long roll-out
+        time.sleep(600)  # a long rollout
 
 
 def main(case: str, folder: Path) -> None:
@@ -80,13 +85,22 @@ def main(case: str, folder: Path) -> None:
     mesh = build_mesh(ParallelConfig(ranks=int(os.environ["WORLD_SIZE"])), seed=1)
     (folder / f"{mesh.rank}.pid").write_text(str(os.getpid()))
     stop = StopRequested(grace_s=120)
-    stop.install()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have spoken
-    lockstep = Lockstep(mesh, verbs(mesh, what, victim), DEADLINE_S)
-    if mesh.rank > 0:
-        lockstep.serve()
-    else:
+    stop.install()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have reported
+    # A busy machine must not make healthy ranks late: only the faults that nothing else ends meet a short deadline.
+    waits_for_deadline = what in ("sleep", "stop") or where == "between"
+    watchdog._GATHER_S = 60.0 if what in ("raise", "sleep") else 8.0  # a dead rank is waited for this long
+    watchdog._LAST_RESORT_S = 120.0 if what in ("raise", "sleep") else watchdog._LAST_RESORT_S
+    courses: list[tuple[float, Callable[[Lockstep], None]]] = [
+        (600.0, lambda lockstep: work(lockstep, mesh)),
+        (DEADLINE_S if waits_for_deadline else 600.0, lambda lockstep: suffer(lockstep, what, victim, where, folder)),
+    ]
+    for deadline_s, lead in courses:
+        lockstep = Lockstep(mesh, verbs(mesh, what, victim), deadline_s)
+        if mesh.rank > 0:
+            lockstep.serve()
+            continue
         try:
-            lead(lockstep, mesh, what, victim, where, folder)
+            lead(lockstep)
         finally:
             lockstep.close()
     stop.uninstall()

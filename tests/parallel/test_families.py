@@ -58,7 +58,7 @@ def measure(
 ) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
     """For each case: the model's folder, that of its exports, and check-parity's rows by layout."""
     models = {case: tiny(name, **changes) for case, (name, changes, _, _) in plan.items()}
-    task = [(case, str(models[case]), compared, exported) for case, (_, _, compared, exported) in plan.items()]
+    task = [(case, str(models[case]), compared, exported, 12, 40) for case, (_, _, compared, exported) in plan.items()]
     told = ranks.run_json("family_worker.py", size, folder / "out.json", json.dumps(task), str(folder))
     return {case: (models[case], folder / case, told[case]) for case in plan}
 

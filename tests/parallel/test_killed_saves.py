@@ -5,10 +5,6 @@ Not proven here: that a disk keeps what was synced when the power fails, and kil
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +19,7 @@ def test_killed_at_any_moment(tiny_qwen2: Path, tmp_path: Path) -> None:
     """SIGKILL in each phase of a save, and of dropping older ones: what is loaded next is no older than the newest that
     had been complete, and equals, to the bit, what the uninterrupted run had at that step: parameters, moments,
     generators."""
-    out = tmp_path / "out.json"
-    worker = [sys.executable, str(ranks.FOLDER / "killed_saves.py"), str(out), str(tiny_qwen2), str(KILLS), "11"]
-    environment = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(out.read_text())
+    found = ranks.run_json("killed_saves.py", 1, tmp_path / "out.json", str(tiny_qwen2), str(KILLS), "11")
     assert found["wrong"] == []
     assert sum(found["phases"].values()) == KILLS >= 50
     assert set(found["phases"]) == PHASES

@@ -7,9 +7,6 @@ rounding. Not proven here: engines, several nodes, ``or1 train --stage`` itself 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,9 @@ import ranks
 
 
 def run(out: Path, model: Path, layout: dict[str, Any], part: str) -> dict[str, Any]:
-    worker = [str(ranks.FOLDER / "next_stage_worker.py"), str(out), str(model), json.dumps(layout), part]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout['ranks']}"]
-    paths = [str(ranks.ROOT), str(ranks.ROOT / "tests" / "rl"), str(ranks.FOLDER)]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(
-        [sys.executable, *(torchrun if layout["ranks"] > 1 else []), *worker],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
+    told: dict[str, Any] = ranks.run_json(
+        "next_stage_worker.py", layout["ranks"], out, str(model), json.dumps(layout), part
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    told: dict[str, Any] = json.loads(out.read_text())
     return told
 
 

@@ -6,9 +6,6 @@ Not proven here: that engines sample the same again (they take their seeds from 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +23,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(layout: dict[str, Any], tiny_qwe
     checkpoint of step 2, 3 (between the stages) and 4, and after a stop within step 5: every metric of the steps that
     follow, the loop's state, and on every rank parameters, moments and generators. Each start has another seed."""
     out = tmp_path / "out.json"
-    worker = [str(ranks.FOLDER / "resume_worker.py"), str(out), str(tiny_qwen2), json.dumps(layout)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout['ranks']}"]
-    paths = [str(ranks.ROOT), str(ranks.ROOT / "tests" / "rl")]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(
-        [sys.executable, *(torchrun if layout["ranks"] > 1 else []), *worker],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    told = json.loads(out.read_text())
+    told = ranks.run_json("resume_worker.py", layout["ranks"], out, str(tiny_qwen2), json.dumps(layout))
     whole = told.pop("whole")
     assert whole["steps"] == 3 * 1 + 3 * 2 and sorted(whole["rows"]) == list("123456")
     norms = [row["policy/grad_norm"] for row in whole["rows"].values()]
