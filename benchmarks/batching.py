@@ -1,4 +1,4 @@
-"""Rows for one step's responses: padding, balance and planning time, beside a Karmarkar-Karp partition.
+"""Measures the rows planned for one step's responses (padding, balance, time) beside a Karmarkar-Karp partition.
 
     python benchmarks/batching.py
 
@@ -43,20 +43,20 @@ Ranks = Sequence[Sequence[Sequence[int]]]  # per rank, per micro-batch, the samp
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way of cutting one draw comes to. Costs are relative to one rank's even share without padding."""
+    """The result of one way to cut one draw. Costs are relative to one rank's even share without padding."""
 
     padding: float  # of all cells when all rows have one length, alignment included
-    slowest: float  # costliest rank over the mean rank, padding left out: - 1
+    slowest: float  # costliest rank over the mean rank, minus 1, padding left out
     static: float  # costliest rank with rows of one length, padding computed
     varying: float  # costliest rank with rows of their own length, alignment included
-    micro_batches: tuple[int, int]  # least and most that a rank's share asks for under the budget
+    micro_batches: tuple[int, int]  # least and most that a rank's share needs under the budget
     row_tokens: int  # the longest row
     over_budget: float  # share of rows longer than the budget
     seconds: float
 
 
 def location(sigma: float) -> float:
-    """mu for which a log-normal capped at CAP has the mean MEAN, by bisection on its closed form."""
+    """Return mu for which a log-normal capped at CAP has the mean MEAN, by bisection on its closed form."""
 
     def normal(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
@@ -73,13 +73,13 @@ def location(sigma: float) -> float:
 
 
 def draw(sigma: float, seed: int) -> Ints:
-    """[RESPONSES] lengths."""
+    """Draw [RESPONSES] lengths."""
     normals = np.random.default_rng(seed).standard_normal(RESPONSES)
     return np.exp(location(sigma) + sigma * normals).clip(1, CAP).astype(np.int64)
 
 
 def differencing(weights: Sequence[float], items: Sequence[int], parts: int, equal_size: bool) -> list[list[int]]:
-    """``items`` in ``parts`` groups of like weight, by the largest differencing method.
+    """Divide ``items`` into ``parts`` groups of similar weight, by the largest differencing method.
 
     A partial partition is one sum per group. The two whose sums differ most are merged, the heaviest group of one with
     the lightest of the other, until one is left. ``equal_size`` starts with the items in runs of ``parts`` by weight,
@@ -103,7 +103,7 @@ def differencing(weights: Sequence[float], items: Sequence[int], parts: int, equ
 
 
 def by_differencing(lengths: Ints, weights: Ints, budget: int) -> tuple[Ranks, tuple[int, int]]:
-    """(micro-batches of each rank, least and most that a rank's share asked for)."""
+    """Return (micro-batches of each rank, least and most that a rank's share needed)."""
     values = weights.tolist()
     shares = differencing(values, range(len(values)), RANKS, equal_size=True)
     counts = [math.ceil(int(lengths[share].sum()) / budget) for share in shares]
@@ -121,7 +121,7 @@ def aligned(tokens: Ints, to: int) -> Ints:
 
 
 def measure(cut: Callable[[], tuple[Ranks, tuple[int, int]]], lengths: Ints, budget: int) -> Outcome:
-    """Run ``cut`` and work out what it comes to, from nothing but where it puts each sample."""
+    """Run ``cut`` and compute the outcome, only from where it puts each sample."""
     started_s = time.perf_counter()
     ranks, micro_batches = cut()
     seconds = time.perf_counter() - started_s
@@ -148,7 +148,7 @@ def measure(cut: Callable[[], tuple[Ranks, tuple[int, int]]], lengths: Ints, bud
 
 
 def least_padding(lengths: Ints, budget: int) -> float:
-    """What no plan with rows of one length under ``budget`` can go below: whole rows, none below the longest sample."""
+    """Return the least padding of any plan with rows of one length under ``budget`` that hold the longest sample."""
     extents = aligned(lengths, SEQUENCE_ALIGNMENT)
     per_rank = math.ceil(int(extents.sum()) / (RANKS * budget))
     row_tokens = max(int(extents.max()), math.ceil(int(extents.sum()) / (RANKS * per_rank)))
@@ -183,7 +183,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def compare(lengths: Ints, budget: int) -> dict[str, Outcome]:
-    """The three ways on one draw, in turn."""
+    """Measure the three ways on one draw, in turn."""
     costs = np.rint(lengths * (QWEN2_7B.linear / QWEN2_7B.quadratic) + np.square(lengths)).astype(np.int64)
     return {
         "ours": measure(lambda: by_plan(lengths, budget), lengths, budget),
@@ -193,7 +193,7 @@ def compare(lengths: Ints, budget: int) -> dict[str, Outcome]:
 
 
 def figures_of(name: str, found: Sequence[Outcome]) -> dict[str, Any]:
-    """The worst of all draws; the limits are ours to keep."""
+    """Return the worst of all draws, with the limits for our way."""
     ours = name == "ours"
     return {
         "padding": figure(max(o.padding for o in found), "share", at_most=0.02 if ours else None),

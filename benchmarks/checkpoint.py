@@ -1,12 +1,11 @@
-"""How long an asynchronous save holds the training loop, against a memory copy of the same state.
+"""Measures how long an asynchronous save blocks the training loop, beside a memory copy of the same state.
 
     python benchmarks/checkpoint.py [--rounds 9]
 
 A random model of 30 million parameters (fp32: 0.4 GB with Adam's moments) on one rank, on two by tensor parallelism,
-and on two by data parallelism with the distributed optimizer. In turns, in one process: clone every tensor that the
-rank writes, copy them into memory that is there already, save (until ``save`` returns), an update while that save is
-being written, an update alone. Each time is that of the slower rank; figures are ratios of medians. The first save is
-told apart.
+and on two by data parallelism with the distributed optimizer. One process does in turn: clone every tensor that the
+rank writes, copy them into allocated memory, save (until ``save`` returns), update while that save is written, update
+alone. Each time is that of the slower rank; figures are ratios of medians. The first save is listed apart.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def make_model(folder: Path) -> None:
 
 
 def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, out: Path) -> None:
-    """One rank; rank 0 writes every round's seconds by name."""
+    """Run one rank; rank 0 writes the seconds of every round by name."""
     from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
@@ -83,7 +82,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
     times: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> None:
-        """The slower rank's seconds; what ``call`` returns lives until they are taken."""
+        """Record the slower rank's seconds; the result of ``call`` is freed after that."""
         dist.barrier()
         started_s = time.perf_counter()
         kept = call()

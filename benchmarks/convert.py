@@ -1,10 +1,10 @@
-"""Converting a random model of a real one's shape, both ways, beside ``cp -r`` and fsync of the same bytes.
+"""Times the conversion of a random model of a real shape, both ways, beside ``cp -r`` and fsync of the same bytes.
 
     python benchmarks/convert.py --scratch FOLDER [--shape 7B] [--rounds 3]
 
-FOLDER needs three times the model's bytes (the copy, the checkpoint and the folder made of it are deleted as soon as
-they are not needed). Every command is timed from start to exit, its source dropped from the page cache before. Peak
-anonymous memory is RssAnon of the command and all its descendants, summed, every 20 ms.
+FOLDER needs three times the model's bytes (copy, checkpoint and the folder made of it are deleted when they are not
+needed any more). A command is timed from start to exit, after its source has been dropped from the page cache. Peak
+anonymous memory is the sum of RssAnon over the command and its descendants, read every 20 ms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 
 def make_model(folder: Path, shape: str) -> int:
-    """Write a bf16 model of random bytes in files of 4 GiB at most; its size in bytes."""
+    """Write a bf16 model of random bytes in files of 4 GiB at most; return its size in bytes."""
     heads, groups = HEADS[shape]
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -80,7 +80,7 @@ def forget(folder: Path) -> None:
 
 
 def copy_s(source: Path, target: Path) -> float:
-    """Seconds of ``cp -r`` and of an fsync of every file."""
+    """Return the seconds of ``cp -r`` and of an fsync of every file."""
     forget(source)
     started_s = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -92,7 +92,7 @@ def copy_s(source: Path, target: Path) -> float:
 
 
 def run(source: Path, script: str, *arguments: str) -> tuple[float, int]:
-    """Seconds from start to exit, and the peak of the anonymous memory of the command and its descendants, in bytes."""
+    """Return seconds from start to exit, and peak anonymous memory of the command and its descendants in bytes."""
     forget(source)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     started_s = time.perf_counter()
@@ -108,7 +108,7 @@ def run(source: Path, script: str, *arguments: str) -> tuple[float, int]:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return the pids of a process and its descendants."""
     found = [pid]
     for parent in found:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -128,7 +128,7 @@ def _anonymous(pid: int) -> int:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same files, byte for byte."""
+    """Return whether two folders hold the same files, byte for byte."""
     names = sorted(path.name for path in a.iterdir())
     return names == sorted(path.name for path in b.iterdir()) and not any(filecmp.cmpfiles(a, b, names, False)[1:])
 

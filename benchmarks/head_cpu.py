@@ -1,4 +1,4 @@
-"""The head on the CPU: time and peak memory of its modes beside plain autograd on the whole matrix of logits.
+"""Measures the head on the CPU: time and peak memory of its modes beside plain autograd on all logits.
 
     python benchmarks/head_cpu.py [--rounds 5]
 
@@ -66,7 +66,7 @@ class Problem:
 
 
 def peak_bytes(variant: str) -> int:
-    """Of a pass in this process, above the resident set before it."""
+    """Return the peak of a pass in this process, above the resident set before it."""
 
     def kilobytes(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -74,14 +74,14 @@ def peak_bytes(variant: str) -> int:
 
     problem = Problem(entropy_coefficient=0.01)
     torch.mm(torch.randn(512, 512), torch.randn(512, 512))  # the GEMM library's own buffers
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kilobytes("VmRSS")
     problem.run(variant)
     return (kilobytes("VmHWM") - before) * 1024
 
 
 def times(problem: Problem, rounds: int) -> dict[str, dict[str, float]]:
-    """Median CPU and wall seconds of each variant, measured in turn."""
+    """Return median CPU and wall seconds of each variant, measured in turn."""
     found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
     for variant in VARIANTS:
         problem.run(variant)
@@ -101,7 +101,7 @@ def ratio(seconds: dict[str, dict[str, float]], a: str, b: str, clock: str) -> f
 
 
 def figures(peaks: dict[str, int], with_bonus: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
-    """The limits hold for the loss with an entropy bonus, by CPU time, and for the mode that needs more memory."""
+    """Limits apply to the loss with an entropy bonus, to CPU time, and to the mode that needs more memory."""
     largest = max(peaks[variant] for variant in VARIANTS[1:])
     found: dict[str, Any] = {
         "peak extra memory / materialised": figure(largest / peaks["materialised"], at_most=0.125),

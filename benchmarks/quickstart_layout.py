@@ -1,4 +1,4 @@
-"""Which layout is faster for the quickstart's policy on two ranks: tensor 2 or pipeline 2?
+"""Measures which layout is faster for the quickstart's policy on two ranks: tensor 2 or pipeline 2.
 
     python benchmarks/quickstart_layout.py
 
@@ -29,7 +29,7 @@ ROUNDS = 2
 
 
 def worker(layout: dict[str, int], row_tokens: int, out: Path) -> None:
-    """One rank: updates on random responses of 20 to 60 tokens; rank 0 writes their seconds."""
+    """Run one rank: updates on random responses of 20 to 60 tokens; rank 0 writes their seconds."""
     from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy

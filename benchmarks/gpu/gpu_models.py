@@ -1,4 +1,4 @@
-"""Random Qwen2 policies of a given shape on the one device at hand, and batches to feed them."""
+"""Random Qwen2 policies of a given shape on one device, and batches for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from or1_megatron.types import Batch, Sample
 
 
 def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, int]:
-    """What sizes differ in, as an HF config.json names it."""
+    """Return the settings in which sizes differ, named as in an HF config.json."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -39,7 +39,7 @@ TIED = {"0.5B"}
 
 
 def random_qwen2(shape: str, folder: Path) -> Path:
-    """An HF folder of random bf16 weights; made once per folder."""
+    """Make an HF folder of random bf16 weights, once per folder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     target = folder / shape
@@ -53,27 +53,27 @@ def random_qwen2(shape: str, folder: Path) -> Path:
 
 
 def one_rank() -> Mesh:
-    """This process as a world of one rank, over NCCL where there is CUDA, as under torchrun."""
+    """Make this process a world of one rank, over NCCL with CUDA, as under torchrun."""
     if "RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in here.items()})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it for its overlaps
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it for its overlaps
     start_process_group(300)
     return build_mesh(ParallelConfig(), seed=1)
 
 
 def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
-    """A bf16 policy with fp32 master weights in the distributed optimizer, with our own layers."""
+    """Make a bf16 policy with fp32 master weights in the distributed optimizer, with our own layers."""
     return MegatronPolicy(
         ModelConfig(hf=hf, dtype="bfloat16"), ParallelConfig(layers="own", **parallel), OptimizerConfig(), mesh
     )
 
 
 def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
-    """Responses of these lengths, prompt of one eighth included, packed into rows."""
+    """Pack responses of these lengths into rows; an eighth of each is the prompt."""
     rng = np.random.default_rng(0)
     samples = []
     for length in lengths:
@@ -85,7 +85,7 @@ def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
 
 
 def long_responses(total_tokens: int, cap_tokens: int) -> list[int]:
-    """Log-normal lengths as of long-CoT rollouts, mean a quarter of the cap, that add up to ``total_tokens``."""
+    """Return log-normal lengths like those of long-CoT rollouts, with a sum of ``total_tokens``."""
     rng = np.random.default_rng(1)
     sigma = 0.8
     lengths: list[int] = []
@@ -96,7 +96,7 @@ def long_responses(total_tokens: int, cap_tokens: int) -> list[int]:
 
 
 def flops(shape: str, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward without recomputation: 6 per weight of a matrix product and
+    """Count the operations of forward and backward without recomputation: 6 per weight of a matrix product and
     token, and causal attention, 6 L^2 per layer and query width for a sequence of L tokens."""
     s = SHAPES[shape]
     width = s["hidden_size"]
@@ -108,6 +108,6 @@ def flops(shape: str, lengths: list[int]) -> float:
 
 
 def sync() -> None:
-    """Wait for the device, so that a clock read next counts what was asked of it."""
+    """Wait for the device, so that a clock read next includes its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The fused head on one GPU: each mode against the floor of its matrix products, beside verl's and Liger's kernels.
+"""Measures the fused head on one GPU: each mode against the floor of its matrix products, verl and Liger.
 
     python benchmarks/gpu/head.py           # on a GPU, about two minutes
     python benchmarks/gpu/head.py --tiny    # anywhere, seconds: shows only that the script works
@@ -38,10 +38,10 @@ class Size:
     hidden: int
     vocabulary: int
     product_columns: int
-    """Of the matrix product whose rate makes the floor: [tokens, hidden] by [hidden, product_columns]."""
+    """The floor is the rate of a matrix product [tokens, hidden] by [hidden, product_columns]."""
 
     def operations(self, products: int) -> float:
-        """Of so many products of the whole size."""
+        """Return the operations of this many products of the whole size."""
         return 2.0 * products * self.tokens * self.hidden * self.vocabulary
 
 
@@ -66,7 +66,7 @@ class Problem:
         self.product_out = torch.empty(size.tokens, size.product_columns, **options)
 
     def variants(self, epilogues: tuple[str, ...]) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-        """(passes by name, why each of the others is absent)"""
+        """Return (passes by name, why each of the others is absent)."""
         found: dict[str, Callable[[], None]] = {"product": self._product}
         for epilogue in epilogues:
             found[f"recompute, {epilogue}"] = lambda epilogue=epilogue: self._recompute(epilogue)
@@ -141,7 +141,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """On top of what is allocated before; 0 without a GPU. The gradients that autograd is given count."""
+    """Return the peak above what is allocated before, gradients included; 0 without a GPU."""
     if not ON_GPU:
         work()
         return 0
@@ -156,7 +156,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
 def measure(
     problem: Problem, variants: dict[str, Callable[[], None]], rounds: int, absent: dict[str, str]
 ) -> dict[str, tuple[float, int]]:
-    """Median seconds and peak bytes; one that fails at its warm-up is dropped and said in ``absent``."""
+    """Return median seconds and peak bytes; ``absent`` names the variants that fail at their warm-up."""
     peaks: dict[str, int] = {}
     for name, work in variants.items():
         try:

@@ -1,4 +1,4 @@
-"""Offload of a policy's parameters and optimizer state: GB/s each way against a plain copy, bytes freed, bit-exactness.
+"""Measures offload of parameters and optimizer state: GB/s against a plain copy, bytes freed, bit-exactness.
 
     python benchmarks/gpu/offload.py            # on a GPU, about a minute
     python benchmarks/gpu/offload.py --tiny     # anywhere, seconds: shows only that the script works
@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 30
 
 
 def timed(move: Callable[[], int]) -> tuple[float, int]:
-    """(seconds, bytes) of one move."""
+    """Return (seconds, bytes) of one move."""
     sync()
     started_s = time.perf_counter()
     moved = move()
@@ -42,7 +42,7 @@ def timed(move: Callable[[], int]) -> tuple[float, int]:
 
 
 class PlainCopy:
-    """Copies between one piece of page-locked memory and one on the device, as often as the bytes ask for."""
+    """Copies between a piece of page-locked memory and one on the device, until all bytes are copied."""
 
     def __init__(self, piece_bytes: int) -> None:
         pinned = torch.cuda.is_available()
@@ -63,19 +63,19 @@ class PlainCopy:
 
 
 def free_bytes() -> int:
-    """Free on the device for anyone; 0 where there is none to ask."""
+    """Return the free bytes of the device; 0 without one."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def trained(policy: MegatronPolicy) -> MegatronPolicy:
-    """One update, so that there are moments to move."""
+    """Update once, so that there are moments to move."""
     batch = batch_of([48, 32, 40], 64, policy.hf["vocab_size"])
     policy.update(batch.ranks[0], ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True), batch.token_count)
     return policy
 
 
 def owned(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Parameters, and what the optimizer keeps."""
+    """Return parameters and the optimizer's tensors."""
     tensors = [p.data for chunk in policy.chunks for p in chunk.module.parameters()]
     for one in policy.optimizer.chained_optimizers:
         tensors += [p.data for group in one.optimizer.param_groups for p in group["params"]]
@@ -84,7 +84,7 @@ def owned(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def first_turn(policy: MegatronPolicy, offload: Offload) -> dict[str, Any]:
-    """Everything out once, page-locked memory being made on the way, and back: bytes and exactness."""
+    """Move everything out, which also allocates page-locked memory, and back; return bytes and exactness."""
     kept = [tensor.cpu() for tensor in owned(policy)]
     torch.cuda.empty_cache()
     free = free_bytes()
@@ -97,7 +97,7 @@ def first_turn(policy: MegatronPolicy, offload: Offload) -> dict[str, Any]:
 
 
 def rates(offload: Offload, plain: PlainCopy, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By thing and way, in each round GB/s of (its move, a plain copy of as many bytes)."""
+    """Return, by thing and direction, GB/s of (its move, a plain copy of as many bytes) for each round."""
     found: dict[str, list[tuple[float, float]]] = {}
     things: tuple[Thing, ...] = ("parameters", "optimizer")
     for _ in range(rounds):

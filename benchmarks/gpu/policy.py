@@ -1,4 +1,4 @@
-"""A policy's forward, backward and optimizer step on one device: tokens per second, MFU, peak memory.
+"""Measures forward, backward and optimizer step of a policy on one device: tokens per second, MFU, peak memory.
 
     python benchmarks/gpu/policy.py            # on a GPU, minutes
     python benchmarks/gpu/policy.py --tiny     # anywhere, seconds: shows only that the script works
@@ -30,11 +30,11 @@ from or1_megatron.rl.loss import ClippedPolicyLoss
 
 VARIANTS = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
 DATASHEET_TFLOPS = {"A100": 312.0, "H100": 989.0, "H800": 989.0, "H200": 989.0}
-"""Dense bf16 of the SXM parts."""
+"""Dense bf16 rates of the SXM cards."""
 
 
 def matmul_tflops(size: int) -> float:
-    """bf16 rate of one square matrix product: the ceiling on this device, now."""
+    """Return the bf16 rate of one square matrix product: the ceiling on this device, now."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     for _ in range(3):
@@ -48,7 +48,7 @@ def matmul_tflops(size: int) -> float:
 
 
 def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: int, **parallel: Any) -> dict[str, Any]:
-    """Median seconds of an update, and peak bytes, of a policy made for it and dropped after."""
+    """Make a policy; return the median seconds of an update, and peak bytes."""
     policy = make_policy(hf, mesh, micro_batch_tokens=row_tokens, **parallel)
     batch = batch_of(lengths, row_tokens, policy.hf["vocab_size"])
     objective = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
@@ -64,7 +64,7 @@ def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: 
 
 
 def figures_of(name: str, measured: dict[str, Any], work: float, tokens: int, matmul: float) -> dict[str, Any]:
-    """One row of the table; ``work`` in FLOPs per update, ``matmul`` in TFLOP/s."""
+    """Return one row of the table; ``work`` in FLOPs per update, ``matmul`` in TFLOP/s."""
     rate = work / measured["seconds"] / 1e12
     found = {
         "update": figure(measured["seconds"], "s"),

@@ -26,7 +26,7 @@ def make_model() -> MakeModel:
 
 
 def _make_model(folder: Path, architecture: str, dtype: str = "bfloat16", tied: bool = False, **more: Any) -> Path:
-    """A random model of a family in three files or so, and what lies beside weights: 4 layers, grouped queries, a
+    """Make a random model of a family in about three files, with the files beside weights: 4 layers, grouped queries, a
     vocabulary (61) that two ranks cannot share evenly."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,5 +1,5 @@
-"""Under torchrun on two ranks: Megatron's own loader reads a converted checkpoint at several layouts; a run of ours and
-a plain GPTModel of Megatron's, with a padded vocabulary and stock layers, each save one. JSON from rank 0."""
+"""Two ranks: Megatron's own loader reads a converted checkpoint at several layouts; a run of ours saves one, as does a
+plain GPTModel of Megatron's with a padded vocabulary and stock layers. JSON from rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from or1_megatron.parallel.saver import CheckpointSaver
 
 
 def read(networks: Sequence[Any], checkpoint: Path) -> None:
-    """With Megatron's loader. The linears' ``_extra_state``, empty without fp8, is not in the checkpoint."""
+    """Load with Megatron's loader. The linears' ``_extra_state``, empty without fp8, is not in the checkpoint."""
     state = {f"model{i}": network.sharded_state_dict() for i, network in enumerate(networks)}
     loaded, _, absent = dist_checkpointing.load(state, str(checkpoint), strict=StrictHandling.RETURN_ALL)
     assert all("_extra_state" in name for name in absent), absent
@@ -34,7 +34,7 @@ def read(networks: Sequence[Any], checkpoint: Path) -> None:
 
 
 def differing(hf: Path, checkpoint: Path, layout: dict[str, Any], run: Path | None) -> list[str]:
-    """Parameters that Megatron's loader fills otherwise than the policy's own load from HF; those it leaves alone too.
+    """Return the parameters that Megatron's loader does not fill as the policy's own load from HF does.
 
     The policy's state, as a run would save it, goes to ``run``.
     """
@@ -54,7 +54,7 @@ def differing(hf: Path, checkpoint: Path, layout: dict[str, Any], run: Path | No
 
 
 def plain(checkpoint: Path, out: Path, tensor: int, pipeline: int) -> None:
-    """Megatron's GPTModel with its own layers, filled from ``checkpoint``, saved as Megatron-LM saves."""
+    """Fill Megatron's GPTModel with its own layers from ``checkpoint``, and save it as Megatron-LM does."""
     parallel_state.destroy_model_parallel()
     build_mesh(ParallelConfig(ranks=2, tensor=tensor, pipeline=pipeline), seed=1)
     config = TransformerConfig(

@@ -1,4 +1,4 @@
-"""HF to Megatron and back: byte for byte; between the two, each Megatron tensor as a table-free oracle makes it.
+"""HF to Megatron and back, byte for byte; in between, each Megatron tensor as an oracle without the table makes it.
 
 Not proven here: that Megatron's loader reads it at any layout and other writers' checkpoints (test_layouts), kills
 (test_killed_conversions), memory and speed (benchmarks/convert.py), real models' files.
@@ -70,7 +70,7 @@ def test_there_and_back_byte_for_byte(architecture: str, make_model: Any, tmp_pa
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_rows_go_where_the_layouts_put_them(architecture: str, make_model: Any, tmp_path: Path) -> None:
-    """Row by row what ``Layout.fuse`` makes of the tensors themselves."""
+    """Row by row as ``Layout.fuse`` makes them of the tensors."""
     hf = make_model(tmp_path / "hf", architecture)
     config, found = read_hf_config(hf), tensors(hf)
     family = family_of(config)
@@ -130,7 +130,7 @@ def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def test_tied_models(make_model: Any, tmp_path: Path) -> None:
-    """Without an output layer in the files, and with one all the same; one that differs is refused."""
+    """Without an output layer in the files, and with one; one that differs is refused."""
     hf = make_model(tmp_path / "hf", "Qwen2ForCausalLM", tied=True)
     for name, head in {"without": None, "with": "same", "other": "other"}.items():
         folder = shutil.copytree(hf, tmp_path / name)
@@ -234,7 +234,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(converted: Path, tmp_path: Pat
 def test_verify_finds_what_changed_on_the_way(
     qwen2: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bit that flips in a file between its writing and its reading is put down to the tensor."""
+    """A bit that flips in a file between writing and reading is reported with the tensor's name."""
     from or1_megatron.convert import job
 
     forget = job.forget

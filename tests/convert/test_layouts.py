@@ -1,4 +1,4 @@
-"""Megatron's own loader reads converted checkpoints at any layout, and what others save converts to the HF folder.
+"""Megatron's own loader reads converted checkpoints at any layout; checkpoints of others convert to the HF folder.
 
 One start of two ranks does it all. Not proven here: Transformer Engine's layers, experts, ranks over several machines,
 checkpoints of real Megatron-LM runs (with optimizer state and fp8's extra state).
@@ -33,7 +33,7 @@ def hf(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(hf: Path) -> Any:
-    """What the ranks found; what they wrote lies beside ``hf``."""
+    """Return what the ranks found; what they wrote lies beside ``hf``."""
     megatron = hf.with_name("megatron")
     hf_to_megatron(hf, megatron, QUIET, file_bytes=40_000)
     worker = str(Path(__file__).with_name("layouts_worker.py"))

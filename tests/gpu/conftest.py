@@ -1,5 +1,5 @@
-"""One rank on the GPU for all tests here. What imports megatron is imported late: on a machine without CUDA it would
-change the process of every other test."""
+"""One rank on the GPU for all tests here. Modules that import megatron are imported late: without CUDA they would alter
+the process of every other test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpu_mesh() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def small_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random fp32 Qwen2: 4 layers, head size 64, a vocabulary that is a multiple of no tile."""
+    """A random fp32 Qwen2: 4 layers, head size 64, a vocabulary that no tile divides."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -1,4 +1,4 @@
-"""The fused head on a GPU, both epilogues, against float64 on the whole matrix of logits; and what it allocates.
+"""The fused head on a GPU, both epilogues, against float64 on all logits; and what it allocates.
 
 Not proven here: speed (benchmarks/gpu/head.py), tensor parallelism over NCCL.
 """
@@ -28,11 +28,11 @@ CASES = {
     "padded rows": (130, 64, 1000, 24, 1.0, 0.0),
     "all logits very negative": (65, 64, 1501, 0, 1.0, -1e4),
 }
-"""Tokens, hidden, vocabulary, padded rows, temperature, what moves all logits of a token alike."""
+"""Tokens, hidden, vocabulary, padded rows, temperature, an offset of all logits of a token."""
 
 
 def problem(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, VocabularyShard, float]:
-    """(hidden, weight, targets, gradients of log-probs and entropies, shard, temperature)"""
+    """Return (hidden, weight, targets, gradients of log-probs and entropies, shard, temperature)."""
     tokens, width, vocabulary, padding, temperature, shift = CASES[case]
     generator = torch.Generator("cuda").manual_seed(tokens + vocabulary)
     options: dict[str, Any] = {"generator": generator, "device": "cuda"}
@@ -49,7 +49,7 @@ def problem(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tens
 def oracle(
     hidden: Tensor, weight: Tensor, targets: Tensor, a: Tensor, c: Tensor, shard: VocabularyShard, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-probs, entropies, gradient of hidden, of weight) in float64; the loss is sum(a log p) + sum(c H)."""
+    """Return (log-probs, entropies, gradient of hidden, of weight) in float64; the loss is sum(a log p) + sum(c H)."""
     x = hidden.double().requires_grad_()
     w = weight[: shard.true_vocab_size].double().requires_grad_()
     log_probs, entropies = reference_log_probs_and_entropies(x, w, targets, temperature)
@@ -102,7 +102,7 @@ def test_equals_float64(case: str, mode: str, epilogue: Any) -> None:
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_bfloat16_inputs(epilogue: Any) -> None:
-    """bf16 inputs, fp32 statistics and accumulation: what is left is the rounding of products and of p - onehot."""
+    """bf16 inputs, fp32 statistics and accumulation: only products and p - onehot are rounded."""
     hidden, weight, targets, a, c, shard, temperature = problem("tails everywhere", torch.bfloat16)
     log_probs, entropies, of_hidden, of_weight = oracle(hidden, weight, targets, a, c, shard, temperature)
     hidden.requires_grad_()

@@ -1,4 +1,4 @@
-"""Offload on a GPU: the device has the memory back, through page-locked memory everything returns to the bit.
+"""Offload on a GPU: it frees device memory, and everything returns to the bit through page-locked memory.
 
 Not proven here: rates (benchmarks/gpu/offload.py), engines that take the freed memory, several GPUs.
 """
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_freed_and_back_to_the_bit(distributed: bool, small_qwen2: Path, gpu_mesh: Any) -> None:
-    """Beside what is moved little stays on the device; parameters, masters and moments return through overwritten
+    """Little else stays on the device; parameters, masters and moments return through overwritten
     memory; the next update's gradient norm is that of a policy that stayed (to the rounding of atomic additions)."""
     import torch
     from gpu_models import batch_of, make_policy

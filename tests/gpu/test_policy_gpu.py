@@ -42,7 +42,7 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def expected(small_qwen2: Path) -> Any:
-    """By dtype of the weights; computed in fp32."""
+    """The reference by dtype of the weights, computed in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 

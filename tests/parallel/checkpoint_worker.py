@@ -1,5 +1,5 @@
-"""Under torchrun on two ranks: a run goes on after an asynchronous save; the save resumes it; and the state of others
-travels from layout to layout, each loading what the one before has saved. JSON from rank 0."""
+"""Two ranks: a run continues after an asynchronous save, and again from the save; other states travel from layout to
+layout, each of which loads what the one before has saved. JSON from rank 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=10)
 
 
 class Rank:
-    """One rank's policy in one layout; the layout before it is over."""
+    """One rank's policy at one layout; ends the layout before."""
 
     def __init__(self, model: Path, dtype: str, layout: Mapping[str, Any]) -> None:
         parallel_state.destroy_model_parallel()
@@ -77,7 +77,7 @@ def save_and_resume(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, put together by Megatron's own loader, without the vocabulary's padding."""
+    """Load every tensor of a checkpoint whole, by Megatron's own loader, and cut the vocabulary's padding."""
     state = dist_checkpointing.load_plain_tensors(str(folder))
     assert state.pop("sgd_steps") == state.pop("optimizer_step") == 2
     tensors = state.items()
@@ -85,7 +85,7 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def travel(model: Path, dtype: str, layouts: list[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
-    """For each layout: the tensors, those that differ from the first checkpoint's, two updates."""
+    """Return for each layout: the tensors, those that differ from the first checkpoint's, and two updates."""
     scratch.mkdir(exist_ok=True)
     first = Rank(model, dtype, layouts[0])
     first.update()

@@ -63,7 +63,7 @@ class Life:
         self.policy.update(self._batch.ranks[0], problem.WeightedLogProb(), self._batch.token_count)
 
     def digest(self) -> str:
-        """Of parameters, moments and generators."""
+        """Digest parameters, moments and generators."""
         state = [shard.tensor() for shard in local_shards(self.policy)] + [torch.get_rng_state()]
         found = hashlib.sha256(repr(random.getstate()).encode())
         for tensor in state:
@@ -80,7 +80,7 @@ class Life:
         self.tell({"digests": [self.digest()] + [(self.step(), self.digest())[1] for _ in range(STEPS)]})
 
     def resumed(self, folder: Path, digests: list[str]) -> None:
-        """Go on from the newest intact checkpoint to the last step, saving every step, some of them twice."""
+        """Resume from the newest intact checkpoint to the last step; save every step, some of them twice."""
         random.seed(3)
         keeper = CheckpointKeeper(folder, keep_last=2, keep_best=True, keep_every_steps=7)
         keeper.clean()
@@ -133,7 +133,7 @@ def die_at(phase: str, operation: int, folder: Path) -> None:
 
 
 def live(body: Callable[[Callable[[dict[str, Any]], None]], None], kill_after_s: float | None) -> list[dict[str, Any]]:
-    """Run ``body`` in a forked process; what it told before it ended."""
+    """Run ``body`` in a forked process; return what it told before it ended."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

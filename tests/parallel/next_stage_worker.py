@@ -24,7 +24,7 @@ from or1_megatron.rl.ports import Begin
 
 
 def parts(policy: MegatronPolicy) -> dict[str, Any]:
-    """Digest of every part of parameters and moments by its place in the whole model, over all ranks; step counts.
+    """Return digests of all parts of parameters and moments by place in the whole model, and step counts.
 
     At layouts without data or tensor parallelism each lies whole on one rank, so that they can be compared.
     """

@@ -1,5 +1,5 @@
-"""Under torchrun, two data-parallel ranks: for each kind of optimizer, a policy whose things are moved to the host and
-back between its updates, beside one that stays where it is. JSON from rank 0: per case, what was seen on both ranks."""
+"""Two data-parallel ranks: for each kind of optimizer, a policy that moves to the host and back between updates, beside
+one that stays on the device. JSON from rank 0: for each case, what was seen on both ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_pro
 from or1_megatron.parallel.offload import Offload
 from or1_megatron.parallel.policy import MegatronPolicy
 
-SLAB_BYTES = 100_001  # odd, and smaller than any flat buffer: copies are cut within storages and go on across them
+SLAB_BYTES = 100_001  # odd, and smaller than any flat buffer: copies are cut within storages and across them
 CASES = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
 
 
@@ -32,7 +32,7 @@ def gradients(policy: MegatronPolicy) -> Iterator[Tensor]:
 
 
 def optimizer_state(policy: MegatronPolicy) -> Iterator[Tensor]:
-    """Moments, and the master weights by the attributes that Megatron's optimizers keep them in."""
+    """Moments, and master weights by the attributes of Megatron's optimizers."""
     for one in policy.optimizer.chained_optimizers:
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
             yield from (p for group in getattr(one, name, []) for p in group)
@@ -41,7 +41,7 @@ def optimizer_state(policy: MegatronPolicy) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages under these tensors."""
+    """Return the bytes of the distinct storages of these tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -63,7 +63,7 @@ def refusal(offload: Offload) -> str:
 
 
 def compare(make: Callable[[], MegatronPolicy], batch: Any, data_rank: int) -> dict[str, Any]:
-    """Three updates with turns on the host before, between and after them, against three without."""
+    """Compare three updates, with moves to the host before, between and after them, with three without."""
 
     def update(policy: MegatronPolicy) -> float:
         return policy.update(batch.ranks[data_rank], problem.WeightedLogProb(), batch.token_count).grad_norm

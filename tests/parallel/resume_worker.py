@@ -1,4 +1,4 @@
-"""A whole loop on the Megatron policy, fed with recorded rollouts: to its end, and again from its checkpoints.
+"""A whole loop on the Megatron policy with recorded rollouts: to its end, and again from its checkpoints.
 
 Alone or under torchrun. The first run records its rollouts to a file; the others read them. JSON from rank 0.
 """
@@ -53,7 +53,7 @@ STAGES = (SHORT, SHORT.model_copy(update={"name": "long", "max_response_tokens":
 
 
 class RecordedRollouts(TableRollouts):
-    """Rollouts of a file; one that does not exist yet is made, from engines that know nothing of the policy."""
+    """Rollouts from a file, which is recorded if it does not exist yet; they do not depend on the policy."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(Clock())
@@ -85,7 +85,7 @@ class RecordedRollouts(TableRollouts):
 
 
 class LocalPolicy(PolicyDriver):
-    """The driver with a handoff that only tells the version."""
+    """The driver with a handoff that only sets the version."""
 
     def __init__(self, lockstep: Lockstep, saver: CheckpointSaver, rollouts: RecordedRollouts) -> None:
         super().__init__(lockstep, saver)
@@ -113,7 +113,7 @@ class Run:
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
-        seed_everything(seed, self.mesh.rank)  # another one at each start: the checkpoint's generators count
+        seed_everything(seed, self.mesh.rank)  # a different seed at each start: the generators come from the checkpoint
         config = OptimizerConfig(lr=1e-2, warmup_steps=4)
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
         self.saver = CheckpointSaver(self.policy)
@@ -146,7 +146,7 @@ class Run:
         )
 
     def to_the_end(self) -> dict[str, Any] | None:
-        """Rank 0: metrics without times, the loop's state without times, every rank's digest of its state."""
+        """Run; return metrics and the loop's state, without times, and every rank's digest of its state."""
         if self.mesh.rank == 0:
             self.loop.run()
             self._lockstep.close()

@@ -1,4 +1,4 @@
-"""Every rank reads what it is said to hold, by slices and whole, and compares with the HF folder: run by test_slices.
+"""Every rank reads what it holds, by slices and whole, and compares it with the HF folder: run by test_slices.
 
 slices_worker.py OUT MODEL PARALLEL_JSON
 """

@@ -51,7 +51,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(tiny: Callable[..., Path], tiny_qwen2: Path, tied_qwen2: Path, scratch: Path) -> Any:
-    """What the ranks found."""
+    """Return what the ranks found."""
     plan = [
         ("float32", str(tiny_qwen2), "float32", FLOAT32),
         ("bfloat16", str(tiny_qwen2), "bfloat16", BFLOAT16),
@@ -95,8 +95,8 @@ def test_any_layout_loads_any_other(told: Any, name: str, layouts: list[Any]) ->
 
 
 def test_what_is_saved_of_a_parameter(told: Any) -> None:
-    """In fp32 itself and two moments, in bf16 its fp32 master too; of each of the model's nine kinds of tensors of a
-    layer, the embedding, the last norm and the head. Nothing else, least of all Transformer Engine's extra state."""
+    """Each parameter, two moments, and in bf16 an fp32 master weight. Parameters are nine kinds of tensors of a layer,
+    the embedding, the last norm and the head. Nothing else, in particular no extra state of Transformer Engine."""
     key = "decoder.layers.mlp.linear_fc1.weight"
     float32, bfloat16 = (told["travels"][name][0]["tensors"] for name in ("float32", "bfloat16"))
     assert [name for name in float32 if key in name] == [
@@ -130,7 +130,7 @@ def test_a_flat_range_as_slices() -> None:
 
 
 def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint, still intact."""
+    """Copy a checkpoint; the copy is still intact."""
     copy = tmp_path / "copy"
     shutil.copytree(scratch / "step_000002", copy)
     check_manifest(copy)
@@ -138,7 +138,7 @@ def damaged(told: Any, scratch: Path, tmp_path: Path) -> Path:
 
 
 def test_flipped_bit_is_named(told: Any, scratch: Path, tmp_path: Path) -> None:
-    """In any file."""
+    """A flipped bit in any file."""
     copy = damaged(told, scratch, tmp_path)
     files = sorted(path for path in copy.iterdir() if path.name != MANIFEST)
     assert [path.name for path in files] == [

@@ -1,4 +1,4 @@
-"""How context parallelism cuts packed rows. That attention over the parts is right is shown by test_parity.py."""
+"""How context parallelism cuts packed rows. test_parity.py shows that attention over the parts is right."""
 
 from __future__ import annotations
 

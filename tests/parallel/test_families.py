@@ -56,7 +56,7 @@ def measure(
     plan: dict[str, tuple[str, dict[str, Any], list[str], list[str]]],
     size: int,
 ) -> dict[str, tuple[Path, Path, dict[str, Any]]]:
-    """For each case: the model's folder, that of its exports, and check-parity's rows by layout."""
+    """Return for each case the model's folder, that of its exports, and check-parity's rows by layout."""
     models = {case: tiny(name, **changes) for case, (name, changes, _, _) in plan.items()}
     task = [(case, str(models[case]), compared, exported, 12, 40) for case, (_, _, compared, exported) in plan.items()]
     told = ranks.run_json("family_worker.py", size, folder / "out.json", json.dumps(task), str(folder))

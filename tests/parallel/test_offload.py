@@ -1,4 +1,4 @@
-"""Offload between phases: memory is freed, all comes back to the bit, and training goes on as if it had stayed.
+"""Offload between phases: memory is freed, all comes back to the bit, and training continues as without it.
 
 Two data-parallel ranks, every optimizer that Megatron builds for us: fp32 and bf16 with fp32 masters, replicated and
 distributed. The policies' own tensors are looked at, by other ways than those by which offload finds them.
@@ -26,7 +26,7 @@ def seen(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_freed(seen: Any, case: str) -> None:
-    """What is said to be freed is what was held, and nothing of it is left."""
+    """The bytes reported as freed are those that were held, and none of them are left."""
     for rank in seen[case]:
         assert rank["freed"] == rank["held"] == rank["back"]
         assert all(rank["freed"][thing] > 0 for thing in THINGS)
@@ -58,7 +58,7 @@ def test_comes_back_to_the_bit(seen: Any, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_as_without(seen: Any, case: str) -> None:
-    """Three updates with turns on the host before, between and after them equal three without, to the bit."""
+    """Three updates with moves to the host before, between and after them equal three without, to the bit."""
     for rank in seen[case]:
         without, with_turns = rank["gradient norms"]
         assert with_turns == without
@@ -83,7 +83,7 @@ def test_before_the_first_update(seen: Any, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_can_be_read_while_away(seen: Any, case: str) -> None:
-    """As a checkpoint reads it: every parameter, master and moment, to the bit; when back, the tensor itself."""
+    """As a checkpoint reads: every parameter, master and moment, to the bit; the tensor itself when it is back."""
     for rank in seen[case]:
         assert rank["readable away"] and rank["readable back"]
 

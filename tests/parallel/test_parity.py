@@ -70,11 +70,11 @@ MIXED = [
     "PP4 layers=1+1+1+1",
     "PP2 VPP2 DP2 overlap_gather",
 ]
-"""Of several kinds at once, up to eight ranks."""
+"""Several kinds at once, on up to eight ranks."""
 
 
 def check_parity(model: Path, out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """(exit status, what it printed, rows by layout) of ``or1 check-parity``."""
+    """Run ``or1 check-parity``; return (exit status, output, rows by layout)."""
     command = [
         sys.executable,
         "-m",
@@ -156,7 +156,7 @@ def test_more_layouts_equal_transformers(
 
 @pytest.mark.slow
 def test_bfloat16_and_what_a_difference_looks_like(tiny_qwen2: Path, tmp_path: Path) -> None:
-    """bf16 passes at its own bounds; held to a thousandth of them it fails, and the status and the lines say so."""
+    """bf16 passes at its own bounds. At a thousandth of them it fails, as the status and the output say."""
     layouts = named(["TP2 SP", "PP2", "PP2"])
     status, printed, rows = check_parity(
         tiny_qwen2, tmp_path / "out.json", "--dtype", "bfloat16", "--tolerance", "1e-3", *layouts
@@ -188,8 +188,7 @@ def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen
 def own_reference(
     folder: Path, samples: list[Sample], by_response: bool = False
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Log-probs and the first gradient by this test's own few lines, in float64: the command's reference must not mark
-    itself."""
+    """Compute log-probs and the first gradient in float64, without the code of the command's reference."""
     from transformers import Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -226,7 +225,7 @@ def own_reference(
 
 
 def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
-    """By both aggregations, one after the other on the same network: it comes back as it was."""
+    """For both aggregations, one after the other on the same network, which is restored in between."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     for by_response in (False, True):

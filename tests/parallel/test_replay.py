@@ -31,7 +31,7 @@ NOT_FINITE = replace(SEEN, sums={"loss": float("nan")}, grad_norm=float("inf"), 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2: Path) -> tuple[Path, Any]:
-    """(folder of the dumps, what the worker saw)."""
+    """Return (folder of the dumps, what the worker saw)."""
     folder = tmp_path_factory.mktemp("replay")
     return folder / "dumps", ranks.run_json(
         "update_worker.py", 2, folder / "seen.json", str(tiny_qwen2), str(folder / "dumps")

@@ -1,4 +1,4 @@
-"""Under torchrun: bad updates of a model, what they leave behind, and dumps of a bad and a good one for ``or1 replay``.
+"""Ranks: bad updates of a model, what they change, and dumps of a bad and a good one for ``or1 replay``.
 
 Arguments: JSON out, HF folder, folder for dumps.
 """
@@ -73,7 +73,7 @@ def samples() -> list[Sample]:
 
 
 def digest(policy: MegatronPolicy) -> str:
-    """Of this rank's parameters, fp32 masters and optimizer state, bit for bit."""
+    """Digest this rank's parameters, fp32 master weights and optimizer state."""
     found = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -99,7 +99,7 @@ def digest(policy: MegatronPolicy) -> str:
 
 
 def bad_updates(everywhere: PolicyDriver, batch: Batch, poisoned: Batch, gather: Any) -> dict[str, Any]:
-    """After a good update (so that there is optimizer state): each kind of bad one, and whether it left a trace."""
+    """Make each kind of bad update after a good one, which makes optimizer state; return whether it left a trace."""
     scored = everywhere.score(batch, LOSS.temperature)
     good = everywhere.update(batch, LOSS)
     before = gather()
@@ -130,7 +130,7 @@ def bad_updates(everywhere: PolicyDriver, batch: Batch, poisoned: Batch, gather:
 def compare_reference(
     everywhere: PolicyDriver, batch: Batch, started: TokenScores, held_by_reference: Callable[[], int]
 ) -> dict[str, Any]:
-    """Of the frozen reference, twice after updates of the policy, against what the policy was before them."""
+    """Compare two scores of the frozen reference, after updates of the policy, with the policy before them."""
 
     def as_started(found: TokenScores) -> bool:
         pairs = zip([*found.log_probs, *found.entropies], [*started.log_probs, *started.entropies], strict=True)
@@ -151,11 +151,11 @@ LAYOUTS = {
     "CP2": ParallelConfig(ranks=2, context=2, head="one_pass", distributed_optimizer=False, micro_batch_tokens=64),
     "TP2 SP": ParallelConfig(ranks=2, tensor=2, sequence=True, micro_batch_tokens=64),
 }
-"""The last one's updates are dumped."""
+"""The updates at the last layout are dumped."""
 
 
 def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | None) -> dict[str, Any]:
-    """Bad updates at one layout; rank 0 returns what came of them, and dumps two updates where a folder is given."""
+    """Make bad updates at one layout; rank 0 returns the results, and dumps two updates if a folder is given."""
     mesh = build_mesh(parallel, seed=1)
     policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
     frozen = FrozenReference(config.hf, config.dtype, parallel, mesh, offload=True)

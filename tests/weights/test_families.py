@@ -80,7 +80,7 @@ def test_rows_of_a_mixture_by_hand(tiny: Callable[..., Path]) -> None:
 
 
 def test_a_shared_expert_is_rows_and_no_more(tmp_path: Path) -> None:
-    """Qwen2-MoE has what no family here has yet: its table is Qwen3-MoE's and three rows. transformers marks it."""
+    """Qwen2-MoE's shared expert, which no known family has, takes three more rows; compared with transformers."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     shared = tuple(

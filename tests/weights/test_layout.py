@@ -1,4 +1,4 @@
-"""Layout and cut against hand-worked tensors and their own inverses. Not proven here: that Megatron reads them so
+"""Layout and cut against tensors worked by hand and their own inverses. Not proven here: that Megatron uses this layout
 (tests/parallel compares log-probs with transformers)."""
 
 from __future__ import annotations
