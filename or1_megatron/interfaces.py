@@ -46,12 +46,12 @@ class TokenInputs:
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
-    """Of the engine that sampled the tokens. None: dropped, since ``policy_log_probs`` are there and no correction
+    """By the engine that sampled the tokens. None: dropped, because ``policy_log_probs`` are there and no correction
     compares the two."""
     policy_log_probs: torch.Tensor | None = None
-    """Of pi_k, from a scoring pass before the step's first SGD step; None: there was no such pass."""
+    """By pi_k, from a scoring pass before the step's first SGD step; None: there was no such pass."""
     reference_log_probs: torch.Tensor | None = None
-    """Of the frozen reference; None: there is no reference."""
+    """By the frozen reference; None: there is no reference."""
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
 
