@@ -146,6 +146,20 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
     trainer.close()
 
 
+def test_gathering_backend_reaches_every_rank_of_an_engine(pools: Any) -> None:
+    """Whole tensors, from a trainer of TP 2 x PP 2 to an engine of two ranks: the first passes on to the second."""
+    pool, model = pools["tensor"]
+    control = pool.control(CONFIG.timeout_s)
+    config = CONFIG.model_copy(update={"backend": "gloo", "transport": None})
+    trainer = Trainer(Grid(renewed(model, seed=6), 2, 1, 2), config, control)
+    trainer.send(6)
+    assert difference(control, trainer.grid.model) < 1e-4
+    rank_0, *engine_ranks = trainer.senders[0].stats
+    assert [each.bytes_received for each in engine_ranks] == [rank_0.bytes_sent] * 2
+    assert [each.bytes_sent for each in engine_ranks] == [rank_0.bytes_sent, 0]
+    trainer.close()
+
+
 def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> None:
     """``or1 plan-handoff`` foretells what the loaders ask for; here it is compared with what they asked for."""
     received: dict[tuple[int, str], list[Box]] = {}
