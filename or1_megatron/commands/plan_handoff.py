@@ -31,7 +31,7 @@ _SHOWN = 12
 
 
 def expected_wants(family: ModelFamily, hf: Mapping[str, Any], dtype: torch.dtype, rank: int, size: int) -> list[Slice]:
-    """What the loaders of tensor-parallel engine rank ``rank`` of ``size`` ask for."""
+    """Return what the loaders of tensor-parallel engine rank ``rank`` of ``size`` ask for."""
     shapes = family.shapes(hf)
     return [
         Slice(name, _part(row, name, shapes[name], hf, rank, size), dtype) for row in family.rows(hf) for name in row.hf
@@ -57,7 +57,7 @@ def _part(row: Row, name: str, shape: tuple[int, ...], hf: Mapping[str, Any], ra
 
 
 def stage_of(parallel: ParallelConfig, hf: Mapping[str, Any]) -> Any:
-    """The function from a row to the pipeline stage that holds it."""
+    """Return the function from a row to the pipeline stage that holds it."""
     stages = {
         layer: index % parallel.pipeline
         for index, layers in enumerate(parallel.chunk_layers(hf["num_hidden_layers"]))
@@ -86,7 +86,7 @@ class HandoffForecast:
     transport: str
 
     def crosses(self, hop: Hop) -> bool:
-        """Whether a hop takes the network: with two hops, the one from a trainer rank to an engine rank does not."""
+        """Return whether a hop takes the network: with two hops, from a trainer rank to an engine rank does not."""
         return not ("+" in self.transport and hop[0] < self.plan.trainers <= hop[1])
 
     @property
@@ -121,7 +121,7 @@ class HandoffForecast:
         return max([*self.sent.values(), *self.arriving.values()], default=0)
 
     def seconds(self, gigabits_per_s: float) -> float:
-        """Time of the busiest link, at a speed per rank and direction, without packing and loading."""
+        """Return the time of the busiest link, at a speed per rank and direction, without packing and loading."""
         return self.busiest * 8 / (gigabits_per_s * 1e9)
 
 
@@ -134,7 +134,7 @@ def forecast(
     bucket_bytes: int,
     transport: str,
 ) -> HandoffForecast:
-    """The plan of ``handoff.backend: shard`` for a model on this layout to ``engines`` of ``tensor`` ranks each.
+    """Plan ``handoff.backend: shard`` for a model on this layout, to ``engines`` of ``tensor`` ranks each.
 
     ``transport``: as ``handoff.transport``. In two hops the engines' ranks are beside the trainer's, one after another.
     """
@@ -157,7 +157,7 @@ def forecast(
 
 
 def forecast_of(config: Config) -> HandoffForecast:
-    """The forecast for a run's configuration. Without ``handoff.transport`` it is taken to run on CPU."""
+    """Plan for a run's configuration. Without ``handoff.transport`` it is taken to run on CPU."""
     hf = read_hf_config(config.model.hf)
     rollout, handoff = config.rollout, config.handoff
     engines_at = Location("first node" if config.cluster.nodes == 1 else "another node", "")

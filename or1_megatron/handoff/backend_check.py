@@ -50,7 +50,7 @@ def cuda_here() -> bool:
 
 
 def worker_info(backend: str, info: dict[str, Any], engine_index: int, workers: int) -> dict[str, Any]:
-    """What one engine's ``workers`` are told when they meet the trainer: ``info``, and which engine theirs is."""
+    """Return what one engine's ``workers`` are told when they meet the trainer: ``info``, and which engine they are."""
     if backend in ("nccl", "nccl_m2n"):
         return {**info, "rank_offset": info["rank_offset"] + engine_index * workers}
     if backend == "sharded_rdt":

@@ -1,4 +1,4 @@
-"""What a handoff fails with, and how all trainer ranks come to fail together."""
+"""Errors of a handoff, and how all trainer ranks fail together."""
 
 from __future__ import annotations
 

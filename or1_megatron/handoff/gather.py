@@ -50,7 +50,7 @@ class Gathered:
         self._tensor: Tensor | None = None
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A rectangle of the current tensor or of a later one.
+        """Return a rectangle of the current tensor or of a later one.
 
         Raises:
             ValueError: the tensors that come are not those that metadata() declares.

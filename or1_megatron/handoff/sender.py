@@ -33,7 +33,7 @@ class WeightSender(Protocol):
 def make_sender(
     weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineControl | None = None
 ) -> WeightSender:
-    """The sender of ``config.backend`` for trainer rank ``rank``.
+    """Return the sender of ``config.backend`` for trainer rank ``rank``.
 
     With ``gloo`` and ``shard`` only rank 0 needs ``engines``, and no rank imports vllm.
     """

@@ -21,7 +21,7 @@ from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 def policy_verbs(
     policy: MegatronPolicy, saver: CheckpointSaver, reference: FrozenReference | None = None
 ) -> dict[str, Verb]:
-    """What every rank can do with its part of the policy, by verb.
+    """Return what every rank can do with its part of the policy, by verb.
 
     Args:
         saver: this rank's end of saving.
@@ -63,7 +63,7 @@ class PolicyDriver:
         self._lockstep, self._saver = lockstep, saver
 
     def take_turn(self) -> None:
-        """Called before the ranks compute: a policy that shares its devices takes them here."""
+        """Prepare the ranks to compute: a policy that shares its devices takes them here."""
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         self.take_turn()

@@ -67,7 +67,7 @@ class Lockstep:
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
     def _announce(self, header: tuple[str, bool]) -> None:
-        """(verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
+        """Publish (verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
         self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -135,14 +135,14 @@ class Lockstep:
             self._watchdog.verb_ended()
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
-        """The verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
+        """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
         told = [shared]
         if self._mesh.world > 1:
             dist.broadcast_object_list(told, src=0, group=self._mesh.control)
         return [*told[0], self._distribute(per_replica)] if has_payload else [*told[0]]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
-        """Each replica's payload, from rank 0 to the replica's first rank, and from there to its other ranks."""
+        """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
         mesh = self._mesh
         if mesh.world == 1:
             assert per_replica is not None
@@ -164,7 +164,7 @@ class Lockstep:
 
 
 def _shared_store(mesh: Mesh) -> dist.TCPStore:
-    """A TCP store of our own, hosted by rank 0; its address travels over the control group."""
+    """Open a TCP store of our own, hosted by rank 0; its address travels over the control group."""
     address: list[Any] = [None]
     store: dist.TCPStore | None = None
     timeout = datetime.timedelta(seconds=60)

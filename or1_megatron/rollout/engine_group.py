@@ -61,7 +61,7 @@ class EngineGroup:
         self._call("certify", version)
 
     def versions(self) -> list[int]:
-        """The weights version of each engine."""
+        """Return the weights version of each engine."""
         return gather([handle.version.remote() for handle in self._handles], self._timeout_s, "tell its version")
 
     def sleep(self) -> None:

@@ -36,7 +36,7 @@ class FullDistributionLogProbs(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``logits`` [B, V], temperature applied. Returns (token ids [B], log-probs [B, V])."""
+        """Sample from ``logits`` [B, V], temperature applied. Returns (token ids [B], log-probs [B, V])."""
         if k is None and p is None:
             sampled, log_probs = self.sampler(logits, generators, k, p)
             return sampled, log_probs

@@ -45,7 +45,7 @@ class Turns:
 def rank_verbs(
     policy: MegatronPolicy, sender: WeightSender, saver: CheckpointSaver, reference: FrozenReference | None
 ) -> dict[str, Verb]:
-    """What every rank can do under lockstep: the policy's verbs, and the handoff's."""
+    """Return what every rank can do under lockstep: the policy's verbs, and the handoff's."""
     return {**policy_verbs(policy, saver, reference), "send": sender.send, "leave_engines": sender.close}
 
 
@@ -92,7 +92,7 @@ class SyncedPolicy(PolicyDriver):
         self._probe_every = every
 
     def restart_optimizer(self) -> None:
-        """At the trainer's next turn: now the engines may have the devices, and are about to sample."""
+        """Restart the optimizer at the trainer's next turn: now the engines may have the devices."""
         self._restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
@@ -148,7 +148,7 @@ class SyncedPolicy(PolicyDriver):
         )
 
     def revive(self) -> None:
-        """In the middle of a roll-out: replace the engines that are gone, and bring all to the current weights.
+        """Replace the engines that are gone, in the middle of a roll-out, and bring all to the current weights.
 
         Raises:
             EngineError: an engine died too often. What ``hand_off`` raises.
@@ -190,7 +190,7 @@ class SyncedPolicy(PolicyDriver):
 
 
 def _scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
-    """A sequence of which all tokens but the first are scored."""
+    """Make a sample of a sequence of which all tokens but the first are scored."""
     rest = token_ids[1:]
     return Sample(
         prompt_ids=token_ids[:1],

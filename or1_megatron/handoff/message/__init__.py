@@ -1,1 +1,1 @@
-"""What travels: slices packed into buckets, with checksums."""
+"""Slices packed into messages of bounded size, with checksums."""

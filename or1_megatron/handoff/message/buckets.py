@@ -34,7 +34,7 @@ class Slice:
 
 
 def whole_tensor(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Slice:
-    """The slice that is all of a tensor."""
+    """Return the slice that is all of a tensor."""
     return Slice(name, whole(shape), dtype)
 
 
@@ -49,11 +49,11 @@ class Slot:
     """The slice's, computed once: it is read at every handoff."""
 
     def flat(self, message: Tensor) -> Tensor:
-        """Its bytes inside ``message`` [bytes] uint8; no copy."""
+        """Return its bytes inside ``message`` [bytes] uint8; no copy."""
         return message[self.offset_bytes : self.end_bytes]
 
     def view(self, message: Tensor) -> Tensor:
-        """The slice inside ``message``; no copy."""
+        """Return the slice inside ``message``; no copy."""
         return self.flat(message).view(self.slice.dtype).view(self.shape)
 
 

@@ -45,14 +45,14 @@ class Checksums:
             self._on_device.add(index, flat)
 
     def values(self) -> list[int]:
-        """The checksum of each slice, in their order; unsigned."""
+        """Return the checksum of each slice, in their order; unsigned."""
         totals = self._on_host if self._on_device is None else self._on_device.totals()
         offset = self._handoff * _PER_HANDOFF
         return [(total + _identity(each) + offset) & _MASK for each, total in zip(self._slices, totals, strict=True)]
 
 
 def checksum(part: Slice, flat: Tensor | Content, handoff: int) -> int:
-    """The checksum of one slice: ``flat`` [bytes] uint8, a tensor on any device or an array."""
+    """Return the checksum of one slice: ``flat`` [bytes] uint8, a tensor on any device or an array."""
     device = torch.device("cpu") if isinstance(flat, np.ndarray) else flat.device
     sums = Checksums([part], handoff, device)
     sums.add(0, flat)
@@ -61,7 +61,7 @@ def checksum(part: Slice, flat: Tensor | Content, handoff: int) -> int:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """[columns] odd int64: a word's weight depends on its column, so that words that change places show."""
+    """Return [columns] odd int64. A word's weight depends on its column, so that words that change places show."""
     generator = torch.Generator().manual_seed(20250522)
     return (torch.randint(-(1 << 62), 1 << 62, (_COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -78,7 +78,7 @@ def _identity(part: Slice) -> int:
 
 
 def host_sum(content: Content) -> int:
-    """The weighted sum, modulo 2^64, by NumPy, which needs a fifth of torch's time.
+    """Return the weighted sum, modulo 2^64, by NumPy, which needs a fifth of torch's time.
 
     With few calls: each is made while the caches are full of weights, and then costs several times what it does alone.
     """

@@ -41,11 +41,11 @@ class Shipment:
         return self.payload_bytes + 8 * len(self.slots)
 
     def parent(self, rank: int) -> int | None:
-        """The rank from which ``rank`` receives it."""
+        """Return the rank from which ``rank`` receives it."""
         return next((sender for sender, receiver in self.hops if receiver == rank), None)
 
     def children(self, rank: int) -> tuple[int, ...]:
-        """The ranks to which ``rank`` sends it."""
+        """Return the ranks to which ``rank`` sends it."""
         return tuple(receiver for sender, receiver in self.hops if sender == rank)
 
 
@@ -120,7 +120,7 @@ def pack(shipment: Shipment, message: Tensor, read: Callable[[Slice], Tensor], h
 
 
 def unpack(shipment: Shipment, message: Tensor, handoff: int) -> list[ReceivedSlice]:
-    """The slices of a message [bytes] uint8, in its order; the caller verifies each when it reads it.
+    """Return the slices of a message [bytes] uint8, in its order; the caller verifies each when it reads it.
 
     On a GPU they are verified here, with one wait for all.
 

@@ -28,7 +28,7 @@ _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedF
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Names of the tensors that need no loader: of each layer all that it takes up, or nothing."""
+    """Return the names of the tensors that need no loader: for each layer all that it takes up, or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[tuple[str, str], list[ParameterView]] = defaultdict(list)
@@ -62,7 +62,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _is_filled(path: str, trace: LoaderTrace, filled: dict[tuple[str, str], list[ParameterView]]) -> bool:
-    """Whether the traced copies alone write all elements that vLLM waits for in this layer, each once."""
+    """Return whether the traced copies alone write all elements that vLLM waits for in this layer, each once."""
     total = 0
     for (module, parameter), destinations in filled.items():
         if module != path:
@@ -124,7 +124,7 @@ class DirectCopy:
 
 
 def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:
-    """The parts of parameters that take up a slice."""
+    """Yield the parts of parameters that take up a slice."""
     for view, source in trace.sources[part.name].items():
         where = offset_in(part.box, source)
         if where is not None:

@@ -36,24 +36,24 @@ class HandoffPlan:
     shipments: tuple[Shipment, ...]
 
     def sent_by(self, rank: int) -> list[Shipment]:
-        """What it packs."""
+        """Return the messages that ``rank`` packs."""
         return [shipment for shipment in self.shipments if shipment.source == rank]
 
     def through(self, rank: int) -> list[Shipment]:
-        """What it receives, to keep or to pass on."""
+        """Return the messages that ``rank`` receives, to keep or to pass on."""
         return [shipment for shipment in self.shipments if shipment.parent(rank) is not None]
 
     def of(self, rank: int) -> HandoffPlan:
-        """The part that ``rank`` has to do with."""
+        """Return the part of the plan that ``rank`` takes part in."""
         mine = [s for s in self.shipments if s.source == rank or s.parent(rank) is not None]
         return HandoffPlan(self.trainers, self.engines, tuple(mine))
 
     def who(self, rank: int) -> str:
-        """A rank as errors name it."""
+        """Return a rank's name for errors."""
         return f"trainer rank {rank}" if rank < self.trainers else f"engine rank {rank - self.trainers}"
 
     def link_bytes(self) -> dict[Hop, int]:
-        """Bytes of weights by (from, to), including those that are passed on."""
+        """Return the bytes of weights by (from, to), including those that are passed on."""
         total: dict[Hop, int] = defaultdict(int)
         for shipment in self.shipments:
             size = sum(slot.slice.size_bytes for slot in shipment.slots)
@@ -104,7 +104,7 @@ def make_plan(
 
 
 def _groups(wants: Sequence[Sequence[Slice]], trainers: int, routes: Routes) -> dict[Group, frozenset[Slice]]:
-    """Each engine rank's group, with what its ranks want."""
+    """Return the groups of engine ranks, with what the ranks of each want."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
@@ -118,7 +118,7 @@ def _channels(
     message_bytes: int,
     routes: Routes,
 ) -> dict[tuple[Group, int], list[Slice]]:
-    """What each trainer rank sends to each group, in the order of the model."""
+    """Return what each trainer rank sends to each group, in the order of the model."""
     order = {name: index for index, name in enumerate(held)}
     for want in (want for each in wanted.values() for want in each):
         if want.name not in order:
@@ -143,7 +143,7 @@ def _channels(
 def _limits(
     channels: Mapping[tuple[Group, int], Sequence[Slice]], bucket_bytes: int, share: int, most: int
 ) -> dict[tuple[Group, int], int]:
-    """Bytes of each channel's messages: channels that need less than a ``share`` in all leave the rest to the others.
+    """Return the bytes of each channel's messages. Channels that need less than a ``share`` leave the rest to others.
 
     So there are fewer rounds where an engine rank receives little from most senders. Each round costs a wait and a walk
     through vLLM's modules.
@@ -170,7 +170,7 @@ def _load(channels: Mapping[tuple[Group, int], Sequence[Slice]]) -> Load:
 
 
 def _cover(want: Slice, held: Sequence[Holding]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Rectangles that together make up what is wanted, each with the ranks that hold it."""
+    """Return rectangles that together make up what is wanted, each with the ranks that hold it."""
     covered: list[tuple[Box, tuple[int, ...]]] = []
     open_boxes = [want.box]
     for holding in held:

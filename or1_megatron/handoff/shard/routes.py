@@ -29,19 +29,19 @@ class Routes(Protocol):
     """Trees from the ranks that pack to the ranks that load."""
 
     def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Engine ranks that want the same, in the groups for which a message is packed once."""
+        """Divide engine ranks that want the same into the groups for which a message is packed once."""
         ...
 
     def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
-        """Which of the trainer ranks that hold something may send it to the group."""
+        """Return those of the trainer ranks that hold something which may send it to the group."""
         ...
 
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        """The hops to all of a group; each comes after the hop by which the message reaches its sender."""
+        """Return the hops to all of a group; each comes after the hop by which the message reaches its sender."""
         ...
 
     def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
-        """(what each sender may send in a round, the most that one may send where others need less).
+        """Return (what each sender may send in a round, the most that one may send where others need less).
 
         A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
         """
@@ -106,7 +106,7 @@ class TwoHops:
 
 
 def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) -> str:
-    """The transport for where the ranks run, when ``handoff.transport`` names none."""
+    """Return the transport for where the ranks run, when ``handoff.transport`` names none."""
     if trainers[0].device:
         return "nccl+cuda_ipc" if set(trainers) & set(engines) else "nccl"
     one_node = len({location.node for location in (*trainers, *engines)}) == 1
@@ -114,7 +114,7 @@ def choose_transport(trainers: Sequence[Location], engines: Sequence[Location]) 
 
 
 def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> Routes:
-    """The routes of a transport.
+    """Return the routes of a transport.
 
     Raises:
         HandoffError: the ranks do not run where the transport needs them.
@@ -141,7 +141,7 @@ def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[L
 
 
 def _neighbours(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> list[int]:
-    """For each engine rank the trainer rank on its device; without devices those of its node in turn."""
+    """Return, for each engine rank, the trainer rank on its device; without devices those of its node in turn."""
     ranks: dict[Location, list[int]] = defaultdict(list)
     for rank, location in enumerate(trainers):
         ranks[location].append(rank)

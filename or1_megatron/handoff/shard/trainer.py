@@ -100,7 +100,7 @@ class ShardTrainer:
         self._transfer, self._handoffs = None, 0
 
     def _reading(self) -> AbstractContextManager[Read]:
-        """For one handoff, how this rank reads what it sends."""
+        """Open, for one handoff, the function with which this rank reads what it sends."""
         return nullcontext(self._weights.read)
 
     def _holdings(self) -> list[Holding]:

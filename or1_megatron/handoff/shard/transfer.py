@@ -133,7 +133,7 @@ class Transfer:
             raise
 
     def receive(self) -> Iterator[tuple[Shipment, Tensor, bool]]:
-        """What this rank receives, in the order of the plan; each message is passed on, where it goes on, as it comes.
+        """Receive this rank's messages in the order of the plan, and pass on, as they come, those that go further.
 
         Yields (shipment, message, whether it is its round's last). Messages stay as they are until the one after their
         round's last is asked for; what is needed of them afterwards must be copied by then.

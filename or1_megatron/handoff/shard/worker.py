@@ -131,7 +131,7 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base, which ends by synchronising an accelerator: transports do that with every message."""
+        """Receive. The base would synchronise an accelerator afterwards; transports do that with every message."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShardUpdateInfo) -> None:

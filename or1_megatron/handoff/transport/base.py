@@ -52,7 +52,7 @@ class Transport(Protocol):
         ...
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """Memory that this rank may send from: [size] uint8."""
+        """Return memory that this rank may send from: [size] uint8."""
         ...
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
@@ -94,7 +94,7 @@ class BufferPool:
         self._idle: list[Tensor] = []
 
     def take(self, size_bytes: int) -> Tensor:
-        """A buffer of at least this size; its contents are undefined."""
+        """Return a buffer of at least this size; its contents are undefined."""
         for index, buffer in enumerate(self._idle):
             if buffer.numel() >= size_bytes:
                 return self._idle.pop(index)
@@ -140,7 +140,7 @@ class OrderedStarts:
         return found
 
     def _due(self) -> int | None:
-        """The index, in what has been handed in, of what is to be started now."""
+        """Return the index, in what has been handed in, of what is to be started now."""
         if not self._order:
             return 0 if self._given else None
         return next((index for index, item in enumerate(self._given) if item[0] == self._order[0]), None)
@@ -279,7 +279,7 @@ class PooledTransport(ByteCounter):
         """Block until the operations that were started on a message no longer need it."""
 
     def place_for(self, size_bytes: int, into: Tensor | None) -> tuple[Tensor, Callable[[], Arrival]]:
-        """(where to receive a message, what makes it an ``Arrival`` once it is there)."""
+        """Return (where to receive a message, the function that makes it an ``Arrival`` once it is there)."""
         owner = self._buffers.take(size_bytes) if into is None else into
         message = owner[:size_bytes]
 
@@ -307,7 +307,7 @@ class GlooTransport(PooledTransport):
         self._threads = WaitingThreads(timeout_s, lambda: abort(group))
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Nothing to do: messages have tags, and none waits for another."""
+        """Do nothing: messages have tags, and none waits for another."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)

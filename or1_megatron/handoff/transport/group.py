@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """A store on a free port of this host, which ``address`` must name."""
+    """Open a store on a free port of this host, which ``address`` must name."""
     return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -34,7 +34,7 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
 
 
 def _own_address(peer: str) -> str:
-    """This host's address on the route to ``peer``; no packet is sent."""
+    """Return this host's address on the route to ``peer``; no packet is sent."""
     family, kind, proto, _, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as probe:
         probe.connect(target)

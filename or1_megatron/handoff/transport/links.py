@@ -32,7 +32,7 @@ class Location:
 
 
 def this_location() -> Location:
-    """Where the calling process runs; its GPU is the current one."""
+    """Return where the calling process runs; its GPU is the current one."""
     import torch
 
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -54,7 +54,7 @@ class Links:
     def open(
         cls, name: str, group: ProcessGroupGloo, store: Store, rank: int, world: int, trainers: int, timeout_s: float
     ) -> Links:
-        """``group``: all ranks'."""
+        """Open the transports of ``handoff.transport = name``. ``group``: all ranks'."""
 
         def made(kind: str) -> Transport:
             if kind == "gloo":
@@ -89,7 +89,7 @@ class Links:
             link.begin(numbers[id(link)])
 
     def counts(self) -> tuple[int, int]:
-        """(bytes sent, bytes received) by this rank since the links were opened."""
+        """Return (bytes sent, bytes received) by this rank since the links were opened."""
         return sum(link.bytes_sent for link in self.all), sum(link.bytes_received for link in self.all)
 
     def free_buffers(self) -> None:

@@ -34,11 +34,11 @@ class SharedMemory(Protocol):
     def allocate(self, size_bytes: int) -> Tensor: ...
 
     def describe(self, buffer: Tensor) -> Any:
-        """What ``map`` needs in another process; small and picklable. What was written to ``buffer`` is visible."""
+        """Return what ``map`` needs in another process, picklable; what was written to ``buffer`` is visible."""
         ...
 
     def map(self, description: Any) -> Tensor:
-        """Raises HandoffError when the memory cannot be reached from here."""
+        """Map the memory of a description. Raises HandoffError when it cannot be reached from here."""
         ...
 
     def finish_reading(self) -> None:
@@ -96,7 +96,7 @@ class HostSharedMemory:
         return self._mapped.setdefault(description, pages[_HEADER_BYTES:])
 
     def finish_reading(self) -> None:
-        """Nothing to do: operations on host memory have read it when they return."""
+        """Do nothing: operations on host memory have read it when they return."""
 
     def free(self) -> None:
         for segment in self._segments.values():
@@ -138,7 +138,7 @@ class SharedMemoryTransport(ByteCounter):
         self._threads = WaitingThreads(timeout_s, lambda: abort(group))
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Nothing to do, as with gloo, which carries the notices."""
+        """Do nothing, as with gloo, which carries the notices."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return self._memory.allocate(size_bytes)

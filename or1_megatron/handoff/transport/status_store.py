@@ -58,7 +58,7 @@ class StatusStore:
         return value
 
     def wait(self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
-        """The result of ``future``.
+        """Wait for the result of ``future``, and return it.
 
         Raises:
             HandoffError: it failed, another rank failed, ``watched`` failed, or the deadline has passed.

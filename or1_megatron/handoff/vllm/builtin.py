@@ -67,7 +67,7 @@ def source_for(backend: str, weights: PolicyWeights, rank: int) -> WeightSource:
 
 
 def init_info(backend: str, rank: int, trainers: int, place: tuple[str, int, int, int]) -> TrainerInitInfo:
-    """``place``: (rank 0's address, a free port there, engines, workers per engine)."""
+    """Return a trainer rank's settings. ``place``: (rank 0's address, a free port there, engines, workers of each)."""
     address, port, engines, workers = place
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo

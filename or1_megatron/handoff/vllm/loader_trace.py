@@ -54,13 +54,13 @@ class ParameterView:
     """The whole parameter's, as the loaders see it: processing may change it afterwards."""
 
     def part(self, where: tuple[slice, ...]) -> ParameterView:
-        """A rectangle of it."""
+        """Return a rectangle of it."""
         offset, size, stride = self.view
         view = view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
         return replace(self, view=view)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part in memory; no copy."""
+        """Return the part in memory; no copy."""
         offset, size, stride = self.view
         return parameter.as_strided(size, stride, parameter.storage_offset() + offset)
 
@@ -85,7 +85,7 @@ class LoaderTrace:
     """By module, how many vLLM's layerwise reload waits for."""
 
     def wants(self) -> list[Slice]:
-        """The slices that this rank needs."""
+        """Return the slices that this rank needs."""
         found = []
         for name, tensor in self.tensors.items():
             if name in self.whole:
@@ -96,7 +96,7 @@ class LoaderTrace:
 
 
 def source_box_of(shape: tuple[int, ...], view: View) -> SourceBox | None:
-    """The rectangle of a contiguous tensor that a view of it shows, or None when it shows something else."""
+    """Return the rectangle of a contiguous tensor that a view of it shows, or None when it shows something else."""
     offset, size, stride = view
     full = torch.empty(shape, device="meta").stride()
     start = []
@@ -138,7 +138,7 @@ class _Placeholders(TorchDispatchMode):
         return made
 
     def forget_dead(self) -> list[str]:
-        """Placeholders that no loader holds any longer."""
+        """Forget the placeholders that no loader holds any longer, and return their names."""
         dead = [key for key, (_, storage) in self._names.items() if storage.expired()]
         return [self._names.pop(key)[0] for key in dead]
 
@@ -155,7 +155,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
-        """Any operation but a placeholder's copy."""
+        """Note any operation but a placeholder's copy."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:
@@ -289,7 +289,7 @@ class SliceLoader(_Placeholders):
                 each.keep()
 
     def _stand_in(self, name: str) -> Tensor:
-        """What the loaders get for a tensor: a placeholder, or, where it has to come whole, the tensor itself."""
+        """Return what the loaders get for a tensor: a placeholder, or the tensor itself where it has to come whole."""
         tensor = self._trace.tensors[name]
         if name not in self._trace.whole:
             return self.placeholder(tensor)
@@ -326,7 +326,7 @@ class SliceLoader(_Placeholders):
 
 
 def offset_in(box: Box, source: SourceBox) -> tuple[slice, ...] | None:
-    """Where in the destination of ``source`` a rectangle ``box`` goes; None when ``source`` does not contain it."""
+    """Return where in the destination of ``source`` a rectangle goes; None when ``source`` does not contain it."""
     if any(low < a or high > b for (low, high), (a, b) in zip(box, source.box, strict=True)):
         return None
     return tuple(

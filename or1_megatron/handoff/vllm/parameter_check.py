@@ -85,7 +85,7 @@ class ParameterCheck:
         log.info("handoff %d: %d slices compared in place, of %d received", handoff, found, len(expected))
 
     def _spots_of(self, received: Slice) -> Iterator[_Spot]:
-        """Where a slice should be, except where it is clear beforehand that it cannot be read."""
+        """Yield where a slice should be, except where it is clear beforehand that it cannot be read."""
         for view, source in self._trace.sources.get(received.name, {}).items():
             shared = intersection(received.box, source.box)
             where = None if shared is None else offset_in(shared, source)
@@ -99,7 +99,7 @@ class ParameterCheck:
                     yield _Spot(place.part(where), Slice(received.name, shared, received.dtype), inner)
 
     def _in_place(self, place: ParameterView, dtype: torch.dtype, loaded: bool = True) -> Tensor | None:
-        """The parameter, if it holds what was loaded; before it is ``loaded``, if it may come to hold that."""
+        """Return the parameter if it holds what was loaded; before it is ``loaded``, if it may come to hold that."""
         module: Any = self._modules[place.module]
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _IN_PLACE:
@@ -113,5 +113,5 @@ class ParameterCheck:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """[bytes] uint8, row by row."""
+    """Return [bytes] uint8, row by row."""
     return values.contiguous().flatten().view(torch.uint8)

@@ -82,7 +82,7 @@ class MeshSource(M2NWeightSource):
         return M2NMesh(self._dims, 0)
 
     def metadata(self) -> list[ParamMeta]:
-        """Raises ValueError for a tensor that is not cut evenly along one axis, as this backend needs it."""
+        """Declare tensors and placements. Raises ValueError for a tensor that is not cut evenly along one axis."""
         return [
             M2NParamMeta(name, dtype, tuple(shape), self._placements(name, tuple(shape)))
             for name, dtype, shape in self._weights.metadata()
