@@ -1,1 +1,1 @@
-"""The paper's ablations, and our own: arms of a run that differ in named keys and in nothing else."""
+"""Ablations of the paper and of our own: runs whose arms differ only in named config keys."""

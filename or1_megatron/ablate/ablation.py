@@ -1,13 +1,13 @@
-"""An ablation as a file says it (configs/ablations/NN_name.yaml): what is claimed, and arms at two scales.
+"""An ablation, read from its file (NN_name.yaml): the claim, and arms at two scales.
 
     number: 10
     title: clip-higher
-    claim: ...                      # the report's, in our words
+    claim: ...                      # of the report, in our words
     watch: [entropy/sampled, ...]   # metrics to draw
     paper: {base: ..., set: {...}, arms: {...}}
     small: {base: small.yaml, seeds: [1, 2, 3], arms: {...}, expects: [...]}
 
-An arm is a set of dotted keys and values laid over ``base`` and ``set``, as ``--set`` would.
+An arm is a set of dotted keys and values that override ``base`` and ``set``, as ``--set`` does.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ Overrides = dict[str, Any]
 
 
 class Expectation(Section):
-    """What the claim predicts of two arms, as one comparison of a metric's mean over a window of the run."""
+    """What the claim predicts of two arms: a comparison of a metric's mean over a window of the run."""
 
     says: str
     metric: str
     window: Window = "late"
-    """early, late: the first or last quarter of the steps that have the metric; last: its last value; equal_time: the
-    last quarter of the seconds that the seed's fastest arm took (``outcome.value_at_time``)."""
+    """early, late: the first or last quarter of the steps with the metric; last: its last value; equal_time: the last
+    quarter of the seconds that the seed's fastest arm took (``outcome.value_at_time``)."""
     higher: str
-    """The arm whose metric should be higher ..."""
+    """The arm whose metric should be higher."""
     than: str
-    """... than this one's ..."""
+    """The arm that it is compared with."""
     margin: NonNegativeFloat = 0.0
-    """... or at least not lower by more than this."""
+    """How much lower it may be instead."""
 
 
 class Column(Section):
-    """A column that no run reports: by how much a metric differs, in each row, from a value or from the row before."""
+    """A computed column: how much a metric differs, in each row, from a value or from the row before."""
 
     metric: str
     away_from: float | None = None
-    """None: from its value in the row before."""
+    """None: its value in the row before."""
 
 
 class Arms(Section):
     """One scale of an ablation."""
 
     base: Path
-    """The configuration that all arms share, relative to the ablation's file."""
+    """The configuration of all arms, relative to the ablation's file."""
     set: Overrides = Field(default_factory=dict)
     arms: dict[str, Overrides] = Field(min_length=1)
     seeds: tuple[Positive, ...] = Field(default=(1, 2, 3), min_length=1)
-    """Fixed before the first run."""
+    """Chosen before the first run."""
     columns: dict[str, Column] = Field(default_factory=dict)
-    """By name, to be watched and compared as metrics are."""
+    """By name. They are watched and compared like metrics."""
     equal_time: bool = False
-    """Whether arms are compared at equal seconds of training too, and not at equal steps only."""
+    """Whether arms are also compared at equal seconds of training, not only at equal steps."""
     expects: tuple[Expectation, ...] = ()
     note: str = ""
-    """In what this scale departs from the paper's setting."""
+    """How this scale differs from the paper's setting."""
 
 
 class Ablation(Section):
@@ -88,7 +88,7 @@ class Ablation(Section):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm at one scale: how it is started, what its configuration comes to."""
+    """One arm at one scale, with its configuration."""
 
     name: str
     base: Path
@@ -96,14 +96,13 @@ class Arm:
     """``key=value`` each, for ``or1 train --set``."""
     config: Config
     key: str
-    """Of the configuration but for seed and folder: equal for equal arms of different ablations."""
+    """Digest of the configuration without seed and folder, the same for equal arms of different ablations."""
 
 
 def load_ablations(folder: Path) -> dict[int, Ablation]:
-    """All of ``folder``'s NN_name.yaml, by number.
+    """Return the ablations of all NN_name.yaml in ``folder``, by number.
 
-    Raises:
-        ConfigError: no such folder, or a file that is no ablation; with file, key and what was expected.
+    Raises ConfigError, with file, key and what was expected, if a file or the folder is wrong.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected ablations, NN_name.yaml")
@@ -119,7 +118,7 @@ def load_ablations(folder: Path) -> dict[int, Ablation]:
 
 
 def load_ablation(path: Path) -> Ablation:
-    """Raises ConfigError with file, key and what was expected."""
+    """Return the ablation in a file. Raises ConfigError with file, key and what was expected."""
     try:
         data, _ = read_file(path)
         ablation = Ablation.model_validate_json(json.dumps({**data, "path": str(path)}), strict=True)
@@ -136,10 +135,13 @@ def load_ablation(path: Path) -> Ablation:
 
 
 def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None, smoke: bool = False) -> list[Arm]:
-    """Every arm with its configuration, ``extra`` laid over all of them; ``smoke``: each stage of one step.
+    """Return every arm with its configuration.
 
-    Raises:
-        ConfigError: an arm that is no configuration, or two arms that are the same.
+    Args:
+        extra: overrides of all arms.
+        smoke: give each stage one step.
+
+    Raises ConfigError if an arm's configuration is wrong or equal to another's.
     """
     chosen = ablation.at(scale)
     base = ablation.path.parent / chosen.base
@@ -162,7 +164,7 @@ def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = 
 
 
 def differences(arms: Sequence[Arm]) -> dict[str, list[str]]:
-    """Every configuration key in which arms differ, with its value in each: nothing else does, but seed and folder."""
+    """Return every configuration key in which arms differ, except seed and folder, with its value in each arm."""
     flat = [_leaves(_plain(arm.config)) for arm in arms]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = {key: [values.get(key, "absent") for values in flat] for key in keys}
@@ -177,7 +179,7 @@ def _plain(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def _key(config: Config) -> str:
-    # Defaults are left out: a key that the schema gains later leaves arms what they were.
+    # Defaults are left out, so that a new key of the schema does not change the digests.
     text = json.dumps(_plain(config, exclude_defaults=True), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

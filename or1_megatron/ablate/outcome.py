@@ -1,4 +1,4 @@
-"""What an ablation's runs came to: means over seeds with intervals, and whether the claim's comparisons held."""
+"""The outcome of an ablation: means over seeds with intervals, and the claim's comparisons."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from or1_megatron.ablate.ablation import Column, Expectation, Window
 
 STUDENT_T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Quantile 0.975 of Student's t with 1, 2, ... degrees of freedom; beyond them 1.96 is near enough."""
+"""Quantile 0.975 of Student's t with 1, 2, ... degrees of freedom; with more, 1.96 is close enough."""
 
 ELAPSED: Final = "elapsed_s"
-"""A column of every run: seconds of training so far, start-up and evaluations apart, which all arms have alike."""
+"""A column of every run: seconds of training so far, without start-up and evaluations, which all arms share."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over seeds with half the width of its 95% confidence interval (NaN: too few seeds for one)."""
+    """A mean over seeds, with half the width of its 95% confidence interval (NaN: too few seeds)."""
 
     mean: float
     half_width: float
@@ -36,18 +36,17 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One comparison: the paired difference over seeds, and what it says of the claim."""
+class Comparison:
+    """The paired difference of two arms over the seeds, and what it says about the claim."""
 
-    expectation: Expectation
     difference: Estimate
     verdict: Literal["as claimed", "the opposite", "not resolved", "not run"]
 
 
 def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """The rows with ``ELAPSED`` and ``columns``; a row without the metric has no column made of it.
+    """Return the rows with ``ELAPSED`` and ``columns``. A row without the metric does not get its column.
 
-    Worked example: of a metric that is 1, 3 in two rows, |metric - 2| is 1, 1; its change is 2 in the second.
+    Worked example: for a metric of 1 and 3 in two rows, the distance from 2 is 1 and 1; the change is 2 in the second.
     """
     elapsed_s, found = 0.0, []
     before: dict[str, float] = {}
@@ -66,17 +65,17 @@ def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, An
 
 
 def equal_times(arms: Iterable[Mapping[int, Rows]]) -> dict[int, float]:
-    """Seed -> seconds of training of the arm that took the fewest; of the seeds that every arm has."""
+    """Return {seed: seconds of training of its fastest arm} for the seeds that every arm has finished."""
     of_arms = [{seed: float(rows[-1][ELAPSED]) for seed, rows in arm.items() if rows} for arm in arms]
     seeds = set.intersection(*map(set, of_arms)) if of_arms else set()
     return {seed: min(of_arm[seed] for of_arm in of_arms) for seed in sorted(seeds)}
 
 
 def value_at_time(rows: Rows, metric: str, until_s: float) -> float | None:
-    """The metric's mean over the last quarter of the first ``until_s`` seconds; None when no row has it.
+    """Return the metric's mean over the last quarter of the first ``until_s`` seconds; None if no row has it.
 
-    Between two rows it is taken as a straight line: an arm must not gain from being evaluated just before the end.
-    Worked example: 0.2 at 0 s, 0.6 at 100 s, until 80 s: over 60 s to 80 s it goes from 0.44 to 0.52: 0.48.
+    Values are interpolated linearly between rows, so that no arm gains from an evaluation just before the end.
+    Worked example: 0.2 at 0 s, 0.6 at 100 s, until 80 s. From 60 s to 80 s it rises from 0.44 to 0.52: mean 0.48.
     """
     points = [(float(row[ELAPSED]), float(row[metric])) for row in rows if row.get(metric) is not None]
     if not points:
@@ -89,9 +88,9 @@ def value_at_time(rows: Rows, metric: str, until_s: float) -> float | None:
 
 
 def value_over(rows: Rows, metric: str, window: Window, until_s: float | None = None) -> float | None:
-    """The metric's mean over the window of the rows that have it, or its last value; None when none has.
+    """Return the metric's mean over the window of the rows that have it; None if none has.
 
-    ``until_s``: for the window equal_time; None: there is none yet.
+    ``until_s``: for the window equal_time; None: not known yet.
     """
     if window == "equal_time":
         return None if until_s is None else value_at_time(rows, metric, until_s)
@@ -103,26 +102,25 @@ def value_over(rows: Rows, metric: str, window: Window, until_s: float | None = 
     return fmean(chosen)
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95% interval by Student's t, the seeds being independent."""
-    if not values:
-        return Estimate(math.nan, math.nan, 0)
-    if len(values) == 1:
-        return Estimate(values[0], math.nan, 1)
-    freedom = len(values) - 1
+def estimate(values: Iterable[float | None]) -> Estimate:
+    """Return the mean of the values that are not None, with its 95% interval by Student's t."""
+    found = [value for value in values if value is not None]
+    if len(found) < 2:
+        return Estimate(found[0] if found else math.nan, math.nan, len(found))
+    freedom = len(found) - 1
     quantile = STUDENT_T_975[freedom - 1] if freedom <= len(STUDENT_T_975) else 1.96
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
+    return Estimate(fmean(found), quantile * stdev(found) / math.sqrt(len(found)), len(found))
 
 
-def look(
+def compare(
     expectation: Expectation,
     higher: Mapping[int, Rows],
     lower: Mapping[int, Rows],
     until_s: Mapping[int, float] | None = None,
-) -> Seen:
-    """Compare two arms, seed by seed: of one seed they start from the same weights and draw the same problems.
+) -> Comparison:
+    """Compare two arms seed by seed: with the same seed they start from the same weights and draw the same problems.
 
-    ``until_s``: seed -> ``equal_times``, for the window of that name.
+    ``until_s``: ``equal_times``, for the window of this name.
     """
     pairs = []
     for seed in sorted(higher.keys() & lower.keys()):
@@ -133,18 +131,18 @@ def look(
             pairs.append(a - b)
     difference = estimate(pairs)
     if len(pairs) < 2:
-        return Seen(expectation, difference, "not run")
+        return Comparison(difference, "not run")
     if difference.mean - difference.half_width > -expectation.margin:
-        return Seen(expectation, difference, "as claimed")
+        return Comparison(difference, "as claimed")
     if difference.mean + difference.half_width < -expectation.margin:
-        return Seen(expectation, difference, "the opposite")
-    return Seen(expectation, difference, "not resolved")
+        return Comparison(difference, "the opposite")
+    return Comparison(difference, "not resolved")
 
 
 def mean_curve(runs: Sequence[Rows], metric: str, over: str = "step") -> list[tuple[float, float, float, float]]:
-    """(step, mean, lowest, highest) over the seeds that have the metric at that step.
+    """Return (x, mean, lowest, highest) at each step, over the seeds that have the metric there.
 
-    ``over``: another column to stand in the step's place, by its mean over those seeds.
+    ``over``: the column whose mean over those seeds is x.
     """
     by_step: dict[int, list[tuple[float, float]]] = {}
     for rows in runs:

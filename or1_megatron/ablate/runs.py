@@ -1,6 +1,7 @@
-"""The runs of an ablation: each arm from the same start, once per seed; finished ones are never repeated.
+"""The runs of an ablation: one per arm and seed. Finished runs are never repeated.
 
-A run lies in OUT/runs/KEY_seed_S, KEY standing for the arm's configuration: arms that two ablations share are run once.
+A run's folder is OUT/runs/KEY_seed_S, where KEY is the digest of the arm's configuration, so that arms which two
+ablations share are run once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from or1_megatron.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-BUSY: int = 75
-"""Exit status of a sub-run that another process is at work on."""
-
 
 @dataclass(frozen=True, slots=True)
 class ArmRun:
@@ -33,31 +31,34 @@ class ArmRun:
 
     @property
     def finished(self) -> bool:
-        return _finished(self.dir)
+        try:
+            return bool(RunFolder(self.dir).read_summary()["finished"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
 
     @property
     def log(self) -> Path:
         return self.dir.with_suffix(".log")
 
     def command(self) -> list[str]:
-        """The command that runs it, or goes on with it."""
+        """Return the command that starts or resumes it."""
         overrides = [*self.arm.overrides, f"run.dir={self.dir}", f"run.seed={self.seed}"]
         sets = [part for override in overrides for part in ("--set", override)]
         return [sys.executable, "-m", "or1_megatron.commands.app", "train", str(self.arm.base), *sets]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics, one per step, in order; none when there are none yet."""
+        """Return the rows of metrics, one per step, in order."""
         metrics = RunFolder(self.dir).metrics
         return list(read_steps(metrics).values()) if metrics.is_file() else []
 
 
 def runs_of(arms: Sequence[Arm], seeds: Sequence[int], out: Path) -> list[ArmRun]:
-    """Seed by seed, so that a campaign that is cut short has whole rounds."""
+    """Return the runs seed by seed, so that an interrupted ablation has whole rounds."""
     return [ArmRun(arm, seed, out / "runs" / f"{arm.key}_seed_{seed}") for seed in seeds for arm in arms]
 
 
 def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:
-    """Run what is not finished, one after another; (run, exit status) as each ends. One that fails stops no other."""
+    """Run what is not finished, one after another, and yield (run, exit status) as each ends, failed ones too."""
     for run in runs:
         if run.finished:
             continue
@@ -71,33 +72,23 @@ def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:
 
 
 def _run_to_its_end(command: list[str], log: TextIO) -> int:
-    """Its exit status. SIGTERM is passed on to it: it saves and ends, and then so does this process."""
+    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process ends."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    heard = []
+    received = []
 
-    def pass_on(number: int, _: object) -> None:
-        heard.append(number)
+    def forward(number: int, _: object) -> None:
+        received.append(number)
         process.terminate()
 
-    previous = signal.signal(signal.SIGTERM, pass_on)
+    previous = signal.signal(signal.SIGTERM, forward)
     try:
         status = process.wait()
-    except BaseException:  # Ctrl-C, which the run has heard too
+    except BaseException:  # Ctrl-C, which the run receives too
         process.terminate()
         process.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
-    if heard:
-        raise SystemExit(128 + heard[0])
+    if received:
+        raise SystemExit(128 + received[0])
     return status
-
-
-def _finished(folder: Path) -> bool:
-    summary = RunFolder(folder).summary
-    if not summary.is_file():
-        return False
-    try:
-        return bool(json.loads(summary.read_text())["finished"])
-    except (ValueError, KeyError):
-        return False

@@ -27,9 +27,9 @@ from or1_megatron.ablate.ablation import (
 )
 from or1_megatron.ablate.outcome import (
     ELAPSED,
+    compare,
     equal_times,
     estimate,
-    look,
     mean_curve,
     value_at_time,
     value_over,
@@ -42,6 +42,8 @@ from or1_megatron.config.load import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/ablations"
+PATIENCE_S = 120.0
+"""How long anything may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +100,13 @@ def test_a_claim_is_judged_by_the_paired_difference() -> None:
     one = {seed: [{"step": 0, "m": 10.0 * seed + 1.0 + 0.01 * seed}] for seed in (1, 2, 3)}
     other = {seed: [{"step": 0, "m": 10.0 * seed}] for seed in (1, 2, 3)}
     expected = Expectation(says="", metric="m", window="all", higher="one", than="other")
-    seen = look(expected, one, other)
+    seen = compare(expected, one, other)
     assert seen.difference.mean == pytest.approx(1.02)
     assert seen.verdict == "as claimed"
-    assert look(expected, other, one).verdict == "the opposite"
+    assert compare(expected, other, one).verdict == "the opposite"
     noisy = {1: [{"step": 0, "m": 11.0}], 2: [{"step": 0, "m": 18.0}], 3: [{"step": 0, "m": 33.0}]}
-    assert look(expected, noisy, other).verdict == "not resolved"
-    assert look(expected, {1: one[1]}, other).verdict == "not run"
+    assert compare(expected, noisy, other).verdict == "not resolved"
+    assert compare(expected, {1: one[1]}, other).verdict == "not run"
 
 
 def test_not_lower_by_more_than_a_margin() -> None:
@@ -113,11 +115,11 @@ def test_not_lower_by_more_than_a_margin() -> None:
     lower = {seed: [{"step": 0, "m": 0.5}] for seed in (1, 2, 3)}
     for margin, verdict in ((0.0, "not resolved"), (0.034, "not resolved"), (0.036, "as claimed")):
         expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=margin)
-        assert look(expected, higher, lower).verdict == verdict
-        assert look(expected, lower, higher).verdict == ("as claimed" if margin else "not resolved")
+        assert compare(expected, higher, lower).verdict == verdict
+        assert compare(expected, lower, higher).verdict == ("as claimed" if margin else "not resolved")
     far = {seed: [{"step": 0, "m": 0.4}] for seed in (1, 2, 3)}
     expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=0.06)
-    assert look(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
+    assert compare(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
 
 
 def test_columns_that_no_run_reports() -> None:
@@ -149,9 +151,9 @@ def test_equal_time_by_hand() -> None:
     assert value_at_time(fast, "none", 80.0) is None
     expected = Expectation(says="", metric="m", window="equal_time", higher="fast", than="slow")
     two = {1: fast, 2: [fast[0], {**fast[1], "m": 0.7}]}
-    seen = look(expected, two, {1: slow, 2: slow}, {1: 80.0, 2: 80.0})
+    seen = compare(expected, two, {1: slow, 2: slow}, {1: 80.0, 2: 80.0})
     assert seen.difference.mean == pytest.approx((0.175 + (0.575 + 0.7) / 2 - 0.375) / 2)
-    assert look(expected, two, {1: slow, 2: slow}).verdict == "not run"
+    assert compare(expected, two, {1: slow, 2: slow}).verdict == "not run"
 
 
 def test_a_page_at_equal_wall_time(found: dict[int, Ablation], tmp_path: Path) -> None:
@@ -238,12 +240,12 @@ def test_a_campaign_that_is_ended_ends_its_run_first(tmp_path: Path) -> None:
     """The run has time to save; no other is begun."""
     arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path)]
     campaign = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not any("begun" in log.read_text() for log in tmp_path.glob("runs/*.log")):
         assert time.monotonic() < deadline and campaign.poll() is None
         time.sleep(0.05)
     campaign.terminate()
-    output, _ = campaign.communicate(timeout=30)
+    output, _ = campaign.communicate(timeout=PATIENCE_S)
     assert (campaign.returncode, output) == (128 + signal.SIGTERM, "")
     (log,) = tmp_path.glob("runs/*.log")
     assert log.read_text() == "begun\nsaved\n"
