@@ -29,7 +29,8 @@ from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseS
 from or1_megatron.evaluate.run import evaluate, missing_count
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.interfaces import Sampler
-from or1_megatron.report.figures.evaluation import draw_evaluation, show_evaluation
+from or1_megatron.report.console.evaluation import show_evaluation
+from or1_megatron.report.figures.evaluation import draw_evaluation
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Problem, Sampling

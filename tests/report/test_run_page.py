@@ -165,7 +165,7 @@ def test_ids(run: Path, tmp_path: Path) -> None:
     _, written = report([run], tmp_path / "r.html", ids=["p1", "p0/3", "p1/1/2"], texts=0)
     assert written.texts == 16 + 4
     for wanted, said in {
-        "q": "no rollout that is kept is of a problem 'q'",
+        "q": "no rollout of a problem 'q' is kept",
         "p1/9": "the problem was sampled in step 1, 2, 3, 4",
         "p1/1/7": "no such rollout is kept",
         "p1/x": "expected PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE",
@@ -310,7 +310,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     status, text = said(str(tmp_path / "evaluated"))
     assert status == 2 and "holds an evaluation" in text
     status, text = said(str(run), "--ids", "zz", "--out", str(tmp_path / "r.html"))
-    assert status == 2 and "no rollout that is kept is of a problem 'zz'" in text
+    assert status == 2 and "no rollout of a problem 'zz' is kept" in text
 
 
 def test_labels() -> None:

@@ -5,7 +5,6 @@ Skipped where there is none (``make browser`` installs one). How it looks is for
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,7 +301,7 @@ def test_ten_thousand_rows_with_few_in_the_document(browser: Chromium, tmp_path:
     browser.wait_for("document.querySelector('.row')")
 
     def shown() -> list[list[Any]]:
-        time.sleep(0.1)  # two frames
+        browser.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         found: list[list[Any]] = browser.evaluate(
             "[...document.querySelectorAll('.row')].map(r => [r.ariaRowIndex ?? r.getAttribute('aria-rowindex'), "
             "r.children[1].textContent])"

@@ -1,4 +1,4 @@
-"""Numbers for people: few digits, ``-`` for what was not measured."""
+"""Numbers for people: few digits, and ``-`` for what was not measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MISSING = "-"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, never in exponent form above 0.0001: 0.412, 88.1, 1240."""
+    """Return three significant digits, with an exponent only below 0.0001: 0.412, 88.1, 1240."""
     if value is None or not math.isfinite(value):
         return _MISSING if value is None else str(value)
     if value == 0:
@@ -22,12 +22,12 @@ def number(value: float | None) -> str:
 
 
 def fraction(value: float | None) -> str:
-    """A fraction as a percentage with one decimal."""
+    """Return a fraction as a percentage with one decimal."""
     return _MISSING if value is None else f"{100 * value:.1f}%"
 
 
 def quantity(value: float | None) -> str:
-    """A count, in thousands or millions where it is large: 512, 5.1k, 64.2M."""
+    """Return a count, if large in thousands, millions or billions: 512, 5.1k, 64.2M."""
     if value is None:
         return _MISSING
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -37,7 +37,7 @@ def quantity(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """4.21s, 38.2s, 12m05s, 3h07m."""
+    """Return a duration such as 4.21s, 38.2s, 12m05s or 3h07m."""
     if seconds is None:
         return _MISSING
     if seconds < 9.995:

@@ -1,6 +1,6 @@
-"""A run in the terminal: a line per step, a live bar inside a step, and the outcome as a table at the end.
+"""A run in the terminal: a line per step, a live bar within a step, and the outcome as a table at the end.
 
-In ``plain`` mode (no terminal, or asked for) there are the same lines without bar or colour, fit for log files.
+In ``plain`` mode (by choice, or without a terminal) it prints the same lines without bar and colour, for log files.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from or1_megatron.report.console.format import duration, fraction, number, quantity
+from or1_megatron.report.console.summary import show_summary
 from or1_megatron.types import AdvantagedGroup, EvaluationResult, Group, TokenScores
 
 _HEADER_EVERY_LINES = 20
@@ -25,9 +24,6 @@ _SAMPLING_VERBS = ("roll_out", "evaluate")
 """Verbs during which responses finish one by one."""
 
 _FIRST_VERBS = ("begin_stage", "take_problems")
-
-_BRIEF_SHARE = 0.001
-"""Verbs that take less than this of a run share one line of the final table."""
 
 _WIDTHS = {
     "step": 5,
@@ -43,11 +39,11 @@ _WIDTHS = {
     "tok/s": 6,
     "time": 7,
 }
-"""Columns of a step's line; acc-nt is the accuracy of the responses that were not truncated."""
+"""Columns of a step's line and their widths; acc-nt: accuracy of the responses that were not truncated."""
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
-    """(console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` never emits an escape code."""
+    """Return (console on stdout, whether it is live). ``auto`` is live on a terminal; ``plain`` has no escape codes."""
     live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
     if live:
         return Console(force_terminal=True), True
@@ -55,11 +51,7 @@ def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]
 
 
 class RunConsole:
-    """Tracker and Observer of a run that shows it.
-
-    ``progress`` gives (responses finished, asked for) of the current roll-out and must not block; it is asked from a
-    thread of its own, and only while the bar is live.
-    """
+    """The Tracker and Observer that print a run."""
 
     def __init__(
         self,
@@ -71,6 +63,8 @@ class RunConsole:
         entropy_target: float | None,
         progress: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
+        """``progress`` returns (responses finished, requested) of the current roll-out. A thread calls it while the bar
+        is live; it must not block."""
         self._console = console
         self._total_steps = total_steps
         self._stage_names = stage_names
@@ -87,10 +81,8 @@ class RunConsole:
         if live:
             self._start_bar()
 
-    # What the loop tells
-
     def verb_started(self, step: int, verb: str) -> None:
-        """``step``: rollout steps done so far, which an update adds one to in the middle of the step that it ends."""
+        """Show the verb in the bar. ``step``: rollout steps done so far; the update counts its own step already."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"
@@ -107,10 +99,10 @@ class RunConsole:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Shown with the step's metrics."""
+        """Ignore: the step's metrics say enough."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The step's line; a row without roll-out (step 0) has none."""
+        """Print the step's line. Metrics without a roll-out (step 0) have none."""
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:
@@ -134,19 +126,17 @@ class RunConsole:
     def resumed(self, step: int) -> None:
         self._print(f"resumed from the checkpoint of step {step} of {self._total_steps}", style="cyan")
 
-    # The frame around the loop
-
     def say(self, text: str) -> None:
-        """A line of its own: what the run starts with, where it is written."""
+        """Print a line of its own, such as where the run is written."""
         self._print(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """The bar goes; the outcome (fields of ``schemas.SUMMARY``) comes."""
+        """Remove the bar and print the outcome (fields of ``schemas.SUMMARY``)."""
         self.close()
         show_summary(summary, self._console)
 
     def close(self) -> None:
-        """Take the bar away, so that an error's message stands alone; again does nothing."""
+        """Remove the bar, so that an error's message stands alone. A second call does nothing."""
         self._closed.set()
         if self._poller is not None:
             self._poller.join(timeout=1.0)
@@ -188,7 +178,7 @@ class RunConsole:
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
-            refresh_per_second=4,  # the trainer needs its cores
+            refresh_per_second=4,  # leaves the cores to the trainer
         )
         self._task = self._bar.add_task("start", total=None, count="")
         self._bar.start()
@@ -197,7 +187,7 @@ class RunConsole:
             self._poller.start()
 
     def _poll(self, progress: Callable[[], tuple[int, int]]) -> None:
-        # When the engines are gone the loop says so, with the reason; the bar just stands still.
+        # If the engines are gone, the loop reports the reason; the bar only stops.
         with contextlib.suppress(Exception):
             while not self._closed.wait(_POLL_S):
                 bar = self._bar
@@ -205,46 +195,3 @@ class RunConsole:
                     done, asked = progress()
                     with self._lock:
                         bar.update(self._task, completed=done, total=asked or None, count=f"{done}/{asked}")
-
-
-def show_summary(summary: Mapping[str, Any], console: Console) -> None:
-    """The outcome: accuracy before and after, time per verb with shares, where the model is."""
-    samples = summary["evaluation_samples"]
-    outcome = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("held-out" if samples is None else f"held-out, avg@{samples}", "before", "after"):
-        outcome.add_column(heading, justify="left" if heading.startswith("held") else "right")
-    for title, field, show in (
-        ("accuracy", "accuracy", fraction),
-        ("accuracy, non-truncated", "non_truncated_accuracy", fraction),
-        ("truncated", "truncation_ratio", fraction),
-        ("mean length, tokens", "mean_length", number),
-    ):
-        outcome.add_row(title, show(summary[f"{field}_before"]), show(summary[f"{field}_after"]))
-
-    times = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    times.add_column("verb")
-    times.add_column("seconds", justify="right")
-    times.add_column("share", justify="right")
-    wall_s = summary["wall_s"]
-    brief = {verb: seconds for verb, seconds in summary["time_s"].items() if seconds < _BRIEF_SHARE * wall_s}
-    shown = {verb.replace("_", " "): seconds for verb, seconds in summary["time_s"].items() if verb not in brief}
-    if brief:
-        shown[f"{len(brief)} more"] = sum(brief.values())
-    for verb, seconds in shown.items():
-        times.add_row(verb, f"{seconds:.1f}", fraction(seconds / wall_s if wall_s else None))
-    times.add_section()
-    times.add_row("all", f"{wall_s:.1f}", "100.0%" if wall_s else "-")
-
-    end = "" if summary["finished"] else ", stopped: the same command goes on"
-    console.print(
-        f"\nstep {summary['steps']} of {summary['total_steps']}, seed {summary['seed']}{end}", highlight=False
-    )
-    console.print(outcome)
-    console.print("\ntime")
-    console.print(times)
-    console.print()
-    if summary["skipped_updates"]:
-        console.print(f"SGD steps skipped, loss or gradient not finite: {summary['skipped_updates']}", style="yellow")
-    other = "neither decoding nor forward, backward, optimizer"
-    console.print(f"other:  {fraction(summary['other_share'])} of the time ({other})", highlight=False)
-    console.print(f"model:  {summary['model'] or 'not exported'}", highlight=False, soft_wrap=True)

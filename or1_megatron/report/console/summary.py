@@ -1,72 +1,96 @@
-"""What a run came to: the fields of ``schemas.SUMMARY``, from the loop's result."""
+"""The outcome of a run: the fields of ``schemas.SUMMARY`` from the loop's result, and a table of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from or1_megatron.types import EvaluationResult
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
+from or1_megatron.report.console.format import fraction, number
 
-class Outcome(Protocol):
-    """What is needed of ``rl.ports.LoopResult``: times are summed over all sessions of a resumed run."""
+if TYPE_CHECKING:
+    from or1_megatron.rl.ports import LoopResult
 
-    @property
-    def steps(self) -> int: ...
+_BRIEF_SHARE = 0.001
+"""Verbs that take less than this share of a run have one line of the table together."""
 
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def before(self) -> EvaluationResult | None: ...
-
-    @property
-    def after(self) -> EvaluationResult | None: ...
-
-    @property
-    def best_step(self) -> int | None: ...
-
-    @property
-    def wall_s(self) -> float: ...
-
-    @property
-    def other_s(self) -> float: ...
-
-    @property
-    def seconds(self) -> Mapping[str, float]: ...
-
-    @property
-    def skipped_updates(self) -> int: ...
+_EVALUATED = (
+    ("accuracy", "accuracy", "accuracy", fraction),
+    ("accuracy, non-truncated", "non_truncated_accuracy", "non_truncated_accuracy", fraction),
+    ("truncated", "truncation_ratio", "truncation_ratio", fraction),
+    ("mean length, tokens", "mean_length", "mean_length_tokens", number),
+)
+"""(title, field of the summary without _before or _after, attribute of an EvaluationResult, format)."""
 
 
 def summarise(
-    outcome: Outcome, *, total_steps: int, seed: int, model: Path | None, startup_s: float | None
+    result: LoopResult, *, total_steps: int, seed: int, model: Path | None, startup_s: float | None
 ) -> dict[str, Any]:
-    """``model``: the exported HF folder, None without export. ``startup_s``: of this session, up to the first verb."""
-    evaluation = outcome.after or outcome.before
+    """Return the summary.
+
+    Args:
+        model: the exported HF folder; None without export.
+        startup_s: seconds of this session before the first verb.
+    """
+    evaluation = result.after or result.before
     return {
-        **_evaluated("before", outcome.before),
-        **_evaluated("after", outcome.after),
+        **{
+            f"{name}_{when}": getattr(found, attribute) if found else None
+            for when, found in (("before", result.before), ("after", result.after))
+            for _, name, attribute, _ in _EVALUATED
+        },
         "evaluation_samples": evaluation.samples if evaluation else None,
-        "steps": outcome.steps,
+        "steps": result.steps,
         "total_steps": total_steps,
-        "finished": outcome.finished,
-        "best_step": outcome.best_step,
-        "skipped_updates": outcome.skipped_updates,
+        "finished": result.finished,
+        "best_step": result.best_step,
+        "skipped_updates": result.skipped_updates,
         "seed": seed,
-        "wall_s": outcome.wall_s,
+        "wall_s": result.wall_s,
         "startup_s": startup_s,
-        "time_s": dict(outcome.seconds),
-        "other_share": outcome.other_s / outcome.wall_s if outcome.wall_s > 0 else None,
+        "time_s": dict(result.seconds),
+        "other_share": result.other_s / result.wall_s if result.wall_s > 0 else None,
         "model": None if model is None else str(model),
     }
 
 
-def _evaluated(when: str, result: EvaluationResult | None) -> dict[str, float | None]:
-    return {
-        f"accuracy_{when}": result.accuracy if result else None,
-        f"non_truncated_accuracy_{when}": result.non_truncated_accuracy if result else None,
-        f"truncation_ratio_{when}": result.truncation_ratio if result else None,
-        f"mean_length_{when}": result.mean_length_tokens if result else None,
-    }
+def show_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the outcome: accuracy before and after, time per verb with shares, and where the model is."""
+    samples = summary["evaluation_samples"]
+    outcome = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("held-out" if samples is None else f"held-out, avg@{samples}", "before", "after"):
+        outcome.add_column(heading, justify="left" if heading.startswith("held") else "right")
+    for title, name, _, show in _EVALUATED:
+        outcome.add_row(title, show(summary[f"{name}_before"]), show(summary[f"{name}_after"]))
+
+    times = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    times.add_column("verb")
+    times.add_column("seconds", justify="right")
+    times.add_column("share", justify="right")
+    wall_s = summary["wall_s"]
+    brief = {verb: seconds for verb, seconds in summary["time_s"].items() if seconds < _BRIEF_SHARE * wall_s}
+    shown = {verb.replace("_", " "): seconds for verb, seconds in summary["time_s"].items() if verb not in brief}
+    if brief:
+        shown[f"{len(brief)} more"] = sum(brief.values())
+    for verb, seconds in shown.items():
+        times.add_row(verb, f"{seconds:.1f}", fraction(seconds / wall_s if wall_s else None))
+    times.add_section()
+    times.add_row("all", f"{wall_s:.1f}", "100.0%" if wall_s else "-")
+
+    end = "" if summary["finished"] else ", stopped: the same command resumes it"
+    console.print(
+        f"\nstep {summary['steps']} of {summary['total_steps']}, seed {summary['seed']}{end}", highlight=False
+    )
+    console.print(outcome)
+    console.print("\ntime")
+    console.print(times)
+    console.print()
+    if summary["skipped_updates"]:
+        console.print(f"SGD steps skipped, loss or gradient not finite: {summary['skipped_updates']}", style="yellow")
+    other = "neither decoding nor forward, backward, optimizer"
+    console.print(f"other:  {fraction(summary['other_share'])} of the time ({other})", highlight=False)
+    console.print(f"model:  {summary['model'] or 'not exported'}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A picture of a run, as SVG, from its metrics: accuracy, entropy against its target, length, truncation."""
+"""The figure of a run, as SVG: accuracy, entropy against its target, length and truncation over the steps."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import yaml
 
-from or1_megatron.report.figures.svg import GREY, GRID, INK, Points, legend, line, path, ticks
+from or1_megatron.report.figures.svg import GREY, INK, Axes, Points, document, dots, legend, line, path, text, ticks
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
 
-_WIDTH, _HEIGHT = 960, 560
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 40, 30
-"""Margins of a panel, within its quarter of the picture."""
+_WIDTH, _HEIGHT = 480, 280
+"""Size of a panel; the figure has two by two."""
 
 _SMOOTHED_STEPS = 9
 
 
 @dataclass(frozen=True)
 class Curve:
-    """``metric`` of metrics.jsonl as a line; ``points``: measured now and then, so marked and not smoothed."""
+    """A metric as a line. With ``points``, for one that few steps measure, the values are marked and not smoothed."""
 
     metric: str
     label: str
@@ -39,16 +37,16 @@ class Panel:
     curves: tuple[Curve, ...]
     per_cent: bool = False
     top: float = 0.0
-    """The axis reaches at least this."""
+    """The axis goes up to this or more."""
     level: float | None = None
     """A horizontal line to compare with."""
     level_label: str = ""
 
 
 def draw_run(run: Path, out: Path) -> None:
-    """Draw ``run``'s metrics.jsonl to ``out``, whose name must end in .svg (else ValueError).
+    """Draw the metrics of ``run`` to ``out``.
 
-    Raises FileNotFoundError when the run has no metrics, ValueError when it has no finished step yet.
+    Raises FileNotFoundError if the run has no metrics, ValueError if it has no finished step or ``out`` is not *.svg.
     """
     if out.suffix != ".svg":
         raise ValueError(f"{out}: the picture is an SVG; a name that ends in .svg was expected")
@@ -62,7 +60,7 @@ def draw_run(run: Path, out: Path) -> None:
 
 
 def _entropy_target(folder: RunFolder) -> float | None:
-    """tgt-ent of the run's configuration; None when entropy is not controlled."""
+    """Return the target of the run's entropy control; None if it has none."""
     if not folder.config.is_file():
         return None
     config = yaml.safe_load(folder.config.read_text()) or {}
@@ -71,7 +69,7 @@ def _entropy_target(folder: RunFolder) -> float | None:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], entropy_target: float | None) -> str:
-    """The SVG of these rows, one per step, in order."""
+    """Return the SVG of these rows, one per step, in order."""
     panels = (
         Panel(
             "accuracy",
@@ -102,79 +100,51 @@ def picture(rows: Sequence[Mapping[str, Any]], entropy_target: float | None) -> 
     ]
     body = []
     for place, panel in enumerate(panels):
-        x, y = place % 2 * _WIDTH / 2, place // 2 * _HEIGHT / 2
-        body.append(f'<g transform="translate({x:g} {y:g})">')
+        body.append(f'<g transform="translate({place % 2 * _WIDTH:g} {place // 2 * _HEIGHT:g})">')
         body += _draw(panel, rows, (min(steps), max(max(steps), min(steps) + 1)), boundaries)
         body.append("</g>")
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
+    return document(2 * _WIDTH, 2 * _HEIGHT, body)
 
 
 def _draw(
     panel: Panel, rows: Sequence[Mapping[str, Any]], steps: tuple[int, int], boundaries: Sequence[tuple[float, str]]
 ) -> list[str]:
-    """One panel's elements, in a box of half the picture's width and height."""
-    right, bottom = _WIDTH / 2 - _RIGHT, _HEIGHT / 2 - _BOTTOM
+    """Return the elements of one panel."""
     curves = [(curve, _points(rows, curve.metric)) for curve in panel.curves]
-    values = [value for _, points in curves for _, value in points]
-    levels = ticks(max([*values, panel.level or 0.0, panel.top]))
-
-    def at(step: float, value: float) -> tuple[float, float]:
-        across = (step - steps[0]) / (steps[1] - steps[0])
-        return _LEFT + across * (right - _LEFT), bottom - value / levels[-1] * (bottom - _TOP)
-
-    lines = [f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>']
-    for tick in levels:
-        y = at(0, tick)[1]
-        label = f"{100 * tick:g}%" if panel.per_cent else f"{tick:g}"
-        lines.append(line((_LEFT, y), (right, y), GRID))
-        lines.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="{GREY}">{label}</text>')
-    for step in ticks(steps[1]):
-        if steps[0] <= step <= steps[1] and step == int(step):
-            x = at(step, 0)[0]
-            lines.append(f'<text x="{x:.1f}" y="{bottom + 17:.1f}" text-anchor="middle" fill="{GREY}">{step:g}</text>')
-    lines += [line(at(step, 0), at(step, levels[-1]), GREY, dashes="2 3") for step, _ in boundaries]
+    levels = ticks(max([*(value for _, points in curves for _, value in points), panel.level or 0.0, panel.top]))
+    axes = Axes(x=steps, y=(0.0, levels[-1]), left=52, right=_WIDTH - 14, top=40, bottom=_HEIGHT - 30)
+    lines = axes.frame(panel.title, levels, _per_cent if panel.per_cent else "{:g}".format) + axes.steps()
+    lines += [line(axes.at(step, 0), axes.at(step, levels[-1]), GREY, dashes="2 3") for step, _ in boundaries]
     entries = []
     if panel.level is not None:
-        y = at(0, panel.level)[1]
-        lines.append(line((_LEFT, y), (right, y), INK, dashes="6 4"))
+        lines.append(line(axes.at(steps[0], panel.level), axes.at(steps[1], panel.level), INK, dashes="6 4"))
         entries.append((f"{panel.level_label} {panel.level:g}", INK))
     for curve, points in curves:
         if not points:
             continue
         entries.append((curve.label, curve.colour))
+        corners = [axes.at(*point) for point in points]
         if curve.points:
-            lines.append(path([at(*point) for point in points], curve.colour, 1.5))
-            lines += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{curve.colour}"/>' for x, y in (at(*p) for p in points)
-            ]
+            lines += [path(corners, curve.colour, 1.5), *dots(corners, curve.colour)]
         else:
-            lines.append(path([at(*point) for point in points], curve.colour, 1, opacity=0.3))
-            lines.append(
-                path([at(*point) for point in _smoothed(points, [step for step, _ in boundaries])], curve.colour, 2)
-            )
-    lines += [
-        f'<text x="{at(step, 0)[0] + 4:.1f}" y="{bottom - 6:.1f}" font-size="11" fill="{GREY}" stroke="#ffffff" '
-        f'stroke-width="4" paint-order="stroke">{escape(label)}</text>'
-        for step, label in boundaries
-    ]
-    return lines + legend(entries, right)
+            smooth = [axes.at(*point) for point in _smoothed(points, [step for step, _ in boundaries])]
+            lines += [path(corners, curve.colour, 1, opacity=0.3), path(smooth, curve.colour, 2)]
+    halo = ' font-size="11" stroke="#ffffff" stroke-width="4" paint-order="stroke"'
+    lines += [text(axes.at(step, 0)[0] + 4, axes.bottom - 6, label, more=halo) for step, label in boundaries]
+    return [*lines, legend(entries, axes.right, 34, "end")]
+
+
+def _per_cent(share: float) -> str:
+    return f"{100 * share:g}%"
 
 
 def _points(rows: Iterable[Mapping[str, Any]], metric: str) -> Points:
-    """Where the metric was measured and finite."""
+    """Return [(step, value)] where the metric was measured and finite."""
     return [(float(row["step"]), float(row[metric])) for row in rows if row.get(metric) is not None]
 
 
 def _smoothed(points: Points, boundaries: Sequence[float]) -> Points:
-    """Centred moving mean over up to _SMOOTHED_STEPS points of the same stage; near an end as many on either side."""
+    """Return the centred mean over up to _SMOOTHED_STEPS points of a stage, fewer near its ends."""
     stages = [sum(step > boundary for boundary in boundaries) for step, _ in points]
     smooth = []
     for i, (step, _) in enumerate(points):

@@ -1,4 +1,4 @@
-"""The page's histograms and the migration of pass rates, from all rows that a run has kept."""
+"""The page's histograms and the migration of pass rates, over all responses that a run has kept."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from or1_megatron.report.page.rollout_rows import Rows
 
 _LENGTH_BINS = 40
 _MOST_OF_A_GROUP = 32
-"""Groups of one size up to this have a bar for each number of truncated responses; others one for each tenth."""
+"""Groups of one size, up to this, get a bar for each number of truncated responses, other groups one for each tenth."""
 
 PASS_RATES = ("0%", "0–25%", "25–50%", "50–75%", "75–100%", "100%")
-"""Bins of a pass rate, the ends alone: 0% is no right response at all, 100% only right ones; between, [low, high)."""
+"""Bins of a pass rate: exactly 0%, [low, high) between, exactly 100%."""
 
 NOT_SEEN = len(PASS_RATES)
-"""The bin of a problem that the period did not sample."""
+"""The bin of a problem that was not sampled in the period."""
 
 _KINDS = ("right", "not right", "truncated")
 
 
 def histograms(recording: Recording) -> list[dict[str, Any]]:
-    """Per stage of the run's kept rollouts: response lengths by outcome, truncated responses per group."""
+    """Return for each stage of the kept rollouts: response lengths by outcome, and truncated responses per group."""
     rows = recording.rows
-    if rows is None:
-        return []
     groups = rows.groups()
     found = []
     for _, name, of_stage in rows.stages():
@@ -47,7 +45,7 @@ def histograms(recording: Recording) -> list[dict[str, Any]]:
 
 
 def length_histogram(rows: Rows, which: NDArray[np.bool_], limit: int | None) -> dict[str, Any]:
-    """``edges`` [bins + 1], tokens; ``counts`` {right, not right, truncated} [bins]: each response counted once."""
+    """Return ``edges`` [bins + 1] in tokens, and ``counts`` [bins] of right, not right and truncated responses."""
     tokens = rows["tokens"][which]
     longest = max(int(tokens.max(initial=0)), limit or 0, 1)
     width = -(-(longest + 1) // _LENGTH_BINS)
@@ -59,7 +57,7 @@ def length_histogram(rows: Rows, which: NDArray[np.bool_], limit: int | None) ->
 
 
 def truncation_histogram(truncated: NDArray[np.bool_], groups: NDArray[np.int64]) -> dict[str, Any]:
-    """``labels`` and ``counts``: how many groups have so many truncated responses."""
+    """Return ``labels`` and ``counts``: how many groups have so many truncated responses."""
     _, of_row = np.unique(groups, return_inverse=True)
     sizes = np.bincount(of_row)
     cut = np.bincount(of_row, weights=truncated).astype(np.int64)
@@ -72,17 +70,15 @@ def truncation_histogram(truncated: NDArray[np.bool_], groups: NDArray[np.int64]
 
 
 def migration(recording: Recording, problems: Sequence[str]) -> dict[str, Any] | None:
-    """Pass rates of problems, period by period. A period is a stage; a run of one stage is cut into halves.
+    """Return how pass rates of problems move between periods: the stages, or the halves of a run of one stage.
 
-    Returns ``periods`` (names), ``bins`` [periods][problems] (places in PASS_RATES, NOT_SEEN), and ``tables``
-    {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}, problems by bin in period i and bin in period j. None: nothing to compare.
+    The result has ``periods`` (names), ``bins`` [periods][problems] (places in PASS_RATES, or NOT_SEEN), and ``tables``
+    {"i-j": [NOT_SEEN + 1][NOT_SEEN + 1]}: counts of problems by their bins in periods i and j. None: only one period.
 
     Args:
-        problems: all problem ids, whose order ``bins`` follow.
+        problems: all problem ids, in the order of ``bins``.
     """
     rows = recording.rows
-    if rows is None:
-        return None
     named = _periods(rows)
     if len(named) < 2:
         return None
@@ -94,7 +90,7 @@ def migration(recording: Recording, problems: Sequence[str]) -> dict[str, Any] |
         for j in range(i + 1, len(bins)):
             table = np.zeros((NOT_SEEN + 1, NOT_SEEN + 1), np.int64)
             np.add.at(table, (before, bins[j]), 1)
-            table[NOT_SEEN, NOT_SEEN] = 0  # of other runs, or of other periods
+            table[NOT_SEEN, NOT_SEEN] = 0  # problems of other runs or other periods
             tables[f"{i}-{j}"] = table.tolist()
     return {"periods": [name for name, _ in named], "bins": bins, "tables": tables}
 
@@ -112,7 +108,7 @@ def _periods(rows: Rows) -> list[tuple[str, NDArray[np.bool_]]]:
 
 
 def _rate_bins(problem: NDArray[np.int64], right: NDArray[np.bool_], count: int) -> NDArray[np.uint8]:
-    """[count] bins of the share of right ones among each problem's responses."""
+    """Return [count] the bin of each problem's share of right responses."""
     seen = np.bincount(problem, minlength=count)
     passed = np.bincount(problem, weights=right, minlength=count)
     bins = 1 + np.minimum(4 * passed // np.maximum(seen, 1), 3)

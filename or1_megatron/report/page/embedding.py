@@ -1,7 +1,7 @@
-"""Data inside a page: columns and JSON, compressed, as text that no content can break out of.
+"""Data inside a page: columns and JSON, compressed and in base64, so that no content can end its element.
 
-A packet is gzip of: the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
-length]), and the columns, each from a multiple of 8 bytes on, little endian. ``web/data.js`` is the reader.
+A packet is the gzip of: the header's length (uint32), the header (JSON, with ``columns``: name to [dtype, first byte,
+length]), and the columns, little endian, each at a multiple of 8 bytes. ``web/data.js`` reads it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 _LEVEL = 6
 _ALIGNMENT = 8
 _DROPPED_BITS = 12
-"""Of a float32's 23 bits of mantissa: three digits are left, and half of the bytes."""
+"""Bits dropped from the 23 of a float32's mantissa. Three digits and half of the compressed bytes are left."""
 
 
 def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> str:
-    """Base64. Columns are uint8, uint16, int32, uint32 or float32; of the last three digits are kept.
+    """Return the packet in base64. Columns are uint8, uint16, int32, uint32 or float32 (kept to three digits).
 
-    Raises ValueError for any other type, and for numbers in ``header`` that JSON does not have.
+    Raises ValueError for any other type, and for numbers in ``header`` that JSON cannot express.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes] = []
@@ -46,7 +46,7 @@ def packet(header: Mapping[str, Any], columns: Mapping[str, NDArray[Any]]) -> st
 
 
 def rounded(values: NDArray[Any]) -> NDArray[np.float32]:
-    """float32 to three digits, nearest; nan and infinities stay. The dropped bits are zero, which gzip stores well."""
+    """Round float32 to three digits; nan and infinities stay. The dropped bits are zero, which gzip compresses well."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     nearest = (bits + np.uint32(1 << (_DROPPED_BITS - 1))) & ~np.uint32((1 << _DROPPED_BITS) - 1)
     return np.where(np.isfinite(values), nearest.view(np.float32), values).astype(np.float32)

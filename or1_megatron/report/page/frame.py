@@ -1,4 +1,4 @@
-"""The frame of the pages that this package writes: one file, one look, nothing loaded from anywhere."""
+"""The frame of all HTML pages of this package: one file with one look that loads nothing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def asset(name: str) -> str:
 
 
 def html_page(title: str, body: str, *, styles: Sequence[str] = (), scripts: Sequence[str] = (), late: str = "") -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         title: plain text.
         body: HTML.
-        styles, scripts: files of ``report/web`` beside the common look; scripts share one scope and follow the body.
-        late: HTML behind all, which the first paint does without.
+        styles, scripts: files of ``web/`` beside the common look. Scripts share one scope and follow the body.
+        late: HTML at the end, which the first paint does not need.
     """
     style = "\n".join(asset(name) for name in ("look.css", *styles))
     script = "\n".join(asset(name) for name in scripts)
     code = f'<script>\n(() => {{\n"use strict";\n{script}\n}})();\n</script>\n' if scripts else ""
-    # The policy of the page itself: a text that got out of its place could still neither load nor send anything.
+    # Even a text that escaped from its element could neither load nor send anything.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

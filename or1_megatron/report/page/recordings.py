@@ -1,10 +1,10 @@
-"""What a run folder has recorded, read for the page: whatever cannot be read is left out, and named in a note."""
+"""The records of a run folder, read for the page. What cannot be read is left out and named in a note."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from or1_megatron.runtime.rollout_store import rollout_files
 from or1_megatron.runtime.run_folder import RunFolder
 
 _SHOWN_FAULTS = 5
-"""Of one kind; of more there is only the number."""
+"""Faults of one kind that notes list; of further ones they give the number."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``first_step``: the first rollout step that the metrics (or else the rollouts) have of it."""
+    """``first_step``: its first step in the metrics, or in the rollouts if there are no metrics."""
 
     name: str
     first_step: int
@@ -32,34 +32,34 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recording:
-    """One run. ``rows``: its responses without their texts; None: none is kept."""
+    """The records of one run. ``rows``: its responses without their texts."""
 
     label: str
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
-    """By step; None: not finite."""
+    """By step and name; None: not finite."""
     stages: tuple[Stage, ...]
-    rows: Rows | None
+    rows: Rows
     summary: Mapping[str, Any]
     entropy_target: float | None
     model: Path | None
-    """The HF folder that it started from, as its configuration names it."""
+    """The HF folder of the model that it started from, as its configuration names it."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not self.metrics and self.rows is None
+        return not self.metrics and not len(self.rows)
 
 
 def read_recordings(runs: Sequence[Path]) -> list[Recording]:
-    """The runs, in order, each with a label of its own.
+    """Return the records of the runs in order, each run once and with a label of its own.
 
-    Raises FileNotFoundError for what is no run folder, ValueError when none has recorded anything yet.
+    Raises FileNotFoundError for a path that is not a run folder, ValueError if no run has recorded anything yet.
     """
     folders: list[Path] = []
     for run in runs:
         _check(run)
-        if not any(run.samefile(other) for other in folders):  # a shell's * and a name may mean the same
+        if not any(run.samefile(other) for other in folders):  # a pattern of the shell and a name may be the same
             folders.append(run)
     recordings = [read_recording(run, label) for run, label in zip(folders, labels(folders), strict=True)]
     if all(recording.is_empty for recording in recordings):
@@ -72,17 +72,19 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
 
 
 def read_recording(run: Path, label: str) -> Recording:
-    """One run folder; never fails for what it holds."""
+    """Return the records of a run folder, whatever its files hold."""
     folder = RunFolder(run)
     notes: list[str] = []
-    config = _read_config(folder.config, notes)
+    config = _read_mapping(
+        folder.config, yaml.safe_load, notes, "stages have no names, and the entropy target is not known"
+    )
     metrics = _read_metrics(folder.metrics, notes)
     files = rollout_files(folder.rollouts)
     rows = gather(files, notes)
     partial = sorted(path.name for path in folder.rollouts.glob(f"*{PARTIAL_SUFFIX}"))
     if partial:
-        notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed over it)")
-    if rows is None:
+        notes.append(f"{', '.join(partial)}: half-written, left out (the run still writes it, or was killed)")
+    if not len(rows):
         notes.append(
             "no rollouts are kept: there is nothing to browse, and no histogram"
             if not files
@@ -98,7 +100,7 @@ def read_recording(run: Path, label: str) -> Recording:
         metrics=metrics,
         stages=stages,
         rows=rows,
-        summary=_read_summary(folder.summary, notes),
+        summary=_read_mapping(folder.summary, json.loads, notes),
         entropy_target=float(target) if isinstance(target, int | float) else None,
         model=Path(model) if isinstance(model, str) else None,
         notes=notes,
@@ -106,9 +108,9 @@ def read_recording(run: Path, label: str) -> Recording:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; of those that are the same, with as many of their parents as tell them apart.
+    """Return the folders' names; equal names get as many parents as tell them apart.
 
-    a/run and b/run become a/run and b/run; a/one and b/two: one and two.
+    a/one and b/two become one and two; a/run and b/run stay a/run and b/run.
     """
     parts = [folder.resolve().parts for folder in folders]
     depths = [1] * len(parts)
@@ -128,19 +130,21 @@ def _check(run: Path) -> None:
     if folder.config.exists() or folder.metrics.exists() or folder.rollouts.is_dir():
         return
     if (run / "responses.jsonl").is_file():
-        raise FileNotFoundError(f"{run} holds an evaluation; its picture and table lie in it already (or1 eval)")
+        raise FileNotFoundError(f"{run} holds an evaluation; or1 eval has written its figure and results there")
     raise FileNotFoundError(
         f"{run} is not a run folder: it has neither {folder.config.name} nor {folder.metrics.name} nor rollouts/"
     )
 
 
-def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
+def _read_mapping(path: Path, parse: Callable[[str], Any], notes: list[str], missing: str = "") -> Mapping[str, Any]:
+    """Return the mapping in a file. If it cannot be read: an empty one, with a note (``missing`` if it is absent)."""
     try:
-        found = yaml.safe_load(path.read_text())
+        found = parse(path.read_text())
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing: stages have no names, and the entropy target is not known")
+        if missing:
+            notes.append(f"{path.name} is missing: {missing}")
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, OSError) as error:
         notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
         return {}
     return found if isinstance(found, dict) else {}
@@ -152,7 +156,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, float | None]]:
-    """By step, lines of one step merged; what is no number is left out, what is not finite becomes None."""
+    """Return the metrics by step, lines of one step merged. Only numbers are kept; None: not finite."""
     if not path.is_file():
         notes.append(f"{path.name} is missing: there are no curves and no times")
         return {}
@@ -180,21 +184,10 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _read_summary(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _stages(
-    config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]], rows: Rows | None
+    config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]], rows: Rows
 ) -> tuple[Stage, ...]:
-    """In the order of their steps: from the metrics' ``stage/index``, else from the rollouts' names."""
+    """Return the stages in order of their steps: by ``stage/index`` of the metrics, else by names in the rollouts."""
     listed = config.get("stages")
     configured = [each if isinstance(each, dict) else {} for each in listed] if isinstance(listed, list) else []
     firsts: dict[int, int] = {}
@@ -205,7 +198,7 @@ def _stages(
     found = [
         _stage(configured[index] if 0 <= index < len(configured) else {}, index, step) for index, step in firsts.items()
     ]
-    if not found and rows is not None:
+    if not found:
         names = [str(each.get("name")) for each in configured]
         for step, name, _ in rows.stages():
             index = names.index(name) if name in names else len(found)
@@ -221,7 +214,7 @@ def _stage(configured: Mapping[str, Any], index: int, first_step: int) -> Stage:
 
 
 def shortened(faults: Iterable[str]) -> list[str]:
-    """The first few, and how many more there are."""
+    """Return the first few, and how many more there are."""
     listed = list(faults)
     more = len(listed) - _SHOWN_FAULTS
     return listed[:_SHOWN_FAULTS] + ([f"... and {more} more such lines"] if more > 0 else [])

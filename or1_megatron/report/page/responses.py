@@ -1,4 +1,4 @@
-"""Responses in full, token by token, for the few rows of a page that show them."""
+"""Responses in full, token by token, for the rows of a page that show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCH_ROWS = 64
 
 
 def packets(rows: Rows, chosen: Sequence[int], tokens: TokenTexts | None) -> dict[int, str]:
-    """Of each chosen row what ``web/response.js`` shows, packed."""
+    """Return for each chosen row a packet of what ``web/response.js`` shows."""
     wanted: dict[int, dict[int, int]] = {}
     for row in chosen:
         wanted.setdefault(int(rows["file"][row]), {})[int(rows["place"][row])] = int(row)

@@ -1,4 +1,4 @@
-"""The responses of a run without their texts: a row each, as columns, read file by file in bounded memory."""
+"""The responses of a run without their texts, as columns, read file by file in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from or1_megatron.runtime.rollout_store import open_rollouts
 from or1_megatron.runtime.run_folder import step_of
 
 _BATCH_ROWS = 256
-"""Read at a time: a response may have 32,000 tokens."""
+"""Rows read at a time; a response may have 32,000 tokens."""
 
 _NEEDED = ("problem_id", "sample_index", "reward")
 _LISTS = ("prompt_token_ids", "response_token_ids", "log_probs", "log_prob_differences", "entropies")
@@ -29,15 +29,13 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns [n], the rows in the order of steps and of the groups within. What a file lacks is nan or "" there.
-
-    ``file`` and ``place`` say where in ``files`` a row's text lies.
-    """
+    """Columns [n] of responses in the order of their steps and groups; nan or "" where a file lacks a column."""
 
     files: Sequence[Path]
     columns: Mapping[str, Column]
-    """file, place, step, sample, reward, advantage, tokens, prompt_tokens, seconds, log_prob, difference (mean of |.|),
-    entropy, truncated, kept; and stage, problem, source, status as places in ``words``."""
+    """step, sample, reward, advantage, tokens, prompt_tokens, seconds, log_prob, difference (mean of |.|), entropy,
+    truncated, kept; stage, problem, source and status as places in ``words``; and where the text of a row is: ``file``
+    (place in ``files``) and ``place`` (row of the file)."""
     words: Mapping[str, Sequence[str]]
 
     def __len__(self) -> int:
@@ -47,40 +45,39 @@ class Rows:
         return self.columns[name]
 
     def stages(self) -> list[tuple[int, str, NDArray[np.bool_]]]:
-        """(first step, name, which rows [n]) of each stage, in the order of steps."""
+        """Return (first step, name, which rows [n]) of each stage, in the order of steps."""
         codes, first = np.unique(self["stage"], return_index=True)
         found = sorted((int(self["step"][place]), int(code)) for code, place in zip(codes, first, strict=True))
         return [(step, self.words["stage"][code], self["stage"] == code) for step, code in found]
 
     def groups(self) -> NDArray[np.int64]:
-        """[n]: the number of each row's group, from 0: neighbours of one step and problem, sample indices rising."""
+        """Return [n] the number of each row's group: neighbours of one step and problem with rising sample indices."""
         step, problem, sample = self["step"], self["problem"], self["sample"]
         begins = (step[1:] != step[:-1]) | (problem[1:] != problem[:-1]) | (sample[1:] <= sample[:-1])
         return np.concatenate([[0], np.cumsum(begins)]).astype(np.int64)[: len(self)]
 
 
-def gather(files: Sequence[Path], notes: list[str]) -> Rows | None:
-    """The rows of these files; a file that cannot be read is named in ``notes``. None: there is no row."""
+def gather(files: Sequence[Path], notes: list[str]) -> Rows:
+    """Return the rows of these files. A file that cannot be read is left out and named in ``notes``."""
     parts: list[dict[str, Column]] = []
     lacking: dict[str, int] = {}
     words: dict[str, dict[str, int]] = {name: {} for name in _WORDS}
     for index, path in enumerate(files):
         try:
-            parts += [
-                part | {"file": np.full(len(part["step"]), index, np.int32)} for part in _read(path, lacking, words)
-            ]
+            parts += _read(path, index, lacking, words)
         except (ValueError, OSError, pa.ArrowException) as error:
             notes.append(f"{path.name} is left out: {str(error).splitlines()[0].removeprefix(f'{path}: ')}")
     for name, count in lacking.items():
         notes.append(f"{count} of {len(files)} rollout files lack '{name}', as those of older versions do")
     if not parts:
-        return None
+        nothing = pa.RecordBatch.from_pylist([], schema=pa.schema([]))
+        parts.append(_columns(nothing, 0, 0, 0, {name: {} for name in _WORDS}))
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return Rows(files, columns, {name: list(codes) for name, codes in words.items()})
 
 
-def _read(path: Path, lacking: dict[str, int], words: dict[str, dict[str, int]]) -> list[dict[str, Column]]:
-    """All of a file's rows or an exception: a file is taken whole or not at all."""
+def _read(path: Path, index: int, lacking: dict[str, int], words: dict[str, dict[str, int]]) -> list[dict[str, Column]]:
+    """Return all rows of a file, or raise: a file is taken whole or not at all."""
     with open_rollouts(path) as file:
         there = set(file.schema_arrow.names)
         if missing := [name for name in _NEEDED if name not in there]:
@@ -91,7 +88,7 @@ def _read(path: Path, lacking: dict[str, int], words: dict[str, dict[str, int]])
         done = 0
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=wanted):
             if batch.num_rows:
-                parts.append(_columns(batch, step_of(path) or 0, done, words))
+                parts.append(_columns(batch, index, step_of(path) or 0, done, words))
                 done += batch.num_rows
     for name in (*fields, *_NUMBERS, "response_token_ids", "log_probs"):
         if name not in there:
@@ -99,7 +96,10 @@ def _read(path: Path, lacking: dict[str, int], words: dict[str, dict[str, int]])
     return parts
 
 
-def _columns(batch: pa.RecordBatch, step: int, done: int, words: dict[str, dict[str, int]]) -> dict[str, Column]:
+def _columns(
+    batch: pa.RecordBatch, file: int, step: int, done: int, words: dict[str, dict[str, int]]
+) -> dict[str, Column]:
+    """Return the columns of a batch that begins at row ``done`` of the file; ``words`` learns new words."""
     rows = batch.num_rows
     there = set(batch.schema.names)
 
@@ -124,6 +124,7 @@ def _columns(batch: pa.RecordBatch, step: int, done: int, words: dict[str, dict[
         return batch[name] if name in there else pa.nulls(rows, pa.list_(pa.float32()))
 
     return {
+        "file": np.full(rows, file, np.int32),
         "place": np.arange(done, done + rows, dtype=np.int32),
         "step": np.full(rows, step, np.int32),
         "stage": codes("stage"),
@@ -150,7 +151,7 @@ def _lengths(lists: pa.Array) -> Column:
 
 
 def _means(lists: pa.Array, absolute: bool = False) -> Column:
-    """The mean of each list; nan of none and of an empty one."""
+    """Return the mean of each list; nan for a missing or empty one."""
     lengths = _lengths(lists)
     values = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     owner = np.repeat(np.arange(len(lengths)), lengths)

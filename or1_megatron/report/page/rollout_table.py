@@ -15,11 +15,12 @@ _WORDS = ("stage", "source", "status", "problem")
 
 
 @dataclass(frozen=True)
-class Book:
-    """Columns [n] as of ``Rows``, with ``run`` (which recording) and ``row`` (which of its); runs share ``words``."""
+class RolloutTable:
+    """The columns [n] of ``Rows``, with ``run`` (place among the recordings) and ``row`` (of that run)."""
 
     columns: Mapping[str, NDArray[Any]]
     words: Mapping[str, Sequence[str]]
+    """The words of all runs together."""
 
     def __len__(self) -> int:
         return len(self.columns["run"])
@@ -28,34 +29,20 @@ class Book:
         return self.columns[name]
 
     def part(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """The columns of these rows."""
+        """Return the columns of these rows."""
         return {name: values[rows] for name, values in self.columns.items()}
 
 
-def join(recordings: Sequence[Recording]) -> Book:
-    """Run after run."""
+def join(recordings: Sequence[Recording]) -> RolloutTable:
+    """Return the table of all runs, run after run."""
     known: dict[str, dict[str, int]] = {name: {} for name in _WORDS}
-    parts: list[dict[str, NDArray[Any]]] = [_empty()]
+    parts: list[dict[str, NDArray[Any]]] = []
     for number, recording in enumerate(recordings):
         rows = recording.rows
-        if rows is None:
-            continue
-        columns = dict(rows.columns)
+        columns = {**rows.columns, "run": np.full(len(rows), number, np.int32), "row": np.arange(len(rows))}
         for name, codes in known.items():
             shared = np.array([codes.setdefault(word, len(codes)) for word in rows.words[name]], np.int32)
             columns[name] = shared[columns[name]]
-        columns["run"] = np.full(len(rows), number, np.int32)
-        columns["row"] = np.arange(len(rows), dtype=np.int64)
         parts.append(columns)
-    names = parts[-1].keys()
-    joined = {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
-    return Book(joined, {name: list(codes) for name, codes in known.items()})
-
-
-def _empty() -> dict[str, NDArray[Any]]:
-    """What there is of no run."""
-    whole = ("run", "row", "step", "sample", "tokens", "prompt_tokens", "file", "place", *_WORDS)
-    real = ("reward", "advantage", "seconds", "log_prob", "difference", "entropy")
-    columns: dict[str, NDArray[Any]] = {name: np.empty(0, np.int32) for name in whole}
-    columns |= {name: np.empty(0, np.float32) for name in real}
-    return columns | {name: np.empty(0, np.bool_) for name in ("truncated", "kept")}
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return RolloutTable(joined, {name: list(codes) for name, codes in known.items()})

@@ -1,4 +1,4 @@
-"""``or1 report RUN...``: runs as one page that needs nothing but a browser."""
+"""``or1 report RUN...``: runs as one HTML page that needs only a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from or1_megatron.report.page.embedding import packet
 from or1_megatron.report.page.frame import asset, html_page
 from or1_megatron.report.page.recordings import Recording, read_recordings
 from or1_megatron.report.page.responses import packets
-from or1_megatron.report.page.rollout_table import Book, join
+from or1_megatron.report.page.rollout_table import RolloutTable, join
 from or1_megatron.report.page.selection import choose, named, thinned
 from or1_megatron.report.page.tokens import TokenTexts, find_token_texts
 from or1_megatron.runtime.files import write_atomically
@@ -25,25 +25,26 @@ from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.schemas.metrics import METRICS
 
 TEXTS = 200
-"""Responses shown in full when none are named."""
+"""Responses that are chosen to be shown in full."""
 LIMIT_BYTES = 50_000_000
 ROWS = 250_000
-"""A table of more is thinned."""
+"""The most rows of the table of responses; beyond it, steps are left out."""
 
 _STYLES = ("vendor/uplot/uPlot.min.css", "report.css")
 _SCRIPTS = (
     *("format.js", "vendor/uplot/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "curves.js", "times.js"),
     *("lengths.js", "problems.js", "table.js", "response.js", "rollouts.js", "main.js"),
 )
-_NAMED_RUNS = 3  # in the title
+_NAMED_RUNS = 3
+"""The most runs whose names the title lists."""
 
 _ROWS_SHARE = 0.6
-"""Of the page, for the table of responses; the rest is for texts."""
+"""Share of the page for the table of responses; the rest is for texts."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What came out: ``rows`` of ``all_rows`` responses are listed, ``texts`` of them in full."""
+    """What a page holds: ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
 
     size_bytes: int
     rows: int
@@ -65,48 +66,49 @@ def write_report(
     """Draw ``runs`` to ``out``.
 
     Args:
-        ids: responses to show in full beside the ``texts`` chosen ones (``choice.named``).
-        tokenizer: an HF folder; None: the run's own export, else the model that it started from.
+        ids: responses to show in full beside ``texts`` chosen ones (``selection.named``).
+        tokenizer: an HF folder; None: the run's export, else the model that it started from.
 
     Raises:
-        FileNotFoundError: a run is none. ValueError: nothing is recorded yet, or the metrics alone are too much.
-        UnknownRollout: ``ids`` name what is not kept.
+        FileNotFoundError: a path is not a run folder.
+        ValueError: nothing is recorded yet, or the metrics alone are larger than ``limit_bytes``.
+        UnknownRollout: ``ids`` name a response that is not kept.
     """
     recordings = read_recordings(runs)
-    book = join(recordings)
-    wanted = named(book.columns, book.words["problem"], ids)
-    head = _head_packet(recordings, book)
+    table = join(recordings)
+    wanted = named(table.columns, table.words["problem"], ids)
+    head = _head_packet(recordings, table)
     frame_bytes = len(_page(recordings, head, "", {}).encode())
     if frame_bytes > limit_bytes:
         raise ValueError(f"the curves of {len(recordings)} runs alone take {frame_bytes:,} bytes; name fewer runs")
     notes: list[str] = []
-    listed = _listed(book, most_rows, wanted, int(_ROWS_SHARE * (limit_bytes - frame_bytes)))
-    if len(listed) < len(book):
+    listed = _listed(table, most_rows, wanted, int(_ROWS_SHARE * (limit_bytes - frame_bytes)))
+    if len(listed) < len(table):
         notes.append(
-            f"{len(listed):,} of {len(book):,} responses are listed, those of every n-th step: the page holds no more. "
-            "Histograms and the migration of problems count all of them"
+            f"{len(listed):,} of {len(table):,} responses are listed, those of every n-th step, since the page's size "
+            "is limited. Histograms and the migration of problems count all of them"
         )
-    order = list(dict.fromkeys([*wanted.tolist(), *listed[choose(book.part(listed), texts)].tolist()]))
-    room = limit_bytes - frame_bytes - len(_rows_packet(book, listed, order, notes)) - 10_000
-    packed, left_out = _fitting(_text_packets(recordings, book, order, tokenizer, notes), order, room)
+    order = list(dict.fromkeys([*wanted.tolist(), *listed[choose(table.part(listed), texts)].tolist()]))
+    room = limit_bytes - frame_bytes - len(_rows_packet(table, listed, order, notes)) - 10_000
+    packed, left_out = _fitting(_text_packets(recordings, table, order, tokenizer, notes), order, room)
     if left_out:
         notes.append(f"{left_out:,} of {len(order):,} texts are left out: the page would be over {limit_bytes:,} bytes")
-    page = _page(recordings, head, _rows_packet(book, listed, list(packed), notes), packed)
+    page = _page(recordings, head, _rows_packet(table, listed, list(packed), notes), packed)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page.encode(), "the report")
     said = (*(f"{recording.label}: {note}" for recording in recordings for note in recording.notes), *notes)
-    return Written(len(page.encode()), len(listed), len(book), len(packed), said)
+    return Written(len(page.encode()), len(listed), len(table), len(packed), said)
 
 
-def _head_packet(recordings: Sequence[Recording], book: Book) -> str:
-    """All but the responses: what the first paint needs."""
+def _head_packet(recordings: Sequence[Recording], table: RolloutTable) -> str:
+    """Return the packet of all but the responses: what the first paint needs."""
     known = {metric.name: metric for metric in METRICS}
     measured = {name for recording in recordings for row in recording.metrics.values() for name in row}
     names = [name for name in known if name in measured] + sorted(measured - known.keys())
     runs: list[dict[str, Any]] = []
     columns: dict[str, NDArray[Any]] = {}
     for number, recording in enumerate(recordings):
-        moved = migration(recording, book.words["problem"])
+        moved = migration(recording, table.words["problem"])
         if moved is not None:
             bins = moved.pop("bins")
             columns |= {f"bins/{number}/{period}": bins[period] for period in range(len(bins))}
@@ -122,7 +124,7 @@ def _head_packet(recordings: Sequence[Recording], book: Book) -> str:
                 "metrics": _series(recording, names),
                 "histograms": histograms(recording),
                 "migration": moved,
-                "responses": 0 if recording.rows is None else len(recording.rows),
+                "responses": len(recording.rows),
             }
         )
     described = [[name, known[name].unit, known[name].meaning] if name in known else [name, "", ""] for name in names]
@@ -130,8 +132,8 @@ def _head_packet(recordings: Sequence[Recording], book: Book) -> str:
 
 
 def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
-    """By metric: [places among the run's steps, values there (six digits; null: not finite)]; nothing where never
-    measured."""
+    """Return by metric [places among the run's steps, values there (six digits; null: not finite)]. A metric that was
+    never measured is left out."""
     found: dict[str, Any] = {}
     for name in names:
         there = [(i, row[name]) for i, row in enumerate(recording.metrics.values()) if name in row]
@@ -142,26 +144,26 @@ def _series(recording: Recording, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Of summary.json what the head of the page says."""
+    """Return the numbers of summary.json that the page shows."""
     wanted = ("steps", "total_steps", "finished", "seed", "wall_s", "accuracy_before", "accuracy_after", "other_share")
     found = {name: summary.get(name) for name in wanted}
     return {name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
-def _listed(book: Book, most_rows: int, wanted: NDArray[np.int64], most_bytes: int) -> NDArray[np.int64]:
-    """The rows of the table: all, or as many as go into ``most_bytes``."""
+def _listed(table: RolloutTable, most_rows: int, wanted: NDArray[np.int64], most_bytes: int) -> NDArray[np.int64]:
+    """Return the rows of the page's table: all, or as many as fit into ``most_bytes``."""
     while True:
-        listed = thinned(book.columns, most_rows, wanted)
-        size = len(_rows_packet(book, listed, [], []))
+        listed = thinned(table.columns, most_rows, wanted)
+        size = len(_rows_packet(table, listed, [], []))
         if size <= most_bytes or most_rows <= 1:
             return listed
         most_rows = max(1, int(min(most_rows, len(listed)) * min(0.9, most_bytes / size)))
 
 
-def _rows_packet(book: Book, listed: NDArray[np.int64], texts: Sequence[int], notes: Sequence[str]) -> str:
-    text_of = np.full(len(book), -1, np.int32)
+def _rows_packet(table: RolloutTable, listed: NDArray[np.int64], texts: Sequence[int], notes: Sequence[str]) -> str:
+    text_of = np.full(len(table), -1, np.int32)
     text_of[np.array(texts, np.int64)] = np.arange(len(texts))
-    part = book.part(listed)
+    part = table.part(listed)
     columns: dict[str, NDArray[Any]] = {
         "run": part["run"].astype(np.uint16),
         **{name: part[name].astype(np.uint16) for name in ("stage", "source", "status")},
@@ -170,17 +172,17 @@ def _rows_packet(book: Book, listed: NDArray[np.int64], texts: Sequence[int], no
         **{name: part[name] for name in ("reward", "advantage", "seconds", "log_prob", "difference", "entropy")},
         "text": text_of[listed],
     }
-    return packet({"words": book.words, "notes": list(notes), "all": len(book)}, columns)
+    return packet({"words": table.words, "notes": list(notes), "all": len(table)}, columns)
 
 
 def _text_packets(
-    recordings: Sequence[Recording], book: Book, order: Sequence[int], tokenizer: Path | None, notes: list[str]
+    recordings: Sequence[Recording], table: RolloutTable, order: Sequence[int], tokenizer: Path | None, notes: list[str]
 ) -> dict[int, str]:
     found: dict[int, str] = {}
     rows = np.array(order, np.int64)
     for number, recording in enumerate(recordings):
-        mine = rows[book["run"][rows] == number]
-        if recording.rows is None or not mine.size:
+        mine = rows[table["run"][rows] == number]
+        if not mine.size:
             continue
         tokens, why = _tokenizer_of(recording, tokenizer)
         if tokens is None:
@@ -188,8 +190,8 @@ def _text_packets(
                 f"{recording.label}: its tokens have no text, since no tokenizer was found ({why}); name its folder "
                 "with --tokenizer"
             )
-        packed = packets(recording.rows, book["row"][mine].tolist(), tokens)
-        found |= {int(row): packed[int(book["row"][row])] for row in mine}
+        packed = packets(recording.rows, table["row"][mine].tolist(), tokens)
+        found |= {int(row): packed[int(table["row"][row])] for row in mine}
     return found
 
 
@@ -201,7 +203,7 @@ def _tokenizer_of(recording: Recording, given: Path | None) -> tuple[TokenTexts 
 
 
 def _fitting(packed: Mapping[int, str], order: Sequence[int], room: int) -> tuple[dict[int, str], int]:
-    """(the texts that go into ``room`` bytes, first chosen first, how many are left out)."""
+    """Return (the texts that fit into ``room`` bytes, in order of choice, and how many are left out)."""
     found: dict[int, str] = {}
     for row in order:
         size = len(packed[row]) + 80  # with its element

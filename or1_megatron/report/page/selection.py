@@ -1,4 +1,4 @@
-"""Which responses a page shows in full, and which it lists at all: the same for the same runs, on every machine."""
+"""Which responses a page lists, and which it shows in full: the same for the same runs on every machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class UnknownRollout(UserError, ValueError):
 
 
 def choose(columns: Columns, count: int) -> NDArray[np.int64]:
-    """Up to ``count`` row numbers in the order of choice, spread over run, step, reward, truncation and source.
+    """Return up to ``count`` row numbers in the order of choice, spread over run, step, reward, truncation and source.
 
-    Rows alike in all five are a stratum. Each choice is the next row of the stratum whose properties have been chosen
-    least so far: what is rare (the few truncated ones, a small source) comes early, and no step stands for all. Reward
-    and truncation count as one property with the part of the run: each part has its right, wrong and truncated ones.
+    Rows that are equal in all five form a stratum. Each choice is the next row of the stratum whose properties were
+    chosen least so far, so that rare rows (the few truncated ones, a small source) come early, and no step dominates.
+    Reward, truncation and the part of the run count as one property: each part gets right, wrong and truncated rows.
 
     Args:
         columns: run, step, reward, truncated, source, [n] each.
@@ -39,7 +39,7 @@ def choose(columns: Columns, count: int) -> NDArray[np.int64]:
     keys = np.stack([run, source, step, outcome], axis=1)
     strata, of_row = np.unique(keys, axis=0, return_inverse=True)
     of_row = of_row.reshape(-1)
-    members = np.argsort(of_row, kind="stable")  # rows of a stratum, in their order
+    members = np.argsort(of_row, kind="stable")  # the rows stratum by stratum
     begins = np.searchsorted(of_row[members], np.arange(len(strata)))
     sizes = np.bincount(of_row, minlength=len(strata))
     used = np.zeros(len(strata), np.int64)
@@ -47,7 +47,7 @@ def choose(columns: Columns, count: int) -> NDArray[np.int64]:
     ranks = _scattered(len(strata))
     chosen = []
     for _ in range(min(count, rows)):
-        # Times the number of values: that of a property with few values may be chosen the oftener.
+        # Times the number of values: a value of a property with few values may be chosen more often.
         loads = [seen[strata[:, place]] * seen.size for place, seen in enumerate(chosen_with)]
         load = np.where(used < sizes, np.sum(loads, axis=0), np.iinfo(np.int64).max)
         best = np.flatnonzero(load == load.min())
@@ -61,10 +61,10 @@ def choose(columns: Columns, count: int) -> NDArray[np.int64]:
 
 
 def named(columns: Columns, problem_ids: Sequence[str], ids: Sequence[str]) -> NDArray[np.int64]:
-    """The rows that ``PROBLEM``, ``PROBLEM/STEP`` or ``PROBLEM/STEP/SAMPLE`` name; PROBLEM may be its first digits.
+    """Return the rows that ``ids`` name, in their order, each once.
 
-    ``columns``: problem (places in ``problem_ids``), step, sample. In the order of ``ids``, each row once.
-    Raises UnknownRollout, saying what there is.
+    An id is PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE; PROBLEM may be its first digits. ``columns``: problem (places
+    in ``problem_ids``), step, sample. Raises UnknownRollout with the steps that there are.
     """
     found = [np.empty(0, np.int64)]
     for wanted in ids:
@@ -74,7 +74,7 @@ def named(columns: Columns, problem_ids: Sequence[str], ids: Sequence[str]) -> N
             raise UnknownRollout(f"--ids {wanted}: expected PROBLEM, PROBLEM/STEP or PROBLEM/STEP/SAMPLE")
         fits = np.array([known.startswith(problem) for known in problem_ids], np.bool_)[columns["problem"]]
         if not fits.any():
-            raise UnknownRollout(f"--ids {wanted}: no rollout that is kept is of a problem '{problem}'")
+            raise UnknownRollout(f"--ids {wanted}: no rollout of a problem '{problem}' is kept")
         steps = np.unique(columns["step"][fits])
         if step:
             fits &= columns["step"] == int(step)
@@ -89,9 +89,9 @@ def named(columns: Columns, problem_ids: Sequence[str], ids: Sequence[str]) -> N
 
 
 def thinned(columns: Columns, limit: int, always: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Row numbers, rising: all of them, or where they are more than ``limit`` those of every n-th step of each run.
+    """Return rising row numbers: all, or if they are more than ``limit`` those of every n-th step of each run.
 
-    Rows in ``always`` stay. Where the steps that are left are still too many rows, these are left out evenly.
+    If these are still too many, rows are left out evenly. Rows in ``always`` stay in any case.
     """
     rows = len(columns["step"])
     if rows <= limit:
@@ -109,18 +109,18 @@ def thinned(columns: Columns, limit: int, always: NDArray[np.int64]) -> NDArray[
 
 
 def _codes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """[n]: the values as 0, 1, ... in their order; nan is one of them."""
+    """Return [n] the values as 0, 1, ... in their order; nan counts as a value."""
     found: NDArray[np.int64] = np.unique(values, return_inverse=True)[1]
     return found.reshape(-1)
 
 
 def _scattered(count: int) -> NDArray[np.uint64]:
-    """[count] different numbers in no order to speak of (multiplicative hashing), the same everywhere."""
+    """Return [count] different numbers in scattered order (multiplicative hashing), the same everywhere."""
     return (np.arange(count, dtype=np.uint64) * np.uint64(2654435761)) % np.uint64(1 << 32)
 
 
 def _spread(turn: int, size: int) -> int:
-    """The turn-th place (from 0) of a walk that visits all of ``size`` once, never neighbours where it can help it."""
+    """Return the turn-th place (from 0) of a walk that visits all of ``size`` once, in large strides."""
     stride = max(1, round(size * 0.6180339887))
     while np.gcd(stride, size) != 1:
         stride += 1

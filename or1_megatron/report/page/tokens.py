@@ -17,10 +17,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Cuts a response into its tokens' texts. Special tokens are part of it, as their own names."""
+    """Cuts a response into the texts of its tokens. A special token's text is its name."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: an HF folder. Raises FileNotFoundError, ValueError naming the file."""
+        """``folder``: an HF folder. Raises FileNotFoundError, or ValueError naming the file."""
         path = folder / TOKENIZER
         if not path.is_file():
             raise FileNotFoundError(f"no {TOKENIZER} in {folder}")
@@ -35,9 +35,10 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     def cut(self, token_ids: Sequence[int]) -> tuple[str, NDArray[np.uint16]]:
-        """(text, [n] how many UTF-16 units of it each token has, as a browser counts).
+        """Return (text, [n] the UTF-16 units of each token's text, as a browser counts them).
 
-        A character whose bytes several tokens share is the last one's: the others have 0. What is no UTF-8 is U+FFFD.
+        A character whose bytes several tokens share belongs to the last of them; the others have 0. Bytes that are not
+        UTF-8 become U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = [decoder.decode(self._bytes(int(index))) for index in token_ids]
@@ -56,7 +57,7 @@ class TokenTexts:
             return self._special[index].encode()
         token = self._tokenizer.id_to_token(index)
         if token is None:
-            return f"<{index}?>".encode()  # beyond the vocabulary: a padded row of the head was sampled
+            return f"<{index}?>".encode()  # not in the vocabulary: sampled from a padded row of the head
         if self._byte_level:
             return b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
         if byte := _BYTE.fullmatch(token):
@@ -67,8 +68,8 @@ class TokenTexts:
 
 
 def _bytes_of_characters() -> dict[str, bytes]:
-    """Byte-level BPE writes a byte as a printable character: those that are one as themselves, the others from U+0100
-    on (GPT-2, Radford et al. 2019)."""
+    """Return the byte of each character of byte-level BPE, which writes printable bytes as themselves and the others
+    from U+0100 on (GPT-2, Radford et al. 2019)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): bytes([byte]) for byte in plain} | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
@@ -78,7 +79,7 @@ _BYTE_OF = _bytes_of_characters()
 
 
 def find_token_texts(candidates: Sequence[Path]) -> tuple[TokenTexts | None, str]:
-    """(of the first of these folders that has a tokenizer, or None, why none could be used)."""
+    """Return (the token texts of the first folder with a tokenizer, or None, and why no folder could be used)."""
     said = []
     for folder in candidates:
         try:
