@@ -72,7 +72,7 @@ def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:
 
 
 def _run_to_its_end(command: list[str], log: TextIO) -> int:
-    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process ends."""
+    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     received = []
 

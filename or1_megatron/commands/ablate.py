@@ -7,46 +7,52 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from or1_megatron.commands.errors import explained
+
+if TYPE_CHECKING:
+    from or1_megatron.ablate.runs import ArmRun
+
 FOLDER = Path("configs/ablations")
 
 
 def ablate(
-    number: Annotated[int | None, typer.Argument(help="Which; without it, the list of all.")] = None,
-    scale: Annotated[str, typer.Option(help="small: on 2 CPU cores; paper: as the report has it.")] = "small",
-    out: Annotated[Path, typer.Option(help="Runs, logs and pages.")] = Path("runs/ablations"),
-    folder: Annotated[Path, typer.Option(help="Where the ablations' files are.")] = FOLDER,
+    number: Annotated[int | None, typer.Argument(help="Which ablation; without it, list all.")] = None,
+    scale: Annotated[
+        Literal["small", "paper"], typer.Option(help="small: on 2 CPU cores; paper: as in the report.")
+    ] = "small",
+    out: Annotated[Path, typer.Option(help="Folder of runs, logs and pages.")] = Path("runs/ablations"),
+    folder: Annotated[Path, typer.Option(help="Folder of the ablations' files.")] = FOLDER,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Laid over every arm, e.g. for a smoke run.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override in every arm, e.g. for a short run."),
     ] = None,
-    page_only: Annotated[bool, typer.Option("--page", help="Run nothing; write the page of what there is.")] = False,
+    page_only: Annotated[bool, typer.Option("--page", help="Only write the page of the finished runs.")] = False,
     commands: Annotated[
-        bool, typer.Option("--commands", help="Print the commands of the runs, for a cluster.")
+        bool, typer.Option("--commands", help="Only print the commands of the runs, for a cluster.")
     ] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="One step of every stage, the first seed only.")] = False,
-    background: Annotated[bool, typer.Option("--background", help="Go on by itself, writing to OUT/NN.log.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="Run in the background, with OUT/NN.log.")] = False,
 ) -> None:
-    """Run the arms of an ablation, seed by seed, and write its page. Finished runs are not repeated: run it again.
+    """Run the arms of an ablation seed by seed, and write its page. Running it again does not repeat finished runs.
 
-    Exits with 1 when a run failed; the others go on.
+    Exits with 1 if a run failed; the other runs continue.
     """
-    from or1_megatron.ablate.ablation import SCALES, arms_of, differences, load_ablations
+    from or1_megatron.ablate.ablation import arms_of, differences, load_ablations
     from or1_megatron.ablate.page import write_page
-    from or1_megatron.ablate.runs import run_all, runs_of
-    from or1_megatron.commands.errors import explained
+    from or1_megatron.ablate.runs import runs_of
 
-    if scale not in SCALES:
-        raise typer.BadParameter(f"'{scale}' is neither paper nor small", param_hint="--scale")
     console = Console()
     with explained():
         found = load_ablations(folder)
         if number is None:
-            _list(found, console)
+            rows = [[str(n), a.title, ", ".join(a.small.arms), ", ".join(a.paper.arms)] for n, a in found.items()]
+            _print_table(console, ["", "ablation", "arms (small)", "arms (paper)"], rows)
             return
         if number not in found:
             raise typer.BadParameter(f"no ablation {number}; there are {sorted(found)}", param_hint="NUMBER")
@@ -54,29 +60,36 @@ def ablate(
             _in_background(out / f"{number:02d}.log", console)
             return
         ablation = found[number]
-        arms = arms_of(ablation, scale, _extra(overrides), smoke)  # type: ignore[arg-type]  # checked above
-        seeds = ablation.at(scale).seeds[: 1 if smoke else None]  # type: ignore[arg-type]
+        arms = arms_of(ablation, scale, _extra(overrides), smoke)
+        seeds = ablation.at(scale).seeds[: 1 if smoke else None]
         runs = runs_of(arms, seeds, out / "smoke" if smoke else out)
         if commands:
             for run in runs:
                 print(shlex.join(["or1", *run.command()[3:]]))
             return
-        _print_differences(differences(arms), [arm.name for arm in arms], console)
-        failed = []
-        for done, (run, status) in enumerate([] if page_only else run_all(runs), start=1):
-            console.print(
-                f"{done}: {run.arm.name}, seed {run.seed}: {'done' if status == 0 else f'exit status {status}'}"
-            )
-            if status != 0:
-                failed.append(run)
-        rows = {arm.name: {run.seed: run.rows() for run in runs if run.arm is arm and run.finished} for arm in arms}
+        differing = [[key, *values] for key, values in differences(arms).items()]
+        _print_table(console, ["key", *(arm.name for arm in arms)], differing, "What differs between the arms")
+        failed = [] if page_only else _run(runs, console)
+        finished = {arm.name: {run.seed: run.rows() for run in runs if run.arm is arm and run.finished} for arm in arms}
         command = f"or1 ablate {number}" + ("" if scale == "small" else f" --scale {scale}")
         command += "".join(f" --set {override}" for override in overrides or ())
-        page = write_page(ablation, scale, arms, rows, out / ("smoke/pages" if smoke else "pages"), command)  # type: ignore[arg-type]
-        console.print(f"{page}")
+        pages = out / ("smoke/pages" if smoke else "pages")
+        console.print(f"{write_page(ablation, scale, arms, finished, pages, command)}")
         for run in failed:
             print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
     raise typer.Exit(1 if failed else 0)
+
+
+def _run(runs: list[ArmRun], console: Console) -> list[ArmRun]:
+    """Run what is not finished, and return the runs that failed."""
+    from or1_megatron.ablate.runs import run_all
+
+    failed = []
+    for done, (run, status) in enumerate(run_all(runs), start=1):
+        console.print(f"{done}: {run.arm.name}, seed {run.seed}: {f'exit status {status}' if status else 'done'}")
+        if status:
+            failed.append(run)
+    return failed
 
 
 def _extra(overrides: list[str] | None) -> dict[str, Any]:
@@ -91,17 +104,10 @@ def _extra(overrides: list[str] | None) -> dict[str, Any]:
     return extra
 
 
-def _list(found: dict[int, Any], console: Console) -> None:
-    table = Table("", "ablation", "arms (small)", "arms (paper)", box=None)
-    for number, ablation in found.items():
-        table.add_row(str(number), ablation.title, ", ".join(ablation.small.arms), ", ".join(ablation.paper.arms))
-    console.print(table)
-
-
-def _print_differences(rows: dict[str, list[str]], names: list[str], console: Console) -> None:
-    table = Table("key", *names, title="What differs between the arms", title_justify="left", box=None)
-    for key, values in rows.items():
-        table.add_row(key, *values)
+def _print_table(console: Console, heads: list[str], rows: list[list[str]], title: str | None = None) -> None:
+    table = Table(*heads, title=title, title_justify="left", box=None)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 

@@ -21,10 +21,9 @@ from or1_megatron.commands.cli_verify import verify
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
 from or1_megatron.commands.doctor import doctor
-from or1_megatron.commands.errors import explained
 from or1_megatron.commands.picture import picture
 from or1_megatron.commands.recipes import recipes
-from or1_megatron.commands.report import report_command
+from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.train import train
 
@@ -53,13 +52,12 @@ def main(
     pass
 
 
-for command in (train, recipes, config, check_parity, replay, plan_handoff, doctor, rollouts, picture, verify):
+for command in (train, recipes, config, check_parity, replay, plan_handoff, doctor, rollouts, picture, report, verify):
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")
 app.command()(ablate)
 app.command(name="eval")(evaluate)
-app.command(name="report")(report_command(explained))
 
 
 if __name__ == "__main__":

@@ -274,4 +274,4 @@ def test_the_command_lists_prints_and_refuses() -> None:
     assert len(printed) == 4 * 3
     assert all(line.startswith("or1 train ") and "run.seed=" in line for line in printed)
     assert "no ablation 99" in runner.invoke(app, ["ablate", "99", *where]).stderr
-    assert "neither paper nor small" in runner.invoke(app, ["ablate", "10", "--scale", "big", *where]).stderr
+    assert "'big' is not one of" in runner.invoke(app, ["ablate", "10", "--scale", "big", *where]).stderr
