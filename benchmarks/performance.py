@@ -1,8 +1,8 @@
-"""Writes docs/performance.md from the result files: what was measured, what its limit is, and what has not been run.
+"""Writes docs/performance.md from the result files: what was measured, its limit, and what has not been run.
 
     python benchmarks/performance.py
 
-A figure is either a row, or, where every name reads "row: column", a cell.
+A figure is a row of its table or, if all names have the form "row: column", a cell.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ DOCUMENT = ROOT / "docs" / "performance.md"
 
 HEADER = """# Performance
 
-Drawn by `python benchmarks/performance.py` from benchmarks/results/; do not edit. Every table names the command that
-made its figures, the commit, the machine and the date. Times depend on the machine: claims are ratios of things
-measured side by side in one run. "not run" stands for what nobody has measured yet.
+Written by `python benchmarks/performance.py` from benchmarks/results/; do not edit. Every table names the command that
+measured its figures, the commit, the machine and the date. Times depend on the machine, so claims are ratios of two
+times that were measured side by side in one run. "not run" means that nobody has measured the figure yet.
 """
 NO_GPU = """
-**Nothing has run on a GPU yet.** Every figure below is from a machine without one; what one GPU can show waits for
-`benchmarks/gpu/run.sh`.
+**Nothing has run on a GPU yet.** Every figure below is from a machine without one; `benchmarks/gpu/run.sh` measures
+what one GPU can show.
 """
 
 
@@ -38,7 +38,7 @@ class Section:
     command: str
     about: str
     expected: tuple[tuple[str, str], ...] = ()
-    """(figure, limit) of what the table shows while there is no result."""
+    """[(figure, limit)] that the table lists while there is no result."""
 
 
 SECTIONS = (
@@ -46,15 +46,16 @@ SECTIONS = (
         "parity",
         "Layouts",
         "python benchmarks/parity.py",
-        "Largest difference of each layout from transformers + torch's AdamW in fp32: log-prob, entropy and loss "
-        "absolute, gradient norm relative, gradient and what three steps moved relative to each tensor's norm.",
+        "The largest difference of each layout from transformers with torch's AdamW in fp32. Log-prob, entropy and "
+        "loss: absolute; gradient norm: relative; gradient, and the change of the parameters in three steps: relative "
+        "to each tensor's norm.",
         (("log-prob", "≤ 1e-5"), ("gradient", "≤ 1e-4")),
     ),
     Section(
         "verify_sandbox",
         "Sandbox",
         "python benchmarks/verify_sandbox.py",
-        "A trivial program that reads a number, each run in a fresh sandbox, beside bare Python in turn on one core.",
+        "A trivial program that reads a number, each time in a fresh sandbox, in turn with bare Python on one core.",
         (
             ("overhead per start, bubblewrap", "≤ 20 ms"),
             ("overhead per start, landlock", "≤ 20 ms"),
@@ -66,8 +67,8 @@ SECTIONS = (
         "verify_soak",
         "Soak of the verifiers",
         "python benchmarks/verify_soak.py",
-        "Mixed samples of math and code, 5% of them hostile, through the pool of local processes, in each tier of the "
-        "sandbox; then what is left of them on the machine. The same samples through 1, 2 and 4 workers.",
+        "Mixed samples of math and code, 5% of them hostile, verified by the pool of local processes in each tier of "
+        "the sandbox; then what they left on the machine. The same samples with 1, 2 and 4 workers.",
         (
             ("bubblewrap: samples without a verdict", "≤ 0"),
             ("bubblewrap: hostile ones accepted", "≤ 0"),
@@ -81,14 +82,14 @@ SECTIONS = (
         "Batching",
         "python benchmarks/batching.py",
         "Packing 4,096 responses with lengths as in long-CoT rollouts (log-normal, mean 8K, cap 32K) for 32 "
-        "data-parallel ranks, beside a Karmarkar–Karp partition by tokens.",
+        "data-parallel ranks, compared with a Karmarkar–Karp partition by tokens.",
         (("padding", "≤ 2%"), ("slowest rank above the mean cost", "≤ 3%"), ("planning time", "≤ 1 s")),
     ),
     Section(
         "head_cpu",
         "Fused head on CPU",
         "python benchmarks/head_cpu.py",
-        "Log-prob and entropy with gradients at N=4096, H=512, V=32768 in fp32, against the materialised logits.",
+        "Log-prob and entropy with gradients at N=4096, H=512, V=32768 in fp32, compared with materialised logits.",
         (
             ("peak extra memory / materialised", "≤ 0.125"),
             ("time / materialised, forward and backward", "≤ 1.05"),
@@ -97,11 +98,11 @@ SECTIONS = (
     ),
     Section(
         "evaluation",
-        "What an evaluation takes beyond the engines' time",
+        "The overhead of an evaluation",
         "python benchmarks/evaluation.py",
-        "The same requests on the same engines, by turns: given to them at once and harvested (bare), and evaluated: "
-        "all that the command does from the moment when its engines are up. Short: 2,048 requests, long: 10,240. The "
-        "last row is of whole evaluations, against starting the engines, sampling bare and closing them.",
+        "The same requests on the same engines, in turn: submitted at once and collected (bare), and evaluated, which "
+        "is all that the command does once its engines are up. Short: 2,048 requests, long: 10,240. The last row "
+        "compares whole evaluations with starting the engines, bare sampling and closing them.",
         (
             ("evaluation / bare, short", "≤ 1.05"),
             ("evaluation / bare, long", "≤ 1.05"),
@@ -112,18 +113,18 @@ SECTIONS = (
         "report",
         "The page of a run",
         "python benchmarks/report.py",
-        "12,288 responses of 2,000 tokens in the mean, 200 of them in full, and 1,000 steps of 90 metrics, as "
-        "`or1 report` draws them; seen in headless Chromium, each time a fresh one.",
+        "12,288 responses of 2,000 tokens on average, 200 of them in full, and 1,000 steps of 90 metrics, as `or1 "
+        "report` draws them, in headless Chromium that is started for each measurement.",
         (("first contentful paint", "≤ 3 s"), ("page", "≤ 50 MB")),
     ),
     Section(
         "verify_peers",
-        "Code verifier beside others",
+        "The code verifier compared with others",
         "python benchmarks/verify.py --livecodebench CHECKOUT --verl CHECKOUT",
-        "76 honest and 32 dishonest hand-written submissions, the same to LiveCodeBench's own harness and verl's "
-        "prime_code, as far as these have the kind; every disagreement is listed in the result file. Then 30 trivial "
-        "tests of one submission, one submission at a time: ours starts a sandbox per stdin test, theirs run all tests "
-        "in one unconfined process.",
+        "76 honest and 32 dishonest hand-written submissions, also given to LiveCodeBench's own harness and verl's "
+        "prime_code if they support the kind; the result file lists every disagreement. Then 30 trivial tests of one "
+        "submission, one submission at a time: ours starts a sandbox per stdin test, theirs run all tests in one "
+        "unconfined process.",
         (
             ("ours: honest as read", "100%"),
             ("ours: hacks accepted", "0"),
@@ -134,15 +135,15 @@ SECTIONS = (
         "checkpoint",
         "Asynchronous checkpoints",
         "python benchmarks/checkpoint.py",
-        "How long a save holds the training loop, against a plain memory copy of the same state.",
+        "How long a save blocks the training loop, compared with a plain memory copy of the same state.",
         (("loop held / memory copy of the state", "≤ 1.5"),),
     ),
     Section(
         "convert",
         "Converters",
         "python benchmarks/convert.py --scratch FOLDER",
-        "HF folder to Megatron checkpoint and back, whole commands from start to exit, beside cp -r and fsync of the "
-        "same bytes. Peak of RssAnon, summed over processes.",
+        "HF folder to Megatron checkpoint and back, whole commands from start to exit, compared with cp -r and fsync "
+        "of the same bytes. Memory is the peak of RssAnon, summed over processes.",
         (
             ("to Megatron, speed / cp -r with fsync", "≥ 0.600"),
             ("to HF, speed / cp -r with fsync", "≥ 0.600"),
@@ -153,56 +154,56 @@ SECTIONS = (
         "handoff",
         "Handoff on CPU",
         "python benchmarks/handoff.py",
-        "Slices from every trainer rank, over gloo and over shared memory, against gathering on rank 0 and "
-        "broadcasting (`gloo`): 100M parameters in bf16, TP2 x PP2 to two engines. Bytes as the transports count. The "
-        "plain copy sends the same messages through the same transport to bare processes.",
+        "Slices from every trainer rank, over gloo and over shared memory, compared with gathering on rank 0 and "
+        "broadcasting (`gloo`): 100M parameters in bf16, TP2 x PP2 to two engines. Bytes are those that the "
+        "transports count. The plain copy sends the same messages through the same transport to bare processes.",
         (("slices, times as fast as gloo, to TP1 engines", "≥ 1.3"), ("the same to TP2 engines", "≥ 2")),
     ),
     Section(
         "certificate",
-        "What proving a handoff costs",
+        "The cost of certifying a handoff",
         "python benchmarks/certificate.py",
-        "Handoffs of 100M parameters in bf16, TP2 to two engines, by turns with and without checksums; the probe of "
-        "the quickstart's second stage.",
+        "Handoffs of 100M parameters in bf16, TP2 to two engines, in turn with and without checksums; and the probe "
+        "of the quickstart's second stage.",
         (("checksums over handoff", "≤ 10%"), ("probe over step", "≤ 1%")),
     ),
     Section(
         "handoff_forecast",
-        "Handoffs of large models on paper",
+        "Forecast of handoffs of large models",
         "python benchmarks/handoff_forecast.py",
-        "Nothing is sent: the planner's bytes over the busiest rank's link, at 400 Gb/s and at NVLink's 450 GB/s in "
-        "each direction; packing, checksums and loading come on top. A row is a trainer and the engines it feeds. "
-        "Published figures are others' measurements on other clusters, for the order of magnitude: 32B dense, a 30B "
-        "mixture shard to shard, and vLLM's sharded backend at 235B.",
+        "Nothing is sent: these are the planner's bytes over the busiest rank's link, at 400 Gb/s and at NVLink's 450 "
+        "GB/s in each direction; packing, checksums and loading come on top. A row is a trainer and its engines. "
+        "Published figures were measured by others on other clusters and show the order of magnitude: 32B dense, a "
+        "30B mixture shard to shard, and vLLM's sharded backend at 235B.",
     ),
     Section(
         "data_pipeline",
         "The data pipeline",
         "python benchmarks/data_pipeline.py --scratch FOLDER",
-        "The steps that need neither a model, a verifier nor the sandbox, each in a process of its own on one thread: "
-        "rows per second of CPU time and peak resident memory, on synthetic rows of NuminaMath-1.5's columns.",
+        "The steps that need no model, verifier or sandbox, each in its own process on one thread: rows per second of "
+        "CPU time and peak resident memory, on synthetic rows with the columns of NuminaMath-1.5.",
         (("each step, rows per CPU second", "≥ 5,000"), ("each step, peak memory at 1M rows", "≤ 2 GiB")),
     ),
     Section(
         "data_quality",
         "Near-duplicates",
         "python benchmarks/data_quality.py",
-        "Variants of the example's problems, half of them the same problem in other words, half another that looks "
-        "alike; a variant counts as found when it is taken for a copy of its own base.",
+        "Variants of the example's problems: half are the same problem in other words, half a different problem that "
+        "looks alike. A variant counts as found if it is taken for a copy of its base.",
         (("recall", "≥ 0.950"), ("precision", "≥ 0.950")),
     ),
     Section(
         "quickstart",
         "The quickstart",
         "python benchmarks/quickstart.py --seeds 1 2 3",
-        "Whole runs of examples/quickstart/run.sh; README.md says what they show.",
+        "Whole runs of examples/quickstart/run.sh; docs/quickstart.md explains them.",
     ),
     Section(
         "gpu_head",
         "Fused head on one GPU",
         "benchmarks/gpu/run.sh",
-        "N=32768, H=5120, V=152064 in bf16. The floor is the matrix products alone at the rate that one such product "
-        "reaches on the same GPU: 8NHV for recompute, 6NHV for one_pass.",
+        "N=32768, H=5120, V=152064 in bf16. The floor is the time of the matrix products alone, at the rate that one "
+        "such product reaches on the same GPU: 8NHV for recompute, 6NHV for one_pass.",
         (("recompute, floor / time", "≥ 85%"), ("time, one_pass / recompute", "≤ 0.85")),
     ),
     Section(
@@ -210,7 +211,7 @@ SECTIONS = (
         "Handoff transports on GPUs",
         "benchmarks/gpu/run.sh",
         "Random bf16 tensors from trainer ranks to as many engine ranks, packed, sealed, compared and copied out, "
-        "without vLLM; beside one copy of the same bytes on the device.",
+        "without vLLM; compared with one copy of the same bytes on the device.",
         (("cuda_ipc", ""), ("nccl", ""), ("nccl+cuda_ipc", "")),
     ),
     Section(
@@ -218,15 +219,15 @@ SECTIONS = (
         "A Megatron policy on one GPU",
         "benchmarks/gpu/run.sh",
         "Forward, backward and optimizer step of random Qwen2 models in bf16 with fp32 master weights and our own "
-        "layers. MFU counts 6 operations per weight of a matrix product and token, and causal attention; nothing that "
-        "is computed again.",
+        "layers. MFU counts 6 operations per token and weight of a matrix product, and causal attention, but no "
+        "recomputation.",
         (("tokens per second, MFU, peak memory", ""),),
     ),
     Section(
         "gpu_offload",
         "Offload on one GPU",
         "benchmarks/gpu/run.sh",
-        "Parameters and optimizer state to the host and back, against a plain copy of as many bytes between "
+        "Parameters and optimizer state to the host and back, compared with a plain copy of as many bytes between "
         "page-locked memory and the GPU.",
         (("each way / plain copy", "≥ 85%"), ("bit-exact", "yes"), ("freed on the device / held", "≥ 98%")),
     ),
@@ -234,10 +235,10 @@ SECTIONS = (
         "math_verifier",
         "The math verifier",
         "python benchmarks/math_verifier.py --suite DIR",
-        "Right answers refused and wrong ones accepted on the labelled pairs of tests/data/math_pairs (notations known "
-        "to be hard, many times everyday rates; the frozen third was not tuned on) and on Math-Verify's own tests with "
-        "its authors' labels, beside Math-Verify alone in the recipe's way and two rules written from their "
-        "descriptions; verdicts per second of CPU time, worker process included.",
+        "Right answers refused and wrong answers accepted, on the labelled pairs of tests/data/math_pairs (notations "
+        "that are known to be hard, far above everyday rates; nothing was tuned on the frozen third) and on "
+        "Math-Verify's own tests with its authors' labels. The same for Math-Verify alone, used as in the recipe, and "
+        "for two rules written from their descriptions. Verdicts per second of CPU time include the worker process.",
         (
             ("frozen third, refused beside Math-Verify", "≤ 0.75"),
             ("frozen third, accepted beside Math-Verify", "≤ 1/3"),
@@ -248,7 +249,7 @@ SECTIONS = (
 
 
 def document(results: Path) -> str:
-    """The whole of docs/performance.md, from the result files in a folder."""
+    """Return docs/performance.md, from the result files in a folder."""
     found = {section.name: load(results / f"{section.name}.json") for section in SECTIONS}
     on_gpu = any(result is not None for name, result in found.items() if name.startswith("gpu_"))
     parts = [HEADER.rstrip("\n"), "" if on_gpu else NO_GPU.strip("\n")]

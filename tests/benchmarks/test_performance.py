@@ -1,6 +1,6 @@
-"""docs/performance.md says what the result files say, and a result file says what has to be known to believe it.
+"""docs/performance.md is generated from the result files, and a result file names commit, machine, versions and limits.
 
-Not proven here: any figure; that the benchmarks run (benchmarks/gpu/run.sh --tiny tries those that want a GPU).
+Not proven here: any figure; nor that the benchmarks run, except those for a GPU by benchmarks/gpu/run.sh --tiny.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_result_file(written: dict[str, Any]) -> None:
 
 
 def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
-    """A missed limit stands out; what has no result says so, with its command; nothing has run on a GPU."""
+    """A missed limit is bold; a section without result says "not run" with its command; nothing has run on a GPU."""
     text = performance.document(tmp_path)
     assert "| padding | 1.31% | ≤ 2% | yes |" in text
     assert "| planning time | 1.26 s | ≤ 1 s | **no** |" in text
@@ -73,7 +73,7 @@ def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_table_of_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that read "row: column" make a matrix; a result of a GPU ends the statement that there is none."""
+    """Names of the form "row: column" make a matrix. With a result of a GPU the note that there is none goes."""
     monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
     figures = {
         "0.5B: update": result.figure(1.5, "s"),
@@ -94,7 +94,7 @@ def test_one_limit_per_figure() -> None:
 
 @pytest.mark.slow
 def test_gpu_script_runs_tiny_without_a_gpu(tmp_path: Path) -> None:
-    """All its parts end well and write their results where they are told to; none of these are figures."""
+    """All its parts succeed and write their results to --out. These are not figures."""
     # without this session's mark: pytest within the script would take the script for a process left behind
     environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
     done = subprocess.run(
