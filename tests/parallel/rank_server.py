@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing.util import _exit_function
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
+    _exit_function()  # ends what Megatron's saves have started
     os._exit(code)
 
 
