@@ -263,7 +263,7 @@ def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        free = _free_bytes(aside)
+        free = shutil.disk_usage(aside).free
     except OSError as error:
         return _not_written(folder, _reason(error))
     if free < needed:
@@ -279,14 +279,12 @@ def _reason(error: BaseException) -> str:
     return lines[-1] if lines else repr(error)
 
 
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
-
-
 def _not_written(folder: Path, reason: str) -> CheckpointError:
     """Delete what a failed save has left, since the disk may be full, and return its error."""
     aside = _aside(folder)
-    full = any(os.strerror(number) in reason for number in _FULL) or _free_bytes(aside) < _NO_ROOM_BYTES
+    full = (
+        any(os.strerror(number) in reason for number in _FULL) or shutil.disk_usage(folder.parent).free < _NO_ROOM_BYTES
+    )
     shutil.rmtree(aside, ignore_errors=True)
     return CheckpointError(
         f"checkpoint {folder} could not be written: {'the disk is full' if full else reason}. The checkpoints before "

@@ -55,11 +55,8 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
     held = torch.arange(micro_batch.token_ids.size) if row.shard is None else row.shard.held.cpu()
     counted = torch.from_numpy(micro_batch.loss_mask)[held].nonzero(as_tuple=True)[0]
 
-    def pick(array: Any) -> Tensor:
-        return torch.from_numpy(array)[held[counted]].to(device)
-
-    def pick_if_there(array: Any) -> Tensor | None:
-        return None if array is None else pick(array)
+    def pick(array: Any) -> Any:
+        return None if array is None else torch.from_numpy(array)[held[counted]].to(device)
 
     return DeviceRow(
         row_tokens=micro_batch.token_ids.size,
@@ -70,10 +67,10 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
         targets=pick(micro_batch.target_ids),
         inputs=TokenInputs(
             advantages=pick(micro_batch.advantages),
-            engine_log_probs=pick_if_there(micro_batch.engine_log_probs),
-            policy_log_probs=pick_if_there(micro_batch.policy_log_probs),
-            reference_log_probs=pick_if_there(micro_batch.reference_log_probs),
-            weights=pick_if_there(micro_batch.weights),
+            engine_log_probs=pick(micro_batch.engine_log_probs),
+            policy_log_probs=pick(micro_batch.policy_log_probs),
+            reference_log_probs=pick(micro_batch.reference_log_probs),
+            weights=pick(micro_batch.weights),
         ),
     )
 
