@@ -75,7 +75,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
     for _ in range(8):
         ids = rng.integers(0, VOCABULARY, 60, dtype=np.int32)
         ones = np.ones(50, dtype=np.bool_)
-        samples.append(Sample(ids[:10], ids[10:], np.zeros(50, dtype=np.float32), float(rng.normal()), ones))
+        samples.append(Sample(ids[:10], ids[10:], float(rng.normal()), ones, np.zeros(50, dtype=np.float32)))
     batch = pack(samples, BatchLayout(mesh.data, ROW_TOKENS, 4))
     objective = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
     saver = CheckpointSaver(policy)

@@ -49,7 +49,7 @@ def worker(layout: dict[str, int], row_tokens: int, out: Path) -> None:
         n = int(rng.integers(20, 60))
         ids = rng.integers(0, policy.hf["vocab_size"], n + 13, dtype=np.int32)
         zeros, ones = np.zeros(n, dtype=np.float32), np.ones(n, dtype=np.bool_)
-        samples.append(Sample(ids[:13], ids[13:], zeros, float(rng.normal()), ones))
+        samples.append(Sample(ids[:13], ids[13:], float(rng.normal()), ones, zeros))
     batch = pack(samples, BatchLayout(1, row_tokens, 4))
     objective = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
     reports = [policy.update(batch.ranks[0], objective, batch.token_count) for _ in range(UPDATES)]

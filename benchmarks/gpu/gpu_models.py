@@ -80,7 +80,7 @@ def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
         ids = rng.integers(0, vocabulary, length, dtype=np.int32)
         prompt = max(1, length // 8)
         zeros, ones = np.zeros(length - prompt, dtype=np.float32), np.ones(length - prompt, dtype=np.bool_)
-        samples.append(Sample(ids[:prompt], ids[prompt:], zeros, float(rng.normal()), ones))
+        samples.append(Sample(ids[:prompt], ids[prompt:], float(rng.normal()), ones, zeros))
     return pack(samples, BatchLayout(1, row_tokens, 2))
 
 
