@@ -123,7 +123,7 @@ def engines_cpu_s() -> float:
 def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measured:
     """Seconds (bare, evaluation) of each round, and CPU beside the engines, verifiers' starts included, per theirs."""
     bare, whole, shares = [], [], []
-    with or1_eval.open_model(str(MODEL), settings(0), out, QUIET) as sampler:
+    with or1_eval.open_model(str(MODEL), settings(0), load_problems(data), 512, out, QUIET) as sampler:
         assert isinstance(sampler, EngineSampler)
         for turn in range(rounds + 1):  # the first warms up
             batches = pickled(data, samples, turn)
@@ -148,7 +148,7 @@ def measure_starting(data: Path, samples: int, rounds: int, out: Path) -> Measur
     for turn in range(rounds):
         batches = pickled(data, samples, turn)
         started_s = time.perf_counter()
-        with or1_eval.open_model(str(MODEL), settings(turn), out, QUIET) as sampler:
+        with or1_eval.open_model(str(MODEL), settings(turn), load_problems(data), 512, out, QUIET) as sampler:
             assert isinstance(sampler, EngineSampler)
             bare_s(sampler.engines, batches)
         between_s = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from or1_megatron.config.load import load_as
@@ -25,7 +26,7 @@ def build_dataset(path: Path, overrides: tuple[str, ...], say: Say, until: str |
     for section in (recipe.difficulty, recipe.judges):
         for model in () if section is None else section.models:
             _check_model(model)
-    return build(recipe, make_verifiers, open_sampler, say, until)
+    return build(recipe, make_verifiers, partial(open_sampler, say=say), say, until)
 
 
 def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, Verifier]:
@@ -33,7 +34,9 @@ def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, 
 
 
 @contextmanager
-def open_sampler(model: SampledModel, sampling: Sampling, max_prompt_tokens: int) -> Iterator[Sampler]:
+def open_sampler(
+    model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
+) -> Iterator[Sampler]:
     """Open an endpoint, which judges itself what prompt is too long, or engines that end with the context."""
     if model.endpoint is not None:
         key = os.environ.get(model.api_key_variable) if model.api_key_variable else None
@@ -43,11 +46,14 @@ def open_sampler(model: SampledModel, sampling: Sampling, max_prompt_tokens: int
         )
         return
     assert model.hf is not None
-    from or1_megatron.data.template import ChatTemplate, load_tokenizer
-    from or1_megatron.rollout.engine_sampler import start_engine_sampler
+    from or1_megatron.commands.local_model import LocalModel
 
-    tokenise = ChatTemplate(load_tokenizer(model.hf)).token_ids
-    with start_engine_sampler(model.hf, model.dtype, model.engines, tokenise, sampling, max_prompt_tokens) as sampler:
+    local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
+    requests = model.engines.engines * model.engines.max_concurrent
+    engines, chosen = local.fit_kv_cache(model.dtype, model.engines, longest, requests)
+    if chosen:
+        say(f"{model.name}: {chosen}")
+    with local.sampler(model.dtype, engines, longest, sampling, max_prompt_tokens) as sampler:
         yield sampler
 
 

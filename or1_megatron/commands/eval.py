@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from or1_megatron.commands.local_model import load_local_model
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.problems import check_ground_truths
@@ -25,9 +26,9 @@ from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.data.verifier_threads import VerifierThreads
 from or1_megatron.evaluate.benchmarks import load_set, published
 from or1_megatron.evaluate.outcome import check_verdicts, summarise
-from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
+from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore, settings_begun_with
 from or1_megatron.evaluate.run import evaluate, missing_count
-from or1_megatron.evaluate.settings import EvaluationSettings
+from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.report.figures.evaluation import draw_evaluation
@@ -35,8 +36,6 @@ from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Problem, Sampling
 from or1_megatron.verify.registry import ABILITIES, build_verifiers
-from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.shape import Shape
 
 _LIST_TIMEOUT_S = 10.0
 
@@ -70,6 +69,7 @@ def evaluate_model(
         unusable.settle(settings.unusable, out / FILE_NAME, "--set unusable=drop")
         if not problems:
             raise DataError(f"--data {data}: no usable problem is left")
+        settings, chosen = with_length(settings, model, problems, out, console)
         asked = {"model": model, "data": name, "problems": _digest(problems), **_request_settings(settings)}
         with closing(ResponseStore(out, asked)) as store, _bar(console) as bar:
             task = bar.add_task(name)
@@ -78,9 +78,9 @@ def evaluate_model(
                 bar.update(task, completed=judged, total=wanted)
 
             opened: AbstractContextManager[Sampler | None] = nullcontext()
-            if missing_count(problems, samples, store):  # else the model is not started
+            if missing := missing_count(problems, samples, store):  # else the model is not started
                 verifiers.start()  # its processes load while the engines do
-                opened = open_model(model, settings, out, console)
+                opened = open_model(model, settings, problems, missing, out, console, chosen)
             with opened as sampler:
                 responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
     results = _results(model, name, responses, settings, (since, before), time.perf_counter() - started_s)
@@ -96,16 +96,69 @@ def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> Ver
     return VerifierThreads(lambda: build_verifiers(config, abilities), settings.verify_workers)
 
 
+def with_length(
+    settings: EvaluationSettings, model: str, problems: Sequence[Problem], out: Path, console: Console
+) -> tuple[EvaluationSettings, str]:
+    """Return the settings with ``max_response_tokens``, and what was chosen.
+
+    If none is given it is that of the evaluation in ``out``, else the paper's, or what the longest prompt leaves of the
+    model's context if that is less.
+    """
+    if settings.max_response_tokens is not None:
+        return settings, ""
+    tokens, chosen = PAPER_RESPONSE_TOKENS, ""
+    if (begun := settings_begun_with(out)) is not None:
+        tokens = begun.get("max_response_tokens", tokens)
+    elif not _is_endpoint(model):
+        local = load_local_model(_hf_folder(Path(model), out, console))
+        context = local.shape.positions
+        prompt = local.longest_prompt(problems, min(settings.max_prompt_tokens, context - 1))
+        if context - prompt < tokens:
+            tokens = context - prompt
+            chosen = (
+                f"responses of up to {tokens} tokens, the model's context of {context} less the longest prompt's "
+                f"{prompt} (max_response_tokens)"
+            )
+    return settings.model_copy(update={"max_response_tokens": tokens}), chosen
+
+
 @contextmanager
-def open_model(model: str, settings: EvaluationSettings, out: Path, console: Console) -> Iterator[Sampler]:
-    """Open a sampler over the model; it ends with the context."""
+def open_model(
+    model: str,
+    settings: EvaluationSettings,
+    problems: Sequence[Problem],
+    requests: int,
+    out: Path,
+    console: Console,
+    chosen: str = "",
+) -> Iterator[Sampler]:
+    """Open a sampler over the model for so many requests; it ends with the context.
+
+    Args:
+        chosen: what else was chosen for the user, to be printed with the size of the KV cache.
+    """
+    assert settings.max_response_tokens is not None
     sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
-    if model.startswith(("http://", "https://")):
+    if _is_endpoint(model):
         yield OpenAISampler(_endpoint(model, settings), sampling)
         return
-    folder = _hf_folder(Path(model), out, console)
-    with _engines(folder, settings, sampling) as sampler:
+    local = load_local_model(_hf_folder(Path(model), out, console))
+    limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
+    if limit < 1:
+        raise EvaluationError(
+            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
+            f"max_position_embeddings = {local.shape.positions}; lower it (--set max_response_tokens=...)"
+        )
+    longest = max(1, local.longest_prompt(problems, limit)) + settings.max_response_tokens
+    engines, cache = local.fit_kv_cache(settings.dtype, settings.engines, longest, requests)
+    if chosen or cache:
+        console.print("; ".join(filter(None, (chosen, cache))), highlight=False, soft_wrap=True)
+    with local.sampler(settings.dtype, engines, longest, sampling, limit) as sampler:
         yield sampler
+
+
+def _is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 def _hf_folder(model: Path, out: Path, console: Console) -> Path:
@@ -121,23 +174,6 @@ def _hf_folder(model: Path, out: Path, console: Console) -> Path:
     if not (made / "config.json").is_file():
         megatron_to_hf(model, made, console)
     return made
-
-
-@contextmanager
-def _engines(folder: Path, settings: EvaluationSettings, sampling: Sampling) -> Iterator[Sampler]:
-    from or1_megatron.data.template import ChatTemplate, load_tokenizer
-    from or1_megatron.rollout.engine_sampler import start_engine_sampler
-
-    positions = Shape.of(read_hf_config(folder)).positions
-    longest_prompt = min(settings.max_prompt_tokens, positions - settings.max_response_tokens)
-    if longest_prompt < 1:
-        raise EvaluationError(
-            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
-            f"max_position_embeddings = {positions}; lower it (--set max_response_tokens=...)"
-        )
-    tokenise = ChatTemplate(load_tokenizer(folder)).token_ids
-    with start_engine_sampler(folder, settings.dtype, settings.engines, tokenise, sampling, longest_prompt) as sampler:
-        yield sampler
 
 
 def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
@@ -186,6 +222,7 @@ def _results(
     window: tuple[datetime.date | None, datetime.date | None],
     wall_s: float,
 ) -> dict[str, Any]:
+    assert settings.max_response_tokens is not None
     outcome = summarise(responses, settings.max_response_tokens)
     check_verdicts(outcome, settings.max_error_fraction)
     return {

@@ -1,4 +1,4 @@
-"""An evaluation's responses on disk: a JSON line each, written as it is judged, so that a killed evaluation goes on."""
+"""An evaluation's responses on disk: a JSON line each, written as it is judged, so that a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
 
 
 class EvaluationError(UserError, ValueError):
-    """An evaluation that cannot be made, gone on with, or trusted; the message says why."""
+    """An evaluation that cannot be made, resumed or trusted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +29,37 @@ class Response:
     prompt: str
     response: str
     tokens: int | None
-    """Of the response; None where an endpoint does not tell, or none was asked for."""
+    """Length of the response; None where an endpoint does not report it, or none was sampled."""
     truncated: bool
     reward: float
     status: str
-    """As a verdict's, or ``unasked``: the prompt is too long."""
+    """A verdict's status, or ``unasked``: the prompt is too long."""
     answer: str
     detail: str
     seed: int
 
 
+_RESPONSES, _SETTINGS = "responses.jsonl", "evaluation.json"
 _FIELDS = tuple(field.name for field in fields(Response))
 
 
 class ResponseStore:
-    """``responses.jsonl`` of one evaluation, and ``evaluation.json``: what was asked, and how."""
+    """``responses.jsonl`` of one evaluation, and ``evaluation.json``: its problems and settings."""
 
     def __init__(self, folder: Path, request_settings: Mapping[str, Any]) -> None:
         """``request_settings``: all that a response depends on beside problem and sample, JSON-able.
 
         Raises:
-            EvaluationError: the folder holds an evaluation that asked otherwise.
+            EvaluationError: the folder holds an evaluation with other settings.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "responses.jsonl"
-        settings = folder / "evaluation.json"
+        self.path = folder / _RESPONSES
         wanted = json.loads(json.dumps(dict(request_settings)))
-        begun = self.path.is_file() and self.path.stat().st_size > 0
-        if begun and settings.is_file():
-            self._check(settings, wanted)
+        if (found := settings_begun_with(folder)) is not None:
+            _check_same(folder, found, wanted)
         else:
-            write_atomically(settings, (json.dumps(wanted, indent=2) + "\n").encode(), "the evaluation's settings")
+            content = (json.dumps(wanted, indent=2) + "\n").encode()
+            write_atomically(folder / _SETTINGS, content, "the evaluation's settings")
         self._writer = JsonlWriter(self.path, "responses")
         self._known: dict[tuple[str, int], Response] = {}
         for number, row in enumerate(read_rows(self.path), start=1):
@@ -85,19 +85,26 @@ class ResponseStore:
     def close(self) -> None:
         self._writer.close()
 
-    @staticmethod
-    def _check(settings: Path, wanted: Mapping[str, Any]) -> None:
-        try:
-            found = json.loads(settings.read_text())
-        except ValueError as error:
-            raise EvaluationError(
-                f"{settings}: not JSON ({error}), so that how {settings.parent} was asked is not known; name another "
-                "--out, or delete the file if it was asked as now"
-            ) from None
-        keys = [key for key in dict.fromkeys((*found, *wanted)) if found.get(key) != wanted.get(key)]
-        if keys:
-            changed = "\n".join(f"  {key}: was {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
-            raise EvaluationError(
-                f"{settings.parent} holds an evaluation that was made otherwise; name another --out, or put these "
-                f"back:\n{changed}"
-            )
+
+def settings_begun_with(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the evaluation that was begun in a folder; None when none was. Raises EvaluationError."""
+    responses, settings = folder / _RESPONSES, folder / _SETTINGS
+    if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(settings.read_text())
+    except ValueError as error:
+        raise EvaluationError(
+            f"{settings}: not JSON ({error}), so that how {folder} was asked is not known; name another --out, or "
+            "delete the file if it was asked as now"
+        ) from None
+    return found
+
+
+def _check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    keys = [key for key in dict.fromkeys((*found, *wanted)) if found.get(key) != wanted.get(key)]
+    if keys:
+        changed = "\n".join(f"  {key}: was {found.get(key)!r}, now {wanted.get(key)!r}" for key in keys)
+        raise EvaluationError(
+            f"{folder} holds an evaluation that was made otherwise; name another --out, or put these back:\n{changed}"
+        )

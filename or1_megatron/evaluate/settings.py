@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from or1_megatron.config.schema import (
     Fraction,
@@ -14,11 +14,14 @@ from or1_megatron.config.schema import (
     Section,
 )
 
+PAPER_RESPONSE_TOKENS: Final = 32768
+
 
 class EvaluationSettings(Section):
     """A file of configs/eval, or ``--set`` on top of the defaults."""
 
-    max_response_tokens: Positive = 32768
+    max_response_tokens: Positive | None = None
+    """None: 32,768 as in the paper, or less where the longest prompt leaves less of the model's context."""
     temperature: NonNegativeFloat = 1.0
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522

@@ -47,20 +47,24 @@ def start_engine_sampler(
     model: Path,
     dtype: Literal["float32", "bfloat16"],
     config: RolloutConfig,
+    max_model_tokens: int,
     tokenise: Tokenise,
     sampling: Sampling,
     max_prompt_tokens: int,
 ) -> Iterator[EngineSampler]:
     """Start a Ray and engines of its own on the HF folder ``model``; both end with the context.
 
+    Args:
+        max_model_tokens: longest prompt + response that will come.
+        max_prompt_tokens: requests with a longer prompt fail.
+
     Raises:
         ClusterError, EngineError: Ray or an engine did not start.
     """
     run_id = f"sampler-{uuid.uuid4().hex[:8]}"
-    longest = max_prompt_tokens + sampling.max_response_tokens
     start_ray(None, run_id)
     try:
-        pool = EnginePool(config, model, dtype, longest, run_id, on_cpu=not torch.cuda.is_available())
+        pool = EnginePool(config, model, dtype, max_model_tokens, run_id, on_cpu=not torch.cuda.is_available())
         try:
             pool.wait_ready()
             yield EngineSampler(
