@@ -1,6 +1,6 @@
-"""The sections of ``algorithm``: every switch of the report, and those beyond it, which are off by default.
+"""The section ``algorithm``: every switch of the report, and switches beyond it, which are off by default.
 
-RECIPE is docs/recipe.md, which says where each default is from; docs/recipe.md section 9 lists the switches.
+docs/recipe.md (RECIPE) says where each default comes from; its section 9 lists the switches.
 """
 
 from __future__ import annotations
@@ -17,42 +17,54 @@ from or1_megatron.types import Aggregation
 
 
 class AdvantageConfig(Section):
-    """A = (r - mean) / (std + eps) over the group."""
+    """Advantages: A = (r - mean) / (std + eps) over the group."""
 
     std_ddof: Literal[0, 1] = 1
+    """1: unbiased standard deviation; 0: that of the population. Unit: none. Recipe: 1 in the released code
+    (docs/recipe.md, section 1)."""
     eps: NonNegativeFloat = 1e-6
+    """Added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md, section 1)."""
     truncation_mask: Literal["none", "before", "after"] = "none"
-    """RECIPE section 3. none: the recipe; before: truncated responses stay out of mean and std and get 0; after: they
-    count in mean and std, then get 0."""
+    """Advantages of truncated responses. none: like any other, with reward 0; before: they stay out of mean and std and
+    get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
+    3 and 4); ablation 3 compares."""
     reject_uniform_groups: bool = True
-    """Groups whose advantages are all zero never enter the batch."""
+    """Keep groups whose advantages are all zero out of the batch. Recipe: on in every released model (docs/recipe.md,
+    sections 1 and 4)."""
 
 
 class ClipHighConfig(Section):
-    """Beyond the report (its open question 3): ``loss.clip_high`` follows the entropy target instead of standing still.
+    """Steers ``loss.clip_high`` by the entropy target. Beyond the report (its open question 3).
 
     epsilon_high rises by ``delta`` after a step with e_k below ``entropy.target`` and falls by it after one above.
     """
 
     delta: NonNegativeFloat = 0.0
-    """0: off, ``loss.clip_high`` holds for the whole run. Otherwise that is where it starts."""
+    """Change per rollout step. 0: ``loss.clip_high`` holds for the whole run; else the run starts there. Unit: none."""
     minimum: NonNegativeFloat = 0.2
+    """Lowest epsilon_high. Unit: none."""
     maximum: PositiveFloat = 0.28
+    """Highest epsilon_high. Unit: none. Recipe: at a fixed 0.28 entropy rose sharply (docs/recipe.md, ablation 10)."""
 
 
 class LossConfig(Section):
-    """Eq. 3.1 of the report, and how it is averaged (RECIPE section 1)."""
+    """The clipped objective (the paper's eq. 3.1), and how it is averaged."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """epsilon_low: the ratio is clipped at 1 - this. Unit: none. Recipe: 0.2 in every released model (docs/recipe.md,
+    sections 1 and 4)."""
     clip_high: NonNegativeFloat = 0.2
-    """clip-higher: above ``clip_low``."""
+    """epsilon_high: the ratio is clipped at 1 + this; clip-higher: above ``clip_low``. Unit: none. Recipe: 0.2 in every
+    released model; ablation 10 compares 0.25, 0.265 and 0.28 (docs/recipe.md, sections 4 and 5)."""
     clip_high_control: ClipHighConfig = ClipHighConfig()
     dual_clip: AboveOne | None = None
-    """c: of a token with A < 0 the objective's term is at least c * A, however large the ratio. None: off."""
+    """c: the objective's term of a token with A < 0 is at least c * A, however large the ratio. Unset: off. Unit:
+    none."""
     aggregation: Aggregation = "token_mean"
-    """token_mean: over all tokens of the mini-batch, the recipe; response_mean: over each response's tokens, then over
-    responses (vanilla GRPO); micro_batch_mean: over each micro-batch's tokens, then over micro-batches, as the released
-    code: what it gives depends on how the batch is cut into rows, that is, on the layout."""
+    """token_mean: mean over all tokens of the mini-batch; response_mean: over each response's tokens, then over
+    responses (vanilla GRPO); micro_batch_mean: over each micro-batch's tokens, then over micro-batches: the result then
+    depends on the layout, so that no key of ``parallel`` may change on resume. Recipe: token_mean in the paper's eq.
+    3.1; the released code averages per micro-batch (docs/recipe.md, section 1)."""
 
     @model_validator(mode="after")
     def _steered_within_bounds(self) -> Self:
@@ -66,13 +78,14 @@ class LossConfig(Section):
 
 
 class KLConfig(Section):
-    """KL penalty to a frozen reference, k3 estimator (RECIPE section 1). Off in every released model."""
+    """KL penalty to a frozen reference, with the k3 estimator."""
 
     coefficient: NonNegativeFloat = 0.0
-    """beta."""
+    """beta. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3 (docs/recipe.md, sections 4 and
+    5)."""
     reference: Path | None = None
     """HF folder of the reference: the run's own start (``model.hf``), or the export of the stage before. It is scored
-    once per rollout step; with beta 0 the KL is measured and weighs nothing. None: no reference is loaded."""
+    once per rollout step; with beta 0 the KL is measured and weighs nothing. Unset: no reference is loaded."""
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
@@ -85,15 +98,15 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Importance correction for the difference between engine's and policy's log-probs of the same weights.
+    """Importance correction for the difference between the engine's and the policy's log-probs. Beyond the report.
 
     Each token's policy-gradient term is multiplied by w = pi_k / pi_engine, without gradient.
     """
 
     mode: Literal["off", "truncated", "masked"] = "off"
-    """truncated: w is cut at ``cap``; masked: w is 0 outside [1 / cap, cap]."""
+    """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [1 / cap, cap]."""
     cap: AboveOne = 2.0
-    """C."""
+    """C, the bound of w. Unit: none."""
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -126,31 +139,46 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 class EntropyConfig(Section):
-    """Entropy bonus, RECIPE section 2. Adaptive: alpha_k = c_k * 1{e_k <= target}, c moves by delta per step."""
+    """Entropy bonus alpha_k * H. Adaptive: alpha_k = c_k * 1{e_k <= target}, and c moves by delta per step."""
 
     preset: Literal["paper", "released-code"] | None = None
-    """All of mode, coefficient, target, delta, bounds, estimate, measured_on and gate at once (``PRESETS``)."""
+    """Sets mode, coefficient, target, delta, bounds, estimate, measured_on and gate at once (docs/recipe.md, section
+    9). Recipe: the paper's rule or the released code's (docs/recipe.md, section 2)."""
     mode: Literal["off", "fixed", "adaptive", "proportional_integral"] = "adaptive"
-    """proportional_integral is beyond the report: see ``rl.entropy.ProportionalIntegral``."""
+    """fixed: alpha = coefficient; adaptive: the rule above; proportional_integral: a controller beyond the report
+    (docs/recipe.md, section 9). Recipe: adaptive in the paper (section 3.2.5) and every released model."""
     coefficient: NonNegativeFloat = 0.0
-    """alpha when fixed; c_0 otherwise."""
+    """alpha when fixed; c_0 otherwise. Unit: none. Recipe: c_0 = 0 (paper, section 3.2.5); ablation 8 compares fixed
+    values from 1e-4 to 1e-2."""
     target: NonNegativeFloat = 0.2
+    """Entropy above which the bonus is off. Unit: nats per token. Recipe: 0.2 in the paper (section 3.2.5) and every
+    released model."""
     delta: NonNegativeFloat = 0.005
+    """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5); 0.0001 in the released
+    scripts."""
     minimum: NonNegativeFloat = 0.0
+    """Lowest c. Unit: none. Recipe: alpha is never negative in the paper; 0 in the released scripts (docs/recipe.md,
+    section 2)."""
     maximum: PositiveFloat | None = None
+    """Highest c. Unset: no bound. Unit: none. Recipe: the paper names none; 0.005 in the released scripts
+    (docs/recipe.md, section 2)."""
     estimate: Literal["sampled", "full"] = "sampled"
-    """Of e_k. sampled: from the log-probs of the sampled tokens, free; full: full-vocabulary entropy, from a forward
-    pass over the rollout buffer before the update."""
+    """How e_k is measured. sampled: from the log-probs of the sampled tokens, free; full: full-vocabulary entropy, from
+    a forward pass over the rollout buffer before the update. Recipe: the released code uses sampled log-probs
+    (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
-    """e_k over all responses of the step, or, as the released code, over those that were not rejected."""
+    """Responses that e_k is measured on: all of the step, or those that were not rejected. Recipe: the released code
+    measures after rejection (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """alpha_k is 0 where the entropy is above the target: e_k; that of the step before, as in the released code; or
-    never."""
+    """Entropy that switches the bonus off above the target. now: e_k; late: that of the step before; off: never.
+    Recipe: now in the paper (section 3.2.5); the released code applies it one step late (docs/recipe.md, section 2)."""
     bonus_on: Literal["all", "clipped"] = "all"
-    """Beyond the report: the bonus over all tokens, or only over those whose ratio the clip has closed."""
+    """Tokens that get the bonus: all, or only those whose ratio is clipped. Recipe: all, as in the paper's eq. 3.1;
+    clipped is beyond the report."""
     proportional_gain: NonNegativeFloat = 0.0
+    """For proportional_integral: alpha per nat of error. Unit: 1 / nats."""
     integral_gain: NonNegativeFloat = 0.0
-    """Of proportional_integral: alpha per nat of error, and what the integral gains per nat of error and step."""
+    """For proportional_integral: what the integral gains per step and nat of error. Unit: 1 / nats."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +234,8 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    """What is computed from the rollouts: advantages, loss, KL, importance correction, entropy bonus."""
+
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()

@@ -79,17 +79,19 @@ def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
         )
 
 
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns stands for a dotted key."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
+    """A line for each key that differs and may not."""
     before, after = _flat(old), _flat(new)
-
-    def may_change(key: str) -> bool:
-        is_allowed = any(fnmatch.fnmatchcase(key, pattern) for pattern in allowed)
-        return is_allowed and not any(fnmatch.fnmatchcase(key, pattern) for pattern in forbidden)
-
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
         for key in dict.fromkeys((*before, *after))
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT) and not may_change(key)
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        and (not matches(key, allowed) or matches(key, forbidden))
     ]
 
 

@@ -1,13 +1,15 @@
-"""The only configuration schema: typed, frozen, unknown keys refused.
+"""The configuration schema: typed, frozen, unknown keys refused.
 
-Every part receives the section it needs, never the root. Defaults are the recipe's (Skywork-OR1 technical report,
-arXiv 2505.22312; where its released code differs, the field says so). How files, overlays and overrides become this
-object is in ``config_file``. The sections of the algorithm are in ``config_algorithm``.
+Every part of the code receives the section that it needs, never the whole. Defaults are the recipe's (Skywork-OR1
+technical report, arXiv 2505.22312, and its released code). ``load`` says how files, overlays and overrides become a
+Config; other sections are in ``parallel``, ``stages`` and ``algorithm``.
+
+The docstring of a key is its documentation (``explain``): what it is, then ``Unit:`` where the name does not end in the
+unit, then ``Recipe:``, what the report or its released code says, where it says something.
 """
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Literal, Self
 
@@ -27,18 +29,21 @@ from or1_megatron.config.base import (
     PositiveFloat,
     Section,
 )
+from or1_megatron.config.parallel import ParallelConfig
 from or1_megatron.config.stages import (
     EvaluationConfig,
     EvaluationSetConfig,
     PlateauConfig,
+    ProblemSetConfig,
     StageConfig,
     StageEvaluationConfig,
     refuse_twice,
 )
 
-__all__ = [  # of other modules: those of a whole configuration are found here
+__all__ = [  # of other modules: the sections of a whole configuration are found here
     "EvaluationConfig",
     "EvaluationSetConfig",
+    "ParallelConfig",
     "PlateauConfig",
     "Section",
     "StageConfig",
@@ -47,17 +52,18 @@ __all__ = [  # of other modules: those of a whole configuration are found here
 
 
 class RunConfig(Section):
-    """Where the run lives and what makes it repeatable."""
+    """Where the run is written, and what makes it repeatable."""
 
     dir: Path
     """Run folder; made if missing. A run whose folder holds checkpoints resumes from the newest."""
     seed: NonNegative = 1
+    """Seed of everything that is drawn: the order of problems, samples. Unit: none."""
     stage: Positive | None = None
     """Run this stage alone (the first is 1), in ``dir``/stage_N, from where the one before it ended. ``or1 train
-    --stage N`` sets it. None: all stages, one after another."""
+    --stage N`` sets it. Unset: all stages, one after another. Unit: stage."""
     previous: Path | None = None
-    """With ``stage``: the previous stage's run folder, or one checkpoint in it, which is then taken for the end of that
-    stage. None: ``dir``/stage_(N-1)."""
+    """With ``stage``: the previous stage's run folder, or one checkpoint in it, which then counts as the end of that
+    stage. Unset: ``dir``/stage_(N-1)."""
 
     @model_validator(mode="after")
     def _has_a_previous(self) -> Self:
@@ -79,35 +85,31 @@ class ModelConfig(Section):
     hf: Path
     """HF folder: config.json, safetensors, tokenizer with a chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype of parameters. bfloat16 keeps fp32 master weights and fp32 gradient reduction."""
+    """Compute dtype of parameters. bfloat16 keeps fp32 master weights and fp32 gradient reduction. Recipe: bfloat16
+    with fp32 master weights and gradient reduction in every released model (docs/recipe.md, section 4)."""
 
 
-class SourceConfig(Section):
-    """One problem set."""
+class SourceConfig(ProblemSetConfig):
+    """One problem set of the training data."""
 
-    path: Path
-    """A JSONL or Parquet file, a folder of them, or a Hugging Face hub id: Skywork-OR1-RL-Data's schema, JSONL of
-    {prompt, answer}, AIME's or LiveCodeBench's."""
-    split: str | None = None
-    """Of a folder or a hub id, e.g. math or code."""
     weight: Fraction = 1.0
-    """Share of its problems that take part in an epoch, others each time: 0.5 with repeat 3 is 1.5 times on average."""
+    """Share of its problems that take part in an epoch, others each time: 0.5 with repeat 3 is 1.5 times on average.
+    Unit: share."""
     repeat: Positive = 1
-    """How often each problem appears per epoch (the released mix: code 2, math 1)."""
-    name: str | None = None
-    """By which a stage's ``mixture`` calls it. Not set: the file's name without its ending, and the split if any."""
-
-    @property
-    def title(self) -> str:
-        return self.name or (self.path.stem if self.split is None else f"{self.path.stem}_{self.split}")
+    """How often each problem appears per epoch. Unit: times. Recipe: code twice, math once; Math-7B: math alone
+    (docs/recipe.md, section 4)."""
 
 
 class DataConfig(Section):
+    """The problems to train on."""
+
     train: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The problem sets."""
     max_prompt_tokens: Positive = 2048
-    """Longer prompts are dropped and counted."""
+    """Longer prompts are dropped and counted. Recipe: 2048 (docs/recipe.md, section 1)."""
     difficulty_model: str | None = None
-    """Key of ``model_difficulty``: problems at which that model failed 0 or all of its 16 tries are dropped."""
+    """Key of ``model_difficulty`` in the data: problems at which that model failed 0 or all of its 16 tries are
+    dropped. Recipe: the base model is asked (docs/recipe.md, section 3)."""
     unusable: Literal["refuse", "drop"] = "refuse"
     """Rows that cannot be used: not JSON, a missing field, a ground truth that its verifier cannot read, a problem that
     occurs twice. refuse: list them and do not start; drop: train without them and say how many, by reason."""
@@ -117,270 +119,197 @@ class OptimizerConfig(Section):
     """AdamW on fp32 master weights."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate. Unit: none. Recipe: 1e-6, constant, in every released model (docs/recipe.md, section 4)."""
     warmup_steps: NonNegative = 0
-    """SGD steps over which lr rises linearly from 0."""
+    """SGD steps over which lr rises linearly to its value. Unit: SGD steps. Recipe: no warm-up (docs/recipe.md, section
+    4)."""
     decay_steps: NonNegative = 0
-    """SGD step at which lr has fallen linearly to 0, counted from the first; 0: constant, as in the recipe."""
+    """SGD step, counted from the first, at which lr has fallen linearly to 0; 0: lr stays constant. Unit: SGD steps.
+    Recipe: constant (docs/recipe.md, section 4)."""
     beta1: NonNegativeFloat = 0.9
+    """Decay of the first moment. Unit: none. Recipe: 0.9 (docs/recipe.md, section 4)."""
     beta2: NonNegativeFloat = 0.999
+    """Decay of the second moment. Unit: none. Recipe: 0.999 (docs/recipe.md, section 4)."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment. Unit: none."""
     weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay of every parameter; multiplied with lr. Unit: none. Recipe: 0.01 (docs/recipe.md, section
+    4)."""
     clip_grad: PositiveFloat = 1.0
-
-
-class ParallelConfig(Section):
-    """How the policy is spread over trainer ranks; data parallelism is what remains."""
-
-    ranks: Positive = 1
-    """Trainer ranks in all (torchrun processes)."""
-    tensor: Positive = 1
-    pipeline: Positive = 1
-    virtual_pipeline: Positive = 1
-    """Model chunks per pipeline stage (interleaved 1F1B); layers go round the stages this many times."""
-    layers_per_stage: tuple[Positive, ...] | None = None
-    """Decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order, where they are not equal:
-    the first and last stages also hold the embedding and the head."""
-    context: Positive = 1
-    """Context parallelism: every sequence is cut zig-zag over this many ranks."""
-    expert: Positive = 1
-    """Expert parallelism: each layer's experts are spread over this many of the context- and data-parallel ranks."""
-    sequence: bool = False
-    """Sequence parallelism within the tensor-parallel group."""
-    distributed_optimizer: bool = True
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass. selective: MLPs (and norms, under
-    Transformer Engine), where most of the memory is; full: whole layers."""
-    head: Literal["recompute", "one_pass"] = "recompute"
-    """The fused head. recompute: logits are computed again in the backward pass, smallest workspace; one_pass: the
-    gradient is formed in the forward pass, three products of tokens and vocabulary instead of four."""
-    layers: Literal["auto", "own", "transformer_engine"] = "auto"
-    """Whose linears, norms and attention. auto: Transformer Engine's on a GPU where it is installed, else ours."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass instead of in the step; pays only where one follows at
-    once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""
-    overlap_tensor: bool = False
-    """Overlap tensor parallelism's communication with the products around it (Transformer Engine's userbuffers). Needs
-    its layers and sequence parallelism, and pads every row to micro_batch_tokens."""
-    offload: Literal["auto", "always", "never"] = "auto"
-    """Move optimizer state and gradients to the host before the engines wake, and parameters once they are handed over.
-    auto: where engines take turns with the trainer on its GPUs."""
-    micro_batch_tokens: Positive = 8192
-    """Token budget of one packed micro-batch row; never below the longest prompt + response."""
-    threads_per_rank: Positive | None = None
-    """CPU only: torch threads per rank; by default the cores divided by the ranks."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        model_parallel = self.tensor * self.pipeline * self.context
-        if self.ranks % model_parallel:
-            raise ValueError(
-                f"parallel: ranks = {self.ranks} is not a multiple of tensor * pipeline * context = "
-                f"{self.tensor} * {self.pipeline} * {self.context} = {model_parallel}"
-            )
-        if (self.context * self.data) % self.expert:
-            raise ValueError(
-                f"parallel: expert = {self.expert} does not divide context * data parallelism = {self.context} * "
-                f"{self.data}; experts are spread over these ranks"
-            )
-        if self.sequence and self.tensor == 1:
-            raise ValueError("parallel: sequence needs tensor > 1 (sequence parallelism splits within the TP group)")
-        if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise ValueError(
-                f"parallel: virtual_pipeline = {self.virtual_pipeline} needs pipeline > 1 (it interleaves stages)"
-            )
-        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
-            raise ValueError("parallel: overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
-        if self.overlap_tensor and not self.sequence:
-            raise ValueError("parallel: overlap_tensor needs sequence (and tensor > 1): there is nothing to overlap")
-        if self.overlap_tensor and self.layers == "own":
-            raise ValueError("parallel: overlap_tensor needs Transformer Engine's layers; layers is 'own'")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.chunks:
-            raise ValueError(
-                f"parallel: layers_per_stage has {len(self.layers_per_stage)} numbers; expected one for each of the "
-                f"pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} chunks"
-            )
-        return self
-
-    @property
-    def chunks(self) -> int:
-        """Pieces into which the pipeline cuts the model: PP * VPP."""
-        return self.pipeline * self.virtual_pipeline
-
-    def chunk_layers(self, layers: int) -> tuple[range, ...]:
-        """The decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
-
-        Raises:
-            ValueError: a model of ``layers`` layers cannot be cut so.
-        """
-        sizes = self.layers_per_stage
-        if sizes is None:
-            if layers % self.chunks:
-                raise ValueError(
-                    f"parallel.pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} "
-                    f"does not divide the model's num_hidden_layers = {layers}; choose another, or say in "
-                    "parallel.layers_per_stage how many layers each chunk has"
-                )
-            sizes = (layers // self.chunks,) * self.chunks
-        if sum(sizes) != layers:
-            raise ValueError(
-                f"parallel.layers_per_stage = {list(sizes)} holds {sum(sizes)} layers; the model's num_hidden_layers "
-                f"is {layers}"
-            )
-        ends = list(itertools.accumulate(sizes))
-        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
-
-    @property
-    def data(self) -> int:
-        return self.ranks // (self.tensor * self.pipeline * self.context)
+    """Largest gradient norm; a larger gradient is scaled down to it. Unit: none. Recipe: 1.0 (docs/recipe.md, section
+    4)."""
 
 
 class RolloutConfig(Section):
     """The inference engines."""
 
     engines: Positive = 1
+    """How many engines. Unit: engines."""
     tensor_parallel: Positive = 1
+    """Tensor parallelism of one engine. Unit: devices."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: engines take turns with the trainer on its devices; separate: devices of their own."""
     max_concurrent: Positive = 256
-    """Responses that one engine decodes at once."""
+    """Responses that one engine decodes at once. Unit: responses."""
     kv_cache_bytes: Positive | None = None
-    """KV cache per engine; required on CPU. On GPU None lets vLLM take gpu_memory_fraction."""
+    """KV cache of one engine; required on CPU. Unset, on GPU: vLLM takes what gpu_memory_fraction leaves."""
     gpu_memory_fraction: Fraction = 0.85
+    """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1
-    """CPU only: OpenMP threads per engine."""
+    """OpenMP threads of one engine. CPU alone. Unit: threads."""
     start_timeout_s: PositiveFloat = 600.0
+    """Deadline for the engines to start."""
     max_engine_restarts: NonNegative = 2
-    """How often each engine is started again when it dies, before its death ends the run."""
+    """How often each engine is started again when it dies, before its death ends the run. Unit: restarts."""
     old_kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Of responses in flight over a handoff. recompute: the new weights read them anew; keep: the old weights' keys and
-    values stay, which is cheaper, and what follows is sampled from no version's model."""
+    """For responses in flight during a handoff. recompute: the new weights read them anew; keep: the old weights' keys
+    and values stay, which is cheaper, and the rest of the response is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
-    """A roll-out that takes longer ends the run, naming the requests that are still out."""
+    """A rollout that takes longer ends the run, naming the requests that are still out."""
     max_staleness: Literal[0, 1] = 0
-    """By how many steps the weights that sampled a response may be older than those it trains. 1: the next step is
-    sampled while this one trains."""
+    """How many steps older than the trained weights those that sampled a response may be. 1: the next step is sampled
+    while this one trains. Unit: rollout steps."""
 
 
 class VerifyConfig(Section):
+    """The verifiers, and the limits of untrusted programs."""
+
     workers: Positive = 1
-    """Verifier actors."""
+    """Verifier workers. Unit: processes."""
     timeout_s: PositiveFloat = 5.0
-    """Hard limit for one verdict; the worker is killed and replaced."""
+    """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced."""
     max_error_fraction: Fraction = 0.05
-    """A step in which more of the verdicts than this are ``error`` stops the run."""
+    """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
-    """Ability: a verifier of your own, as package.module:name or an entry point of group or1_megatron.verifiers."""
+    """Verifiers of your own by ability: package.module:name, or an entry point of group or1_megatron.verifiers."""
     early_stop: bool = True
-    """A submission's first failed test is its last; otherwise all are run, and the verdict says how each ended."""
+    """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
     budget_s: PositiveFloat = 120.0
     """Wall time of all tests of one submission together."""
     checker_headers: Path | None = None
     """A folder that holds testlib.h, for C++ checkers that include it."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
-    """Of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak: neither, and
-    files of this machine can be read: only where it holds nothing of value."""
+    """Confinement of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak:
+    neither, and files of this machine can be read: only for a machine that holds nothing of value."""
     memory_bytes: Positive = 4 << 30
-    """Of one untrusted program (the report allows 50 GB)."""
+    """Memory of one untrusted program. Recipe: 50 GB per test process in the paper (docs/recipe.md, section 8)."""
     node_memory_bytes: Positive | None = None
-    """Of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get the
-    worker's share of it. None: half of its memory."""
+    """Memory of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get
+    the worker's share of it. Unset: half of the node's memory."""
     processes: Positive = 64
-    """Processes and threads of one untrusted program."""
+    """Processes and threads of one untrusted program. Unit: processes."""
     max_pending: Positive = 16384
-    """Responses that wait for a verifier; more are not taken until some have their verdict."""
+    """Responses that wait for a verifier; further ones wait until some have their verdict. Unit: responses."""
     worker_memory_bytes: Positive = 2 << 30
-    """A verifier whose memory has grown beyond this is replaced by a fresh one."""
+    """A verifier worker whose memory has grown beyond this is replaced by a fresh one."""
 
 
 Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]
 
 
 class HandoffConfig(Section):
+    """How weights get from the policy to the engines, and how it is checked that they did."""
+
     backend: Literal["gloo", "shard", "nccl", "ipc", "sharded_rdt", "nccl_m2n"] = "shard"
     """shard: all trainer ranks send, and each engine rank receives just the slices that its loaders ask for; gloo: rank
     0 gathers whole tensors and sends them to all engines, the plain fallback. The others are vLLM's own, on GPUs."""
     transport: Transport | None = None
     """For shard. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. Two
-    names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). None: by
+    names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). Unset: by
     where the ranks run, shared_memory on one node, else gloo; with GPUs nccl+cuda_ipc if they are shared, else nccl."""
     bucket_bytes: Positive = 512 << 20
     """What an engine rank receives at a time, from all its senders; a trainer rank holds two of them at most."""
     probe_every_steps: NonNegative | None = None
-    """0: never. None: every step without a GPU, every 10 with."""
+    """Handoffs between two log-prob probes of the engines; 0: never. Unset: 1 without a GPU, 10 with. Unit:
+    handoffs."""
     probe_tokens: Positive | None = None
-    """Tokens that are scored. None: 94 in float32, 512 in bfloat16."""
+    """Tokens that a probe scores. Unset: 94 in float32, 512 in bfloat16."""
     probe_bound: PositiveFloat | None = None
-    """float32: largest tolerated |engine - policy| log-prob of any token (None: 1e-3). bfloat16: of the mean over all
-    tokens at the run's first handoff (None: 0.1)."""
+    """float32: largest |engine - policy| log-prob of any token (unset: 1e-3). bfloat16: largest mean over all tokens at
+    the run's first handoff (unset: 0.1). Unit: nats."""
     probe_growth: PositiveFloat = 3.0
-    """bfloat16: the mean may be so many times what it was at the run's first handoff."""
+    """bfloat16: largest mean of a later handoff, as a multiple of the first handoff's. Unit: factor."""
     timeout_s: PositiveFloat = 600.0
+    """Deadline of one handoff; an engine or rank that does not keep up fails it."""
 
 
 class CheckpointConfig(Section):
+    """When state is saved, and what is kept."""
+
     every_steps: Positive = 10
+    """Save after every n-th step; the last step and a stop signal save too."""
     asynchronous: bool = True
-    """Saves are written while training goes on, and hold the loop for a copy of the state only. It takes host memory:
-    12 bytes per parameter in fp32, 14 in bf16, over all ranks, and up to twice that where it is page-locked. False: the
-    loop waits until all is on disk."""
+    """Write saves while training goes on; the loop waits for a copy of the state only. It takes host memory: 12 bytes
+    per parameter in fp32, 14 in bf16, over all ranks, and up to twice that where it is page-locked. False: the loop
+    waits until all is on disk."""
     keep_last: Positive = 2
+    """How many of the newest checkpoints to keep. Unit: checkpoints."""
     keep_best: bool = True
     """Keep the checkpoint with the best evaluation beside the newest."""
     keep_every_steps: NonNegative = 0
     """Keep every checkpoint whose step is a multiple of this for good. 0: none."""
     export_hf_every_steps: NonNegative = 0
-    """0: only at the end of the run."""
+    """Export the model as an HF folder every n-th step. 0: only at the end of the run."""
     signal_grace_s: PositiveFloat = 120.0
     """After SIGTERM or SIGUSR1: finish or abandon the current verb, save and exit within this time."""
 
 
 class SafetyConfig(Section):
-    """When numbers go wrong. The report gives no thresholds: these are ours."""
+    """What happens when numbers go wrong. The report gives no thresholds; these are ours."""
 
     max_skipped_in_a_row: Positive = 3
-    """SGD steps without finite loss or gradient are skipped; so many in a row end the run."""
+    """SGD steps without a finite loss or gradient are skipped; so many in a row end the run. Unit: SGD steps."""
     max_rejected_in_a_row: Positive = 10
-    """Rollout steps of which every group was rejected teach nothing; so many in a row end the run."""
+    """Steps whose every group was rejected teach nothing; so many in a row end the run. Unit: rollout steps."""
     keep_dumps: NonNegative = 2
-    """A skipped step's batch is set aside for ``or1 replay``; of these the newest stay. 0: none is made."""
+    """The batch of a skipped SGD step is dumped for ``or1 replay``; the newest dumps stay. 0: dump none. Unit:
+    dumps."""
     dump_weights: bool = True
-    """With the weights that it was computed on, as an HF folder: the model's size on disk for each dump."""
+    """Dump the weights of the step with it, as an HF folder: the model's size on disk for each dump."""
     dump_steps: tuple[Positive, ...] = ()
-    """Rollout steps whose batches are set aside in any case, to be looked into; these dumps all stay."""
+    """Steps whose batches are dumped in any case; these dumps all stay."""
     alarms: bool = True
+    """Say in words when a step's numbers look as they do in a run that goes wrong."""
     grad_norm_factor: PositiveFloat = 10.0
-    """Alarm when the gradient norm is more than this many times its running median."""
+    """Alarm when the gradient norm is more than this many times its running median. Unit: factor."""
     mismatch_mean: PositiveFloat | None = None
-    """Alarm when engine and policy differ by more nats per token, on average over a step's sampled tokens. None: 1e-4
-    in float32, 0.05 in bfloat16."""
+    """Alarm when engine and policy differ by more per token, on average over a step's sampled tokens. Unset: 1e-4 in
+    float32, 0.05 in bfloat16. Unit: nats."""
     mismatch_max: PositiveFloat | None = None
-    """The same of the token that differs most. None: 0.01 in float32, 5 in bfloat16."""
+    """Alarm when engine and policy differ by more at any sampled token of a step. Unset: 0.01 in float32, 5 in
+    bfloat16. Unit: nats."""
     low_entropy: NonNegativeFloat = 0.05
-    """nats per token: below this the rollouts' entropy counts as near zero."""
+    """Alarm when the rollouts' entropy falls below this. Unit: nats per token."""
 
 
 class TrackConfig(Section):
+    """What a run records and shows."""
+
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     wandb_project: str | None = None
+    """Log to this project of Weights & Biases too. Needs the extra ``wandb``."""
     rollouts_every_steps: Positive = 1
-    """Every n-th step's rollouts are kept."""
+    """Keep every n-th step's rollouts."""
     rollouts_keep_bytes: Positive = 10 << 30
-    """Oldest rollout files are deleted beyond this."""
+    """Delete the oldest rollout files beyond this."""
     console: Literal["auto", "rich", "plain"] = "auto"
+    """rich: a live table; plain: a line per step; auto: rich on a terminal."""
 
 
 class ClusterConfig(Section):
+    """The machines: Ray, deadlines, memory."""
+
     ray_address: str | None = None
-    """None: Ray is started embedded, on this machine alone. "auto" or host:port: attach to a running cluster."""
+    """Unset: Ray is started embedded, on this machine alone. "auto" or host:port: attach to a running cluster."""
     nodes: Positive = 1
-    """Nodes that must have joined the cluster at ``ray_address`` before anything is placed on it."""
+    """Nodes that must have joined the cluster at ``ray_address`` before anything is placed on it. Unit: nodes."""
     join_timeout_s: PositiveFloat = 600.0
+    """Deadline for those nodes to join."""
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one lockstep verb (update, hand_off, save, ...) on every rank."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Of one GPU, in 1e9 bytes: lets the dry run say when a trainer rank would not fit."""
+    """Memory of one GPU, for plans made elsewhere. Unset: that of the GPUs here, if any. Unit: 1e9 bytes."""
 
 
 class Config(Section):
@@ -390,6 +319,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     stages: tuple[StageConfig, ...] = Field(min_length=1)
+    """The stages, one after another."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -23,67 +23,90 @@ from or1_megatron.config.base import (
 class PlateauConfig(Section):
     """A stage may end before its ``steps`` once a metric has stopped rising.
 
-    The metric's values within the stage (of a metric that is not in every row, such as an evaluation's, those that
-    there are) are averaged over blocks of ``window`` values that follow each other. Whenever a block is full, its mean
-    is compared with the best mean of the stage's earlier blocks: not above it by ``gain`` or more, it counts as flat.
-    ``patience`` flat blocks in a row end the stage, though never before ``min_steps`` of its rollout steps.
+    The metric's values within the stage are averaged over blocks of ``window`` values (rows without the metric do not
+    count). The mean of each full block is compared with the best mean of the stage's earlier blocks: unless it is
+    higher by more than ``gain``, the block is flat. ``patience`` flat blocks in a row end the stage, though never
+    before ``min_steps`` of its steps. In the recipe a stage ends at a step count or when the metric converges
+    (docs/recipe.md, section 3); the report gives no rule.
     """
 
     metric: str = "accuracy/all"
     """A metric of docs/schemas.md of which more is better."""
     window: Positive = 20
-    """Values per block."""
+    """Values per block. Unit: values."""
     gain: NonNegativeFloat = 0.005
-    """What a block's mean must lie above the best before it, to count as progress."""
+    """A block makes progress when its mean is above the best earlier mean by more than this. Unit: the metric's."""
     patience: Positive = 1
+    """Flat blocks in a row that end the stage. Unit: blocks."""
     min_steps: NonNegative = 0
+    """The stage lasts at least this long."""
 
 
 class StageEvaluationConfig(Section):
-    """What one stage has otherwise than ``evaluate`` says. Not set: as there."""
+    """What one stage changes of ``evaluate``. Unset: as there."""
 
     every_steps: NonNegative | None = None
+    """``evaluate.every_steps`` in this stage."""
     samples_during: Positive | None = None
+    """``evaluate.samples_during`` in this stage. Unit: samples per problem."""
     temperature: NonNegativeFloat | None = None
+    """``evaluate.temperature`` in this stage. Unit: none."""
     top_p: Fraction | None = None
+    """``evaluate.top_p`` in this stage. Unit: share."""
     max_response_tokens: Positive | None = None
+    """``evaluate.max_response_tokens`` in this stage."""
 
 
 class StageConfig(Section):
-    """One stage: how much is sampled, how it is cut into SGD steps, for how long. RECIPE section 4."""
+    """One stage: how much is sampled, how it is cut into SGD steps, for how long.
+
+    docs/recipe.md, section 4, has the figures of each released model.
+    """
 
     name: str
+    """Name of the stage in output and messages."""
     steps: Positive
-    """Rollout steps in this stage; with ``plateau``, at most."""
+    """Rollout steps in this stage; with ``plateau``, at most. Recipe: docs/recipe.md, section 4."""
     max_response_tokens: Positive
-    """T: the context given to a response; what is cut off gets reward 0."""
+    """T: the context given to a response; a response that is cut off gets reward 0. Recipe: 8K to 32K, growing from
+    stage to stage (docs/recipe.md, sections 3 and 4)."""
     prompts_per_step: Positive
-    """D_R: prompts sampled per rollout step."""
+    """D_R: prompts sampled per rollout step. Unit: prompts. Recipe: docs/recipe.md, section 4."""
     prompts_per_update: Positive
-    """D_T: prompts per SGD step; divides D_R."""
+    """D_T: prompts per SGD step; divides D_R. Unit: prompts. Recipe: docs/recipe.md, section 4."""
     group_size: Annotated[int, Field(ge=2)]
-    """gs, M: responses per prompt. Of 2 or more: an advantage compares the responses of a group."""
+    """gs, M: responses per prompt; an advantage compares the responses of a group. Unit: responses. Recipe: 16, 32 or
+    64 (docs/recipe.md, section 4)."""
     reuse: Positive = 1
-    """N_reuse: passes over a step's data. SGD steps per rollout step: N_SGD = D_R / D_T * reuse."""
+    """N_reuse: passes over a step's data. N_SGD = D_R / D_T * reuse SGD steps per rollout step. Unit: passes. Recipe: 1
+    in every released model (docs/recipe.md, section 4)."""
     temperature: PositiveFloat = 1.0
+    """Sampling temperature of the rollouts; log-probs and entropies use it too. Unit: none. Recipe: 1.0 in every
+    released model (docs/recipe.md, section 4); ablation 4 compares 0.6."""
     top_p: Fraction = 1.0
+    """Share of probability that responses are sampled from; below 1 the gradient is biased. Unit: share. Recipe: 1 in
+    every released model (docs/recipe.md, section 4)."""
     refill_prompts: NonNegative = 0
-    """Prompts that a step may draw beyond D_R, until D_R groups are kept. 0: no refill, as in the recipe."""
+    """Prompts that a step may draw beyond D_R, until D_R groups are kept. 0: no refill. Unit: prompts. Recipe: neither
+    the paper nor the released code refills (docs/recipe.md, section 3)."""
     filter_solved: bool = True
-    """Online filter: at this stage's start drop the prompts whose every sample was right in the previous stage."""
+    """Online filter: at this stage's start, drop the prompts whose every sample was right in the previous stage.
+    Recipe: in the paper; the released code has no such filter (docs/recipe.md, section 3)."""
     min_pass_rate: Share = 0.0
-    """Online filter: drop those too whose share of right samples in the previous stage lies below this."""
+    """Online filter: drop prompts whose share of right samples in the previous stage lies below this. Unit: share."""
     max_pass_rate: Share = 1.0
-    """Online filter: and those whose share lies above this."""
+    """Online filter: drop prompts whose share of right samples in the previous stage lies above this. Unit: share."""
     mixture: Mapping[str, NonNegative] | None = None
-    """How often each source of ``data.train`` (by its name) appears per epoch in this stage; 0: not at all. Not set:
-    their ``repeat``."""
+    """How often each source of ``data.train`` (by its name) appears per epoch in this stage; 0: not at all. Unset:
+    their ``repeat``. Unit: times."""
     plateau: PlateauConfig | None = None
-    """Not set: the stage ends after ``steps``."""
+    """A rule that may end the stage sooner. Unset: the stage ends after ``steps``."""
     restart_optimizer: bool = False
-    """Begin with fresh optimizer moments and learning-rate schedule, as the released code does. False: they go on."""
+    """Begin with fresh optimizer moments and learning-rate schedule. False: they carry over. Recipe: the released code
+    restarts them (docs/recipe.md, section 3)."""
     restart_controller: bool = False
-    """Begin with the entropy controller at c_0, as the released code does. False: it goes on."""
+    """Begin with the entropy controller at c_0. False: it carries over. Recipe: the released code restarts it
+    (docs/recipe.md, sections 2 and 3)."""
     evaluate: StageEvaluationConfig = StageEvaluationConfig()
 
     @model_validator(mode="after")
@@ -113,40 +136,58 @@ class StageConfig(Section):
         return self.prompts_per_step // self.prompts_per_update * self.reuse
 
 
-class EvaluationSetConfig(Section):
-    """One held-out set. What is not set here is as in ``evaluate``."""
+class ProblemSetConfig(Section):
+    """Where a problem set lies, and its name."""
 
     path: Path
-    """As ``data.train``'s."""
+    """A JSONL or Parquet file, a folder of them, or a Hugging Face hub id: Skywork-OR1-RL-Data's schema, JSONL of
+    {prompt, answer}, AIME's or LiveCodeBench's (docs/data.md)."""
     split: str | None = None
+    """Split of a folder or a hub id, e.g. math or code."""
     name: str | None = None
-    """In metrics: ``evaluation/<name>/accuracy``. Not set: the file's name without its ending, and the split if any."""
-    samples: Positive | None = None
-    samples_during: Positive | None = None
-    temperature: NonNegativeFloat | None = None
-    top_p: Fraction | None = None
-    max_response_tokens: Positive | None = None
+    """Name of the set in mixtures and metrics. Unset: the file's name without its ending, and the split if any."""
 
     @property
     def title(self) -> str:
         return self.name or (self.path.stem if self.split is None else f"{self.path.stem}_{self.split}")
 
 
+class EvaluationSetConfig(ProblemSetConfig):
+    """One held-out set; its metric is ``evaluation/<name>/accuracy``. Unset: as in ``evaluate``."""
+
+    samples: Positive | None = None
+    """``evaluate.samples`` of this set. Unit: samples per problem."""
+    samples_during: Positive | None = None
+    """``evaluate.samples_during`` of this set. Unit: samples per problem."""
+    temperature: NonNegativeFloat | None = None
+    """``evaluate.temperature`` of this set. Unit: none."""
+    top_p: Fraction | None = None
+    """``evaluate.top_p`` of this set. Unit: share."""
+    max_response_tokens: Positive | None = None
+    """``evaluate.max_response_tokens`` of this set."""
+
+
 class EvaluationConfig(Section):
-    """Held-out evaluation on the same engines, in the final stage's context unless ``max_response_tokens`` is set."""
+    """Held-out evaluation on the same engines."""
 
     data: tuple[EvaluationSetConfig, ...] = ()
-    """The sets. With several, ``evaluation/accuracy`` is the mean of theirs."""
+    """The sets. With several, ``evaluation/accuracy`` is the mean of theirs. Recipe: AIME24, AIME25 and LiveCodeBench
+    2024-08 to 2025-02 (docs/recipe.md, section 4)."""
     every_steps: NonNegative = 0
-    """0: only before and after training."""
+    """Evaluate every n-th step. 0: only before and after training."""
     samples: Positive = 8
-    """k of avg@k before and after training."""
+    """k of avg@k before and after training. Unit: samples per problem. Recipe: 32 on AIME, 4 on LiveCodeBench
+    (docs/recipe.md, section 4)."""
     samples_during: Positive = 1
-    """k of avg@k every ``every_steps``."""
+    """k of avg@k every ``every_steps``. Unit: samples per problem."""
     temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0: greedy. Unit: none. Recipe: 1 (docs/recipe.md, section 4)."""
     top_p: Fraction = 1.0
+    """Share of probability that responses are sampled from. Unit: share. Recipe: 1 (docs/recipe.md, section 4)."""
     max_response_tokens: Positive | None = None
+    """Longest response. Unset: T of the last stage. Recipe: 32768 (docs/recipe.md, section 4)."""
     seed: NonNegative = 20250522
+    """Seed of the samples; the same in every evaluation. Unit: none."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -156,12 +197,12 @@ class EvaluationConfig(Section):
         return self
 
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:
-        """As it is in ``stage``: with what the stage has of its own."""
+        """Return these settings with what ``stage`` changes of them."""
         return self.model_copy(update=stage.evaluate.model_dump(exclude_none=True))
 
 
 def refuse_twice(names: Iterable[str], key: str) -> None:
-    """Raise ValueError when a name comes twice."""
+    """Raise ValueError when a name occurs twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"{key}: two of its entries are named '{twice[0]}'; give each a 'name' of its own")

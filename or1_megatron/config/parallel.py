@@ -1,0 +1,124 @@
+"""The section ``parallel``: how the policy is spread over trainer ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from or1_megatron.config.base import Positive, Section
+
+
+class ParallelConfig(Section):
+    """How the policy is spread over trainer ranks. Data parallelism is ranks / (tensor * pipeline * context)."""
+
+    ranks: Positive = 1
+    """Trainer ranks in all. Unit: torchrun processes."""
+    tensor: Positive = 1
+    """Tensor parallelism. Unit: ranks."""
+    pipeline: Positive = 1
+    """Pipeline parallelism. Unit: stages, a rank each."""
+    virtual_pipeline: Positive = 1
+    """Model chunks per pipeline stage (interleaved 1F1B); layers go round the stages this many times. Unit: chunks."""
+    layers_per_stage: tuple[Positive, ...] | None = None
+    """Decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order. Set it where they are not
+    equal: the first and last stages also hold the embedding and the head. Unit: layers."""
+    context: Positive = 1
+    """Context parallelism: every sequence is cut zig-zag over this many ranks. Unit: ranks."""
+    expert: Positive = 1
+    """Expert parallelism: each layer's experts are spread over this many of the context- and data-parallel ranks. Unit:
+    ranks."""
+    sequence: bool = False
+    """Sequence parallelism within the tensor-parallel group."""
+    distributed_optimizer: bool = True
+    """Spread the optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass. selective: MLPs (and norms, under Transformer Engine), which
+    take most of the memory; full: whole layers."""
+    head: Literal["recompute", "one_pass"] = "recompute"
+    """The fused head. recompute: computes logits again in the backward pass, with the smallest workspace; one_pass:
+    forms the gradient in the forward pass, with three products of tokens and vocabulary instead of four."""
+    layers: Literal["auto", "own", "transformer_engine"] = "auto"
+    """Implementation of linears, norms and attention. auto: Transformer Engine's on a GPU where it is installed, else
+    ours."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass instead of in the step. It pays only where one follows at
+    once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""
+    overlap_tensor: bool = False
+    """Overlap tensor parallelism's communication with the products around it (Transformer Engine's userbuffers). Needs
+    its layers and sequence parallelism, and pads every row to micro_batch_tokens."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Move optimizer state and gradients to the host before the engines wake, and parameters once they are handed over.
+    auto: where engines take turns with the trainer on its GPUs."""
+    micro_batch_tokens: Positive = 8192
+    """Token budget of one packed micro-batch row; never below the longest prompt + response. From 1.5 times that on,
+    rows pad by less than 1%."""
+    threads_per_rank: Positive | None = None
+    """Torch threads per rank, on CPU alone. Unset: the cores divided by the ranks. Unit: threads."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        model_parallel = self.tensor * self.pipeline * self.context
+        if self.ranks % model_parallel:
+            raise ValueError(
+                f"parallel: ranks = {self.ranks} is not a multiple of tensor * pipeline * context = "
+                f"{self.tensor} * {self.pipeline} * {self.context} = {model_parallel}"
+            )
+        if (self.context * self.data) % self.expert:
+            raise ValueError(
+                f"parallel: expert = {self.expert} does not divide context * data parallelism = {self.context} * "
+                f"{self.data}; experts are spread over these ranks"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel: sequence needs tensor > 1 (sequence parallelism splits within the TP group)")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel: virtual_pipeline = {self.virtual_pipeline} needs pipeline > 1 (it interleaves stages)"
+            )
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("parallel: overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.overlap_tensor and not self.sequence:
+            raise ValueError("parallel: overlap_tensor needs sequence (and tensor > 1): there is nothing to overlap")
+        if self.overlap_tensor and self.layers == "own":
+            raise ValueError("parallel: overlap_tensor needs Transformer Engine's layers; layers is 'own'")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.chunks:
+            raise ValueError(
+                f"parallel: layers_per_stage has {len(self.layers_per_stage)} numbers; expected one for each of the "
+                f"pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} chunks"
+            )
+        return self
+
+    @property
+    def chunks(self) -> int:
+        """Pieces into which the pipeline cuts the model: PP * VPP."""
+        return self.pipeline * self.virtual_pipeline
+
+    def chunk_layers(self, layers: int) -> tuple[range, ...]:
+        """The decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
+
+        Raises:
+            ValueError: a model of ``layers`` layers cannot be cut so.
+        """
+        sizes = self.layers_per_stage
+        if sizes is None:
+            if layers % self.chunks:
+                raise ValueError(
+                    f"parallel.pipeline * virtual_pipeline = {self.pipeline} * {self.virtual_pipeline} = {self.chunks} "
+                    f"does not divide the model's num_hidden_layers = {layers}; choose another, or say in "
+                    "parallel.layers_per_stage how many layers each chunk has"
+                )
+            sizes = (layers // self.chunks,) * self.chunks
+        if sum(sizes) != layers:
+            raise ValueError(
+                f"parallel.layers_per_stage = {list(sizes)} holds {sum(sizes)} layers; the model's num_hidden_layers "
+                f"is {layers}"
+            )
+        ends = list(itertools.accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    @property
+    def data(self) -> int:
+        return self.ranks // (self.tensor * self.pipeline * self.context)
