@@ -14,7 +14,7 @@ from or1_megatron.commands.options import ConfigFile, Overrides, config_file, no
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
-    from or1_megatron.sizing.run_plan import Device
+    from or1_megatron.sizing.conflicts import Device
 
 
 def train(
@@ -50,7 +50,8 @@ def train(
     with explained():
         from or1_megatron.config.load import load_config
         from or1_megatron.config.recipes import find
-        from or1_megatron.sizing.dry_run import plan_run, print_plan
+        from or1_megatron.sizing.dry_run import plan_run
+        from or1_megatron.sizing.plan_tables import render
         from or1_megatron.trainer.preflight import check_inputs, lacking
 
         path = config_file(config)
@@ -61,13 +62,13 @@ def train(
         if dry_run:
             folder = find("shape", shape) if shape else shape_folder(loaded)
             planned = plan_run(loaded, _device(device, loaded), folder)
-            print_plan(planned, Console())
+            Console().print(render(planned))
             for line in () if shape else lacking(loaded):
                 print(f"or1: not there yet: {line}", file=sys.stderr)
             return
         planned = plan_run(loaded, _device(device))
         if check:
-            print_plan(planned, Console())
+            Console().print(render(planned))
             check_inputs(loaded, ground_truths=True)
             return
         from or1_megatron.runtime.launch import run_ranks

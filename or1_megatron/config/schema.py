@@ -359,13 +359,14 @@ class Config(Section):
 
     @property
     def longest_response(self) -> int:
-        """T of whatever is sampled with the longest one, evaluations included."""
-        longest = [stage.max_response_tokens for stage in self.stages]
-        for stage in self.stages if self.evaluate.data else ():
-            settings = self.evaluate.in_stage(stage)
-            default = settings.max_response_tokens or self.stages[-1].max_response_tokens
-            longest += [each.max_response_tokens or default for each in settings.data]
-        return max(longest)
+        """The longest T, evaluations included."""
+        last = self.stages[-1].max_response_tokens
+        evaluated = [
+            settings.longest_of(held_out, last)
+            for settings in map(self.evaluate.in_stage, self.stages)
+            for held_out in settings.data
+        ]
+        return max([stage.max_response_tokens for stage in self.stages] + evaluated)
 
     @property
     def total_steps(self) -> int:

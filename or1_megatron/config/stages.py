@@ -196,6 +196,16 @@ class EvaluationConfig(Section):
             raise ValueError(f"evaluate.data: a set cannot be named '{odd[0]}': it is part of a metric's name")
         return self
 
+    def samples_of(self, held_out: EvaluationSetConfig, whole: bool) -> int:
+        """Return k of avg@k for a set: before and after training (``whole``), or within a stage."""
+        if whole:
+            return held_out.samples or self.samples
+        return held_out.samples_during or self.samples_during
+
+    def longest_of(self, held_out: EvaluationSetConfig, default: int) -> int:
+        """Return the longest response of a set in tokens; ``default`` where neither it nor this section names one."""
+        return held_out.max_response_tokens or self.max_response_tokens or default
+
     def in_stage(self, stage: StageConfig) -> EvaluationConfig:
         """Return these settings with what ``stage`` changes of them."""
         return self.model_copy(update=stage.evaluate.model_dump(exclude_none=True))

@@ -1,4 +1,4 @@
-"""`or1 train --dry-run`: read what the arithmetic needs, and show the plan."""
+"""Read what the plan of a run needs: the model's config.json, and how many problems there are."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from or1_megatron.config.load import ConfigError
 from or1_megatron.config.schema import Config
 from or1_megatron.data.files import files_of, hub_rows, is_hub_id
-from or1_megatron.sizing.run_plan import Device, Plan, PlanError, plan
+from or1_megatron.sizing.conflicts import Device
+from or1_megatron.sizing.run_plan import Plan, PlanError, plan
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -39,10 +36,9 @@ def plan_run(config: Config, device: Device, shape: Path | None = None) -> Plan:
         return plan(config, hf, None, device)
     if config.algorithm.kl.reference is not None:
         check_reference(config.algorithm.kl.reference, hf)
-    for held_out in config.evaluate.data:
-        _count_rows(held_out.path, held_out.split, "evaluate.data")
+    held_out = [_count_rows(each.path, each.split, "evaluate.data") for each in config.evaluate.data]
     problems = [_count_rows(source.path, source.split, "data.train") for source in config.data.train]
-    return plan(config, hf, problems, device)
+    return plan(config, hf, problems, device, held_out)
 
 
 def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
@@ -81,89 +77,3 @@ def _count_rows(path: Path, split: str | None, key: str) -> int:
             raise ConfigError(f"{key}: {path} is not a readable parquet file: {error}") from None
     with path.open("rb") as lines:
         return sum(1 for line in lines if not line.isspace())
-
-
-def render(found: Plan) -> RenderableType:
-    """The plan as tables, for any rich console."""
-    layout = Table(title="Layout", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, value in _layout_rows(found):
-        layout.add_row(name, value)
-    stages = Table(title="Stages", title_justify="left", box=None, padding=(0, 2))
-    stages.add_column("")
-    for stage in found.stages:
-        stages.add_column(stage.name, justify="right")
-    for name, values in _stage_rows(found):
-        stages.add_row(name, *values)
-    warnings = [Text(f"warning: {warning}", style="yellow") for warning in found.warnings]
-    return Group(layout, Padding(stages, (1, 0)), *warnings)
-
-
-def print_plan(found: Plan, console: Console) -> None:
-    console.print(render(found))
-
-
-def _layout_rows(found: Plan) -> list[tuple[str, str]]:
-    shape = found.shape
-    devices = f"{found.devices} {'GPUs' if found.device == 'cuda' else 'processes at work at once'}"
-    kv = "sized by vLLM" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens per engine"
-    extras = ", sequence parallel" if found.sequence else ""
-    extras += f", experts over {found.expert} ranks" if found.expert > 1 else ""
-    extras += f", {found.virtual_pipeline} chunks per stage" if found.virtual_pipeline > 1 else ""
-    extras += f", {found.recompute} recompute" if found.recompute != "none" else ""
-    problems = "not counted"
-    if found.problems is not None:
-        problems = f"{found.problems:,}; {found.problems_per_epoch:,} per epoch"
-        problems += ", before data.difficulty_model's filter" if found.difficulty_model else ""
-    return [
-        ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, hidden {shape.hidden}"),
-        (
-            "trainer",
-            f"{found.ranks} ranks = TP {found.tensor} x PP {found.pipeline} x CP {found.context} x DP {found.data}"
-            + extras,
-        ),
-        ("state per rank", f"{_bytes(found.state_bytes_per_rank)} of weights, gradients and optimizer state"),
-        ("activations per rank", f"{_bytes(found.activation_bytes_per_rank)}, estimated"),
-        ("micro-batch", f"{found.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"),
-        ("engines", f"{found.engines} x TP {found.engine_tensor}, {found.placement}; {devices}"),
-        ("decoding at once", f"{found.concurrent:,} responses; KV cache {kv}"),
-        ("problems", problems),
-        (
-            "in all",
-            f"{found.rollout_steps:,} rollout steps, {found.responses_total:,} responses, "
-            f"{found.optimizer_steps:,} SGD steps",
-        ),
-    ]
-
-
-def _stage_rows(found: Plan) -> list[tuple[str, list[str]]]:
-    stages = found.stages
-    optional = [
-        ("  or to a plateau of", [s.plateau or "-" for s in stages]),
-        ("refill, prompts at most", [f"{s.refill_prompts:,}" for s in stages]),
-    ]
-    shown = [any(s.plateau for s in stages), any(s.refill_prompts for s in stages)]
-    return [
-        ("rollout steps", [f"{s.steps:,}" for s in stages]),
-        *(row for row, is_shown in zip(optional, shown, strict=True) if is_shown),
-        ("T, response tokens", [f"{s.max_response_tokens:,}" for s in stages]),
-        ("D_R, prompts per step", [f"{s.prompts_per_step:,}" for s in stages]),
-        ("D_T, prompts per SGD step", [f"{s.prompts_per_update:,}" for s in stages]),
-        ("group size", [f"{s.group_size:,}" for s in stages]),
-        ("responses per step", [f"{s.responses_per_step:,}" for s in stages]),
-        ("N_SGD, SGD steps per step", [f"{s.sgd_steps:,}" for s in stages]),
-        ("samples per SGD step", [f"{s.samples_per_update:,}" for s in stages]),
-        ("  per data-parallel rank", [f"{s.samples_per_rank:,}" for s in stages]),
-        ("micro-batches per rank, at most", [f"{s.max_micro_batches:,}" for s in stages]),
-        ("tokens per step, at most", [f"{s.max_tokens_per_step:,}" for s in stages]),
-        ("engine waves per step", [f"{s.waves:.2f}" for s in stages]),
-        ("prompts drawn", [f"{s.prompts_total:,}" for s in stages]),
-        ("  in epochs", ["?" if s.epochs is None else f"{s.epochs:.2f}" for s in stages]),
-    ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"

@@ -76,6 +76,7 @@ def test_every_layout_works_out(recipe: str, layout: str, monkeypatch: pytest.Mo
     config = load(recipe, layout, monkeypatch)
     found = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0])
     assert not found.warnings
-    assert found.ranks == found.devices == 8 * NODES_OF_8[layout]
-    assert found.engines * found.engine_tensor == found.ranks
-    assert 8 % found.engine_tensor == 0 and 8 % found.tensor == 0  # neither spans nodes
+    parallel, rollout = config.parallel, config.rollout
+    assert parallel.ranks == found.devices == 8 * NODES_OF_8[layout]
+    assert rollout.engines * rollout.tensor_parallel == parallel.ranks
+    assert 8 % rollout.tensor_parallel == 0 and 8 % parallel.tensor == 0  # neither spans nodes

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.dry_run import render
+from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import PlanError, plan
 from or1_megatron.weights.shape import Shape
 
@@ -54,15 +54,15 @@ def test_the_batch_arithmetic_of_or1_7b() -> None:
     mix = {"train": [{"path": "math.jsonl"}, {"path": "code.jsonl", "repeat": 2}]}
     found = plan(or1_7b(data=mix), QWEN_7B, problems=[105_055, 14_057], device="cuda")
     one, two = found.stages
-    assert (one.responses_per_step, one.sgd_steps, one.samples_per_update, one.samples_per_rank) == (4096, 1, 4096, 256)
+    assert (one.responses_per_step, one.samples_per_update, one.samples_per_rank) == (4096, 4096, 256)
     assert one.max_tokens_per_step == 4096 * (2048 + 16384)
     # A row of 36864 tokens holds two sequences of 18432: 256 samples need 128 rows.
     assert one.max_micro_batches == 128
     assert one.waves == 4096 / (32 * 256)
     assert one.epochs == pytest.approx(660 * 256 / 133_169)
-    assert (two.responses_per_step, two.sgd_steps, two.samples_per_update, two.samples_per_rank) == (5120, 2, 2560, 160)
+    assert (two.responses_per_step, two.samples_per_update, two.samples_per_rank) == (5120, 2560, 160)
     assert two.max_micro_batches == 160
-    assert (found.data, found.devices, found.longest_sequence) == (16, 32, 34816)
+    assert (found.devices, found.longest_sequence) == (32, 34816)
     assert (found.rollout_steps, found.optimizer_steps) == (1320, 660 + 1320)
     assert found.responses_total == 660 * 4096 + 660 * 5120
     assert (
@@ -208,7 +208,7 @@ def test_a_step_draws_problems_that_all_differ() -> None:
     assert "stage '2'" in line and "200 problems in the sources of the stage's mixture" in line
     found = plan(or1_7b(data={**mix, "difficulty_model": "m"}, stages=stages), QWEN_7B, [280, 20], "cuda")
     assert [stage.epochs for stage in found.stages] == [pytest.approx(2560 / 320), pytest.approx(2560 / 280)]
-    assert (found.problems, found.problems_per_epoch, found.difficulty_model) == (300, 320, "m")
+    assert (found.problems, [stage.per_epoch for stage in found.stages]) == ((280, 20), [320, 280])
     stages[0]["refill_prompts"] = 100
     said = plan(or1_7b(data=mix, stages=stages), QWEN_7B, [280, 20], "cuda").warnings
     assert sum("refill_prompts = 100, but there are 44 problems beyond" in line for line in said) == 1
@@ -216,14 +216,84 @@ def test_a_step_draws_problems_that_all_differ() -> None:
 
 def test_the_head_dimensions_are_those_of_the_installed_engine() -> None:
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
-    from or1_megatron.sizing.run_plan import CPU_HEAD_DIMS
+    from or1_megatron.sizing.conflicts import CPU_HEAD_DIMS
 
     assert list(CPU_HEAD_DIMS) == backend.CPUAttentionBackend.get_supported_head_sizes()
 
 
+def shown(config: Config, problems: list[int] | None, held_out: list[int] | None) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(plan(config, QWEN_7B, problems, "cuda", held_out)))
+    return console.export_text()
+
+
 def test_the_plan_can_be_read() -> None:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(plan(or1_7b(), QWEN_7B, [133_169], "cuda")))
-    text = console.export_text()
+    text = shown(or1_7b(), [133_169], [30])
     for part in ("32 ranks = TP 2 x PP 1 x CP 1 x DP 16", "7,615.5 M", "4,096", "D_R", "N_SGD", "1.27"):
         assert part in text, part
+    for part in (
+        "lr 1e-06; AdamW 0.9, 0.999, weight decay 0.01; gradient norm at most 1",
+        "clip 0.2 low, 0.2 high; token_mean; truncation mask none",
+        "groups without advantage rejected; KL off; importance correction off",
+        "adaptive, target 0.2 nats per token, delta 0.005, c from 0, bounds 0, none",
+        "e_k sampled, of all responses; gate now; on all tokens",
+        "133,169 a x 1 = 133,169 problems per epoch",
+    ):
+        assert part in text, part
+    assert "refill" not in text and "plateau" not in text  # no stage has one
+
+
+def test_switches_that_are_on_are_shown() -> None:
+    loss = {"clip_high": 0.25, "dual_clip": 3.0, "clip_high_control": {"delta": 0.01}}
+    entropy = {"mode": "proportional_integral", "integral_gain": 0.1, "maximum": 0.01}
+    algorithm = {"loss": loss, "entropy": entropy, "correction": {"mode": "masked"}}
+    algorithm["kl"] = {"coefficient": 1e-3, "reference": "m"}
+    stages = [{**STAGE, "reuse": 2, "temperature": 0.6, "refill_prompts": 8, "plateau": {"window": 3}}]
+    optimizer = {"warmup_steps": 10, "decay_steps": 2000}
+    text = shown(or1_7b(algorithm=algorithm, stages=stages, optimizer=optimizer), None, None)
+    for part in (
+        "lr 1e-06, rising over 10 SGD steps, falling to 0 at SGD step 2,000",
+        "clip 0.2 low, 0.25 high steered by 0.01 within 0.2 and 0.28, dual 3",
+        "KL 0.001; importance correction masked at 2",
+        "proportional_integral, target 0.2 nats per token, gains 0, 0.1, c from 0, bounds 0, 0.01",
+        "accuracy/all",
+    ):
+        assert part in text, part
+    rows = {line.strip().rsplit("  ", 1)[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()}
+    assert (rows["temperature"], rows["refill, prompts at most"]) == ("0.6", "8")
+
+
+def test_what_evaluations_cost() -> None:
+    """By hand, for sets of 30 and 100 problems; the second set's responses have at most 1,000 tokens.
+
+    Stage 1 has steps 1 to 660, of which 16 are multiples of 40; stage 2 has steps 661 to 1,320, of which 16 are (680 to
+    1,280; the last step is evaluated as a whole instead), and 7 are multiples of 100.
+    """
+    sets = [{"path": "a.jsonl", "samples": 32, "samples_during": 8}, {"path": "b.jsonl", "max_response_tokens": 1000}]
+    evaluate = {"data": sets, "every_steps": 40, "samples": 4, "samples_during": 2, "max_response_tokens": 32768}
+    found = plan(or1_7b(evaluate=evaluate), QWEN_7B, [5000], "cuda", [30, 100])
+    whole = found.evaluation
+    assert (whole.samples, whole.responses) == ((32, 4), 30 * 32 + 100 * 4)
+    assert whole.tokens == 30 * 32 * 32768 + 100 * 4 * 1000
+    one, two = found.stages
+    assert (one.evaluation.responses, one.evaluations, two.evaluations) == (30 * 8 + 100 * 2, 16, 16)
+    text = shown(or1_7b(evaluate=evaluate), [5000], [30, 100])
+    assert "1,360 responses (32 + 4 per problem), at most 31,857,280 tokens" in text
+    assert "every 40 steps: 440 responses (8 + 2 per problem)" in text and "stage 1" not in text
+    total = 2 * 1360 + 32 * 440
+    assert f"{total:,} responses, {total / (660 * 4096 + 660 * 5120):.1%} of what training samples" in text
+    stages = [stage.model_dump() for stage in or1_7b().stages]
+    stages[1]["evaluate"] = {"every_steps": 100}
+    changed = plan(or1_7b(evaluate=evaluate, stages=stages), QWEN_7B, None, "cuda")
+    assert [stage.evaluations for stage in changed.stages] == [16, 7]
+    text = shown(or1_7b(evaluate=evaluate, stages=stages), None, None)
+    assert "during training, stage 1" in text and "every 100 steps: 8 + 2 responses per problem" in text
+
+
+def test_the_mixture_by_stage() -> None:
+    mix = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "repeat": 2, "weight": 0.5}]}
+    assert "280 a x 1 + 20 b x 1 = 300 problems per epoch" in shown(or1_7b(data=mix), [280, 20], None)
+    stages = [stage.model_dump() for stage in or1_7b().stages]
+    stages[1]["mixture"] = {"a": 1, "b": 0}
+    text = shown(or1_7b(data=mix, stages=stages), [280, 20], None)
+    assert "mixture, stage 2" in text and "280 a x 1 + 20 b x 0 = 280 problems per epoch" in text

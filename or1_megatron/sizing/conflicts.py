@@ -1,0 +1,189 @@
+"""Why a configuration cannot work with a model: every conflict, with its numbers and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
+from or1_megatron.sizing.stage_rules import problem_conflicts, stage_conflicts
+from or1_megatron.weights.shape import Shape
+from or1_megatron.weights.table import Experts
+
+Device = Literal["cpu", "cuda"]
+
+CPU_HEAD_DIMS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions of vLLM 0.32's CPU attention (its ``get_supported_head_sizes``)."""
+
+
+def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
+    """Yield a line for each conflict; nothing when the configuration can work."""
+    yield from layout_conflicts(config.parallel, shape)
+    yield from _length_conflicts(config, shape)
+    yield from _engine_conflicts(config, shape, device)
+    yield from _batch_conflicts(config, problems, device)
+    yield from _algorithm_conflicts(config)
+
+
+def longest_sequence(config: Config, stage: StageConfig) -> int:
+    """Longest prompt + T, rounded up to the 2 * CP * TP tokens that a packed row is a multiple of."""
+    multiple = 2 * config.parallel.context * config.parallel.tensor
+    return -(-(config.data.max_prompt_tokens + stage.max_response_tokens) // multiple) * multiple
+
+
+def kv_tokens(config: Config, shape: Shape) -> int | None:
+    """Tokens that one engine's KV cache holds; None where vLLM sizes it."""
+    if config.rollout.kv_cache_bytes is None:
+        return None
+    cut = min(config.rollout.tensor_parallel, shape.kv_heads)
+    return config.rollout.kv_cache_bytes * cut // shape.kv_bytes_per_token(config.model.dtype)
+
+
+def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
+    """Why a model of this shape cannot be cut so; nothing when it can."""
+    tensor = parallel.tensor
+    experts = shape.experts
+    divided = [("num_attention_heads", shape.heads)]
+    if experts is None or len(experts.layers) < shape.layers:
+        divided.append(("intermediate_size", shape.intermediate))
+    if experts is not None:
+        divided.append(("moe_intermediate_size", experts.intermediate))
+    for name, count in divided:
+        if count % tensor:
+            yield (
+                f"parallel.tensor = {tensor} does not divide the model's {name} = {count}; "
+                f"tensor sizes that do: {_divisors(count)}"
+            )
+    # With fewer key/value heads than TP ranks Megatron cuts the weight within heads and gathers the activations
+    # before attention, so that the ranks which share a head compute with the same one.
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        yield (
+            f"parallel.tensor = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} nor is a "
+            f"multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
+        )
+    yield from _expert_conflicts(parallel, experts)
+    try:
+        parallel.chunk_layers(shape.layers)
+    except ValueError as error:
+        yield str(error)
+
+
+def _expert_conflicts(parallel: ParallelConfig, experts: Experts | None) -> Iterator[str]:
+    if experts is None:
+        if parallel.expert > 1:
+            yield f"parallel.expert = {parallel.expert}, but the model has no experts; set it to 1"
+        return
+    if experts.count % parallel.expert:
+        yield (
+            f"parallel.expert = {parallel.expert} does not divide the model's {experts.count} experts; sizes that do: "
+            f"{_divisors(experts.count)}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield "parallel.tensor > 1 needs parallel.sequence=true for a mixture of experts: Megatron trains it only so"
+
+
+def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
+    prompt, budget = config.data.max_prompt_tokens, config.parallel.micro_batch_tokens
+    for stage in config.stages:
+        total = prompt + stage.max_response_tokens
+        if total > shape.positions:
+            yield (
+                f"stage '{stage.name}': data.max_prompt_tokens {prompt} + max_response_tokens "
+                f"{stage.max_response_tokens} = {total} exceeds the model's max_position_embeddings = "
+                f"{shape.positions}; lower one of the two by {total - shape.positions}"
+            )
+        if longest_sequence(config, stage) > budget:
+            yield (
+                f"stage '{stage.name}': parallel.micro_batch_tokens = {budget} is less than one sequence can need: "
+                f"data.max_prompt_tokens {prompt} + max_response_tokens {stage.max_response_tokens}, padded = "
+                f"{longest_sequence(config, stage)}; raise micro_batch_tokens to that or more"
+            )
+    evaluated = config.longest_response
+    if evaluated > max(stage.max_response_tokens for stage in config.stages) and prompt + evaluated > shape.positions:
+        yield (
+            f"evaluate.max_response_tokens {evaluated} + data.max_prompt_tokens {prompt} = {prompt + evaluated} "
+            f"exceeds the model's max_position_embeddings = {shape.positions}; lower it, here or in a set or stage"
+        )
+
+
+def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[str]:
+    rollout = config.rollout
+    tensor = rollout.tensor_parallel
+    if shape.heads % tensor:
+        yield (
+            f"rollout.tensor_parallel = {tensor} does not divide the model's num_attention_heads = {shape.heads}; "
+            f"sizes that do: {_divisors(shape.heads)}"
+        )
+    # vLLM cuts the key/value heads over the ranks, or copies each to the same number of ranks.
+    elif shape.kv_heads % tensor and tensor % shape.kv_heads:
+        yield (
+            f"rollout.tensor_parallel = {tensor} neither divides the model's num_key_value_heads = {shape.kv_heads} "
+            f"nor is a multiple of it; choose a divisor ({_divisors(shape.kv_heads)}) or a multiple"
+        )
+    if device == "cpu":
+        if rollout.kv_cache_bytes is None:
+            yield "rollout.kv_cache_bytes is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny model)"
+        if shape.head_dim not in CPU_HEAD_DIMS:
+            yield (
+                f"the model's head_dim = {shape.head_dim} is not one that vLLM's CPU attention computes: "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))}; take another model"
+            )
+    elif rollout.placement == "colocated" and rollout.engines * tensor > config.parallel.ranks:
+        yield (
+            f"rollout.engines {rollout.engines} * rollout.tensor_parallel {tensor} = {rollout.engines * tensor} GPUs, "
+            f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
+            "set rollout.placement=separate"
+        )
+    longest = config.data.max_prompt_tokens + config.longest_response
+    held = kv_tokens(config, shape)
+    if held is not None and held < longest:
+        needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
+        yield (
+            f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "
+            f"{longest}; set it to {needed} or, for speed, to a multiple of that"
+        )
+
+
+def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
+    data = config.parallel.data
+    for stage in config.stages:
+        samples = stage.prompts_per_update * stage.group_size
+        if samples < data:
+            yield (
+                f"stage '{stage.name}': prompts_per_update {stage.prompts_per_update} * group_size {stage.group_size} "
+                f"= {samples} samples cannot feed {data} data-parallel ranks; raise prompts_per_update or lower "
+                "parallel.ranks"
+            )
+    yield from stage_conflicts(config)
+    if problems is not None:
+        yield from problem_conflicts(config, problems)
+    if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
+        yield (
+            f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
+            "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
+        )
+
+
+def _algorithm_conflicts(config: Config) -> Iterator[str]:
+    """What needs tokens that the clip closes. At N_SGD = 1 rho is 1 and none is, unless it is against the log-probs of
+    an older version (``rl.loss.old_is_the_policy``)."""
+    algorithm = config.algorithm
+    if config.rollout.max_staleness and algorithm.correction.mode == "off":
+        return
+    asked = {
+        "entropy.bonus_on = clipped": algorithm.entropy.bonus_on == "clipped",
+        f"loss.clip_high_control.delta = {algorithm.loss.clip_high_control.delta:g}": (
+            algorithm.loss.clip_high_control.delta > 0
+        ),
+        f"loss.dual_clip = {algorithm.loss.dual_clip}": algorithm.loss.dual_clip is not None,
+    }
+    if all(stage.sgd_steps == 1 for stage in config.stages):
+        for setting in (name for name, is_set in asked.items() if is_set):
+            yield (
+                f"algorithm.{setting} works on tokens that the clip closes, but every stage has N_SGD = D_R / D_T * "
+                "reuse = 1, where the ratio is 1 and none is; raise reuse, lower prompts_per_update, or take it out"
+            )
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0 and n <= 64)
