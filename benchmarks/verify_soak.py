@@ -113,10 +113,10 @@ def verifiers() -> list[psutil.Process]:
     return found
 
 
-async def judged(samples: int, workers: int, tier: str, marks: frozenset[int]) -> Tally:
-    """Verdicts of the first ``samples``; memory is taken when as many as one of ``marks`` are judged."""
+async def judged(samples: int, workers: int, tier: str, marks: frozenset[int], timeout_s: float = TIMEOUT_S) -> Tally:
+    """Return verdicts on the first ``samples``; memory is taken when as many as one of ``marks`` are judged."""
     config = VerifyConfig(
-        workers=workers, timeout_s=TIMEOUT_S, memory_bytes=512 << 20, max_pending=64, sandbox=tier, processes=32
+        workers=workers, timeout_s=timeout_s, memory_bytes=512 << 20, max_pending=64, sandbox=tier, processes=32
     )
     abilities = frozenset({"math", "code"})
     pool = VerifierPool(config, abilities, local_workers(config, abilities))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 _BOX = "\\boxed"
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def after_reasoning(response: str) -> str | None:
@@ -36,30 +39,18 @@ def last_box(text: str) -> str | None:
 
 def _braced(text: str, start: int) -> str:
     """The content of the braces that open at ``start``, white space before them allowed; "" when there is none."""
-    while start < len(text) and text[start].isspace():
-        start += 1
-    if text[start : start + 1] != "{":
-        return ""
-    end = closing_brace(text, start)
+    start = len(text) - len(text[start:].lstrip())
+    end = closing_brace(text, start) if text[start : start + 1] == "{" else None
     return "" if end is None else text[start + 1 : end].strip()
 
 
 def closing_brace(text: str, start: int) -> int | None:
     r"""Index of the brace that closes the one at ``start``; ``\{`` and ``\}`` are not braces. None: never closed."""
     depth = 0
-    position = start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        if character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
+    for found in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0 and found[0] == "}":
+            return found.start()
     return None
 
 

@@ -70,15 +70,15 @@ def describe_exit(status: int) -> str:
 class ChildProcess:
     """One child at a time, which answers JSON objects, one per line. Thread-safe: one request at a time.
 
-    The child's first line is {} when it is ready, or {"raised": words}. It must end when its input closes, so that it
-    does not outlive this process, however this process ends.
+    The child's first line is {} when it is ready, or {"raised": words}. It must end when its input closes. Its last
+    argument is our pid, for ``die_with_parent``; 0 when a thread starts it, since it would die with that thread.
     """
 
     def __init__(
         self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
     ) -> None:
         self.timeout_s = timeout_s
-        self._start = lambda: start_module(module, *arguments, path=path, stderr=stderr)
+        self._start = lambda parent: start_module(module, *arguments, str(parent), path=path, stderr=stderr)
         self._lock = threading.Lock()
         self._child: Any = None
         self._ready = False
@@ -134,7 +134,8 @@ class ChildProcess:
             self._child, self._owner_pid = None, os.getpid()
         if self._child is None or self._child.poll() is not None:
             self._stop()
-            self._child = self._start()
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            self._child = self._start(os.getpid() if in_main_thread else 0)
 
     def _wait_until_ready(self) -> None:
         if self._ready:

@@ -58,14 +58,12 @@ def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) 
 
 
 def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
-    verifier = MathVerifier(timeout_s=1.0)
+    verifier = MathVerifier(timeout_s=2.0)
     try:
         for golds, answer in HANGS:
-            started_s = time.perf_counter()
             verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
             assert (verdict.status, verdict.reward) == ("timeout", 0.0)
-            assert "1.0 s" in verdict.detail
-            assert time.perf_counter() - started_s < 20  # the limit, and a child's start on a busy machine
+            assert "2.0 s" in verdict.detail
             after = verifier.verify(problem([r"\sqrt{8}"]), r"</think>\boxed{2\sqrt{2}}", truncated=False)
             assert after.status == "right"
     finally:
@@ -90,31 +88,40 @@ def test_a_child_that_is_killed_is_replaced() -> None:
     assert not psutil.pid_exists(first)
 
 
-@pytest.mark.parametrize("answer", ["x+y", "(" * 3000], ids=["idle", "busy"])
-def test_the_child_dies_with_a_parent_that_is_killed(answer: str) -> None:
-    """Idle it sees the end of its input; busy in one endless operation its own timer ends it."""
+@pytest.mark.parametrize(
+    ("answer", "thread"),
+    [("x+y", True), ("(" * 3000, True), ("(" * 3000, False)],
+    ids=["idle", "busy, by a thread", "busy"],
+)
+def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) -> None:
+    """Idle it sees the end of its input. Busy in one endless operation it dies with the parent, or, when a thread has
+    started it, by its own timer."""
     program = (
         "import json, threading, time\n"
         "from or1_megatron.types import Message, Problem\n"
         "from or1_megatron.verify.math.verifier import MathVerifier\n"
-        "v = MathVerifier(timeout_s=4.0)\n"
+        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0})\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
-        "v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
-        "print(v.worker_pid, flush=True)\n"
-        f"v.verify(p, '</think>' + chr(92) + 'boxed{{{answer}}}', False)\n"
-        "time.sleep(60)\n"
+        "def judge():\n"
+        "    v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
+        "    print(v.worker_pid, flush=True)\n"
+        f"    v.verify(p, '</think>' + chr(92) + 'boxed{{{answer}}}', False)\n"
+        "    print('done', flush=True)\n"
+        "    time.sleep(600)\n" + ("threading.Thread(target=judge).start()\n" if thread else "judge()\n")
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        time.sleep(1.0)
-        assert child.is_running()
+        spent_s = child.cpu_times().user
+        if answer == "x+y":
+            assert parent.stdout.readline() == "done\n"
+        else:
+            while child.cpu_times().user < spent_s + 0.5:  # until it is busy
+                time.sleep(0.01)
         parent.kill()
         parent.wait()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.1)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        _, alive = psutil.wait_procs([child], timeout=60)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
 """The pool with real workers and real verifiers: order, spread, and what happens when a verifier dies.
 
-Most of it with local processes, which start quickly; what is the Ray actors' own, with these. Deaths are caused by
-killing processes from outside; that Ray notices a whole lost node is not shown.
+Most tests use local processes, which start quickly; what concerns Ray actors runs with both. Where a worker must hang
+or die at a known point, a verifier of the user's (``DEADLY``) waits for a file or kills its worker, so that nothing
+depends on how fast the machine is. Not shown: that Ray notices a whole lost node.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,30 @@ from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 KINDS = ("local", "ray")
 MAKERS = {"local": local_workers, "ray": ray_workers}
 PROCESS = {"local": "verify.pool.worker", "ray": "VerifierActor"}
+MATH = "verify.math.worker"
 
 HANG = "</think>" + HANGS[0][1]
 """Against the gold z: it keeps the verifier busy until its time is up."""
+
+RIGHT = r"</think>\boxed{1}"
+"""Against the gold 1."""
+
+DEADLY = """
+import os, signal, time
+from pathlib import Path
+
+def judge(problem, response, truncated):
+    what, _, file = response.partition(" ")
+    if what == "wait":
+        Path(file + ".begun").touch()
+        while not os.path.exists(file): time.sleep(0.01)
+    elif what == "kill" or not os.path.exists(file):
+        if what == "once": Path(file).touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    return 1
+"""
+"""For ability "deadly": "wait FILE" ends when the file is there; "kill" kills the worker, "once FILE" does so once."""
 
 
 def problem(gold: str, ability: str = "math") -> Problem:
@@ -59,25 +79,37 @@ def completion(text: str, truncated: bool = False) -> Completion:
     )
 
 
+@pytest.fixture
+def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The custom verifier's configuration; workers of either kind find its module."""
+    (tmp_path / "deadly_verifier.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    return {"deadly": "deadly_verifier:judge"}
+
+
 def with_pool(
     body: Callable[[VerifierPool], Awaitable[None]],
     workers: int = 2,
-    timeout_s: float = 10.0,
-    call_timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
+    call_timeout_s: float = 200.0,
     kind: str = "local",
     **options: Any,
 ) -> None:
     async def main() -> None:
         config = VerifyConfig(workers=workers, timeout_s=timeout_s, **options)
-        abilities = frozenset({"math"})
-        pool = VerifierPool(config, abilities, MAKERS[kind](config, abilities), call_timeout_s)
+        abilities = frozenset({"math", *config.custom})
+        make = local_workers(config, abilities)
+        if kind == "ray":
+            place = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+            make = ray_workers(config, abilities, {"runtime_env": {"env_vars": place}} if config.custom else None)
+        pool = VerifierPool(config, abilities, make, call_timeout_s)
         try:
             await pool.start()
             await body(pool)
         finally:
             await pool.close()
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), 280))
 
 
 def processes_of(word: str) -> list[psutil.Process]:
@@ -92,9 +124,21 @@ def processes_of(word: str) -> list[psutil.Process]:
     return found
 
 
+def still_alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of the processes that do not end within a minute; zombies have ended."""
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
 def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
     """Math and code, right, wrong, cut off, without an answer and hostile, as in the soak."""
-    statuses = {workers: asyncio.run(judged(24, workers, "auto", frozenset())).statuses for workers in (1, 2, 4)}
+    tallies = {workers: asyncio.run(judged(24, workers, "auto", frozenset(), 20.0)) for workers in (1, 2, 4)}
+    statuses = {workers: tally.statuses for workers, tally in tallies.items()}
     assert statuses[1] == statuses[2] == statuses[4]
     assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[1]))
 
@@ -117,72 +161,85 @@ def test_each_caller_gets_its_own_verdict(kind: str, small_ray: None) -> None:
     with_pool(body, kind=kind)
 
 
-def test_one_hang_does_not_hold_up_the_others() -> None:
+def test_one_hang_does_not_hold_up_the_others(deadly: dict[str, str], tmp_path: Path) -> None:
     async def body(pool: VerifierPool) -> None:
-        hang = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
-        await asyncio.sleep(0.05)
-        started_s = time.perf_counter()
-        verdicts = await asyncio.gather(
-            *(pool.verify(problem("1"), completion(r"</think>\boxed{1}")) for _ in range(40))
-        )
-        assert time.perf_counter() - started_s < 3
-        assert not hang.done()
+        file = tmp_path / "go"
+        hang = asyncio.create_task(pool.verify(problem("1", "deadly"), completion(f"wait {file}")))
+        verdicts = await asyncio.gather(*(pool.verify(problem("1"), completion(RIGHT)) for _ in range(40)))
         assert {verdict.status for verdict in verdicts} == {"right"}
-        assert (await hang).status == "timeout"
+        assert not hang.done()
+        file.touch()
+        assert (await hang).status == "right"
 
-    with_pool(body, workers=2, timeout_s=4.0)
+    with_pool(body, workers=2, custom=deadly)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_verifier_is_replaced_and_its_samples_retried(kind: str, small_ray: None) -> None:
+def test_a_killed_verifier_is_replaced_and_its_samples_retried(
+    kind: str, deadly: dict[str, str], tmp_path: Path, small_ray: None
+) -> None:
     async def body(pool: VerifierPool) -> None:
-        hang = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
-        await asyncio.sleep(1.0)
-        (worker,) = processes_of(PROCESS[kind])
-        os.kill(worker.pid, signal.SIGKILL)
-        assert (await hang).status == "timeout"  # tried again elsewhere, and judged there
+        killed = await pool.verify(problem("1", "deadly"), completion(f"once {tmp_path / 'was here'}"))
+        assert killed.status == "right"  # tried again elsewhere, and judged there
         assert pool.retries == 1
-        assert (await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))).status == "right"
+        assert (await pool.verify(problem("1"), completion(RIGHT))).status == "right"
 
-    with_pool(body, workers=1, timeout_s=4.0, kind=kind)
+    with_pool(body, workers=1, kind=kind, custom=deadly)
 
 
-def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along() -> None:
-    """The call limit is below the verifier's, so the hanging sample fails both times; its batch-mates do not."""
+def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along(deadly: dict[str, str]) -> None:
+    """It kills its worker both times; its batch-mates are judged."""
 
     async def body(pool: VerifierPool) -> None:
-        await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))
-        said = [("1", r"</think>\boxed{1}"), ("1", r"</think>\boxed{2}"), ("z", HANG), ("1", r"</think>\boxed{1}")]
-        verdicts = await asyncio.gather(*(pool.verify(problem(gold), completion(text)) for gold, text in said))
-        assert [verdict.status for verdict in verdicts] == ["right", "wrong", "error", "right"]
-        assert verdicts[2].reward == 0.0
-        assert "TimeoutError" in verdicts[2].detail
-        assert 1 <= pool.retries <= 4
+        await pool.verify(problem("1"), completion(RIGHT))  # so that math is known to be quick, and shares a call
+        said = [("deadly", "kill"), ("math", RIGHT), ("math", r"</think>\boxed{2}"), ("math", RIGHT)]
+        verdicts = await asyncio.gather(
+            *(pool.verify(problem("1", ability), completion(text)) for ability, text in said)
+        )
+        assert [verdict.status for verdict in verdicts] == ["error", "right", "wrong", "right"]
+        assert verdicts[0].reward == 0.0
+        assert "failed twice: WorkerLost: the verifier's process ended" in verdicts[0].detail
+        assert 2 <= pool.retries <= 4  # at least one was in its call
 
-    with_pool(body, workers=1, timeout_s=60.0, call_timeout_s=6.0)
+    with_pool(body, workers=1, custom=deadly)
 
 
-def test_the_group_that_lacks_least_goes_first() -> None:
+def test_a_call_that_takes_too_long_is_ended() -> None:
+    """The call's limit is below the verifier's own, so that the pool has to end it."""
+
+    async def body(pool: VerifierPool) -> None:
+        verdict = await pool.verify(problem("z"), completion(HANG))
+        assert verdict.status == "error" and "TimeoutError" in verdict.detail
+
+    with_pool(body, workers=1, call_timeout_s=1.0)
+
+
+def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path: Path) -> None:
+    """The only worker is kept busy until all of them wait."""
+
     async def body(pool: VerifierPool) -> None:
         order: list[str] = []
 
         async def judge(group: str, size: int) -> None:
-            await pool.verify(problem("1"), completion(r"</think>\boxed{1}"), group, size)
+            await pool.verify(problem("1"), completion(RIGHT), group, size)
             order.append(group)
 
-        busy = asyncio.create_task(pool.verify(problem("z"), completion(HANG)))
-        await asyncio.sleep(0.1)
+        file = tmp_path / "go"
+        busy = asyncio.create_task(pool.verify(problem("1", "deadly"), completion(f"wait {file}")))
+        await until(Path(f"{file}.begun").exists)
         sizes = {"most": 8, "middle": 5, "least": 2}
-        await asyncio.gather(*(judge(group, size) for group, size in sizes.items() for _ in range(2)))
+        judges = [asyncio.create_task(judge(group, size)) for group, size in sizes.items() for _ in range(2)]
+        await until(lambda: pool.pending == len(judges))
+        file.touch()
+        await asyncio.gather(busy, *judges)
         assert order == ["least", "least", "middle", "middle", "most", "most"]
-        assert (await busy).status == "timeout"
 
-    with_pool(body, workers=1, timeout_s=1.0)
+    with_pool(body, workers=1, custom=deadly)
 
 
 def test_more_than_may_wait_wait_outside() -> None:
     async def body(pool: VerifierPool) -> None:
-        calls = [asyncio.create_task(pool.verify(problem("1"), completion(r"</think>\boxed{1}"))) for _ in range(50)]
+        calls = [asyncio.create_task(pool.verify(problem("1"), completion(RIGHT))) for _ in range(50)]
         await asyncio.sleep(0)
         assert pool.pending <= 4
         assert {verdict.status for verdict in await asyncio.gather(*calls)} == {"right"}
@@ -193,7 +250,7 @@ def test_more_than_may_wait_wait_outside() -> None:
 def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None:
     async def body(pool: VerifierPool) -> None:
         for _ in range(2):
-            assert (await pool.verify(problem("1"), completion(r"</think>\boxed{1}"))).status == "right"
+            assert (await pool.verify(problem("1"), completion(RIGHT))).status == "right"
         assert pool.recycled >= 1
         assert pool.retries == 0
 
@@ -202,47 +259,40 @@ def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_ends_the_workers(kind: str, small_ray: None) -> None:
+    started: list[psutil.Process] = []
+
     async def body(pool: VerifierPool) -> None:
         await pool.verify(problem("x+y"), completion(r"</think>\boxed{y+x}"))
-        assert len(processes_of(PROCESS[kind])) == 2
-        assert processes_of("verify.math.worker")
-
-    def left() -> list[psutil.Process]:
-        return processes_of(PROCESS[kind]) + processes_of("verify.math.worker")
+        started.extend(processes_of(PROCESS[kind]) + processes_of(MATH))
+        assert len(started) == 4
 
     with_pool(body, kind=kind)
-    deadline = time.monotonic() + 10
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left() == []
+    assert still_alive(started) == []
 
 
-def test_workers_die_with_a_pool_that_is_killed() -> None:
-    """SIGKILL while one is busy with a response that takes a minute: it does not get to see that its input ended.
+def test_nothing_outlives_a_pool_that_is_killed() -> None:
+    """SIGKILL while one worker is busy with a response that takes minutes, so that it cannot see that its input ended.
 
-    The math process that it waits for has a timer of its own, which ends it a second after its limit: here too late.
+    Nor can the math process that it waits for, which dies with it.
     """
     source = (
-        "import asyncio, sys\nfrom or1_megatron.config.schema import VerifyConfig\nfrom test_pool import *\n"
+        "import asyncio\nfrom test_pool import *\n"
+        "def busy_one():\n    spent_s = [process.cpu_times().user for process in processes_of(MATH)]\n"
+        "    return max(spent_s) - min(spent_s) > 1\n"
         "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), completion(HANG)))\n"
-        "    await asyncio.sleep(0.5)\n"
-        "    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
-        "    await busy\nwith_pool(body, workers=2, timeout_s=60.0)\n"
+        "    await until(lambda: len(processes_of(MATH)) == 2)\n    await until(busy_one)\n"
+        "    print(*(p.pid for p in processes_of('or1_megatron.verify')), flush=True)\n"
+        "    await busy\nwith_pool(body)\n"
     )
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=place)
     assert owner.stdout is not None
     children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-    workers = [child for child in children if "or1_megatron.verify.pool.worker" in child.cmdline()]
-    assert len(workers) == 2
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
-    for child in set(children) - set(workers):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    assert len(children) == 4
+    assert still_alive(children) == []
 
 
 def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ray: None) -> None:
@@ -250,11 +300,10 @@ def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ra
     options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
     manager = ManagerActor.remote(*options)
     ray.get(manager.start.remote(), timeout=120)
-    workers = processes_of("verify.pool.worker")
-    assert len(workers) == 2 and not processes_of("VerifierActor")
+    workers = processes_of(PROCESS["local"])
+    assert len(workers) == 2 and not processes_of(PROCESS["ray"])
     ray.kill(manager)
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_alive(workers) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

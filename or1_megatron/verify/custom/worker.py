@@ -15,6 +15,7 @@ import resource
 import sys
 from typing import Any, get_args
 
+from or1_megatron.runtime.signals import die_with_parent
 from or1_megatron.types import Message, Problem, Verdict, VerdictStatus
 from or1_megatron.verify.custom.verifier import ENTRY_POINTS
 
@@ -67,6 +68,9 @@ def answer(verifier: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    path, parent = sys.argv[1], int(sys.argv[2])
+    if parent:
+        die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a print of the verifier's is no reply
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -76,7 +80,7 @@ def main() -> None:
         replies.flush()
 
     try:
-        verifier = load(sys.argv[1])
+        verifier = load(path)
     except Exception as error:  # whatever a user's module raises
         reply({"raised": f"cannot be loaded: {type(error).__name__}: {error}"})
         return

@@ -9,10 +9,9 @@ Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer":
 ``{"exhausted": bytes}``, the last line of a process that ran out of its memory. The first line out, ``{}``, is ready.
 The end of the input ends the process.
 
-It can die by itself: every request arms a real-time timer whose default action is death, so that a worker busy in
-one endless big-integer operation is gone soon after its limit even when nobody is left to kill it. (Python signal
-handlers and threads do not run during such an operation, and the parent-death signal is tied to the thread that
-started the child, not to the parent.)
+It dies by itself as well: every request arms a real-time timer whose default action is death, so that a worker in one
+endless big-integer operation is gone soon after its limit even when nobody is left to kill it. (Python's signal
+handlers and threads do not run during such an operation, and a child that a thread started cannot die with its parent.)
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from or1_megatron.runtime.signals import die_with_parent
 from or1_megatron.verify.math.reader.judge import Judgement, is_readable, judge, leaves_open, states_number_or_words
 from or1_megatron.verify.math.reader.text import Unreadable
 
@@ -35,7 +35,9 @@ _CHILD_MEMORY_BYTES = 4 << 30
 
 
 def main() -> None:
-    timeout_s = float(sys.argv[1])
+    timeout_s, parent = float(sys.argv[1]), int(sys.argv[2])
+    if parent:
+        die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a stray print must not break the protocol
     resource.setrlimit(resource.RLIMIT_AS, (_CHILD_MEMORY_BYTES, _CHILD_MEMORY_BYTES))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.errors import Or1Error
@@ -27,8 +27,6 @@ _START_TIMEOUT_S = 120.0
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
 _RECENT = 0.2  # weight of the newest sample in the mean time of an ability's verdicts
-
-T = TypeVar("T")
 
 
 class WorkerLost(Or1Error):
@@ -54,7 +52,7 @@ class Worker(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _Pending:
     claim: Claim
     verdict: asyncio.Future[Verdict]
     group: Hashable = None
@@ -86,7 +84,7 @@ class VerifierPool:
         self._abilities = abilities
         self._make_worker = make_worker
         self._call_timeout_s = call_timeout_s
-        self._jobs: list[_Job] = []
+        self._samples: list[_Pending] = []
         self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, undecoded ones included
         self._mean_s: dict[str, float] = {}  # by ability: of one verdict
         self._room = asyncio.Semaphore(config.max_pending)
@@ -98,7 +96,7 @@ class VerifierPool:
     async def start(self) -> None:
         """Wait until every worker is up. Raises RuntimeError with what a verifier's construction raised, or that
         a worker took too long."""
-        calls = [_within(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
+        calls = [asyncio.wait_for(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
         try:
             await asyncio.gather(*calls)
         except TimeoutError:
@@ -125,7 +123,7 @@ class VerifierPool:
             self._missing[group] = group_size
         async with self._room:
             future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-            await self._put(_Job((problem, completion.text, completion.truncated), future, group))
+            await self._put(_Pending((problem, completion.text, completion.truncated), future, group))
             try:
                 return await future
             finally:
@@ -136,7 +134,7 @@ class VerifierPool:
     @property
     def pending(self) -> int:
         """Samples that wait for a worker."""
-        return len(self._jobs)
+        return len(self._samples)
 
     async def close(self) -> None:
         """End the workers; verdicts still awaited are cancelled."""
@@ -144,54 +142,55 @@ class VerifierPool:
             feeder.cancel()
         await asyncio.gather(*self._feeders, return_exceptions=True)
         self._feeders = []
-        calls = [_within(worker.close(), _CLOSE_S) for worker in self._workers]
+        calls = [asyncio.wait_for(worker.close(), _CLOSE_S) for worker in self._workers]
         await asyncio.gather(*calls, return_exceptions=True)  # one that is busy or dead is killed as it is
         for worker in self._workers:
             worker.kill()
         self._workers = []
-        for job in self._jobs:
-            job.verdict.cancel()
-        self._jobs = []
+        for sample in self._samples:
+            sample.verdict.cancel()
+        self._samples = []
 
     def _start_feeders(self) -> None:
         if not self._feeders:
             self._feeders = [asyncio.create_task(self._feed(slot)) for slot in range(len(self._workers))]
 
-    async def _put(self, job: _Job) -> None:
+    async def _put(self, sample: _Pending) -> None:
         async with self._wake:
-            self._jobs.append(job)
+            self._samples.append(sample)
             self._wake.notify_all()
 
-    async def _take(self, slot: int) -> list[_Job]:
+    async def _take(self, slot: int) -> list[_Pending]:
         """What this slot's worker should do next: see ``_choose``."""
         async with self._wake:
-            await self._wake.wait_for(lambda: any(self._may_take(slot, job) for job in self._jobs))
+            await self._wake.wait_for(lambda: any(self._may_take(slot, sample) for sample in self._samples))
             batch = self._choose(slot)
-            chosen = {id(job) for job in batch}
-            self._jobs = [job for job in self._jobs if id(job) not in chosen]
+            chosen = {id(sample) for sample in batch}
+            self._samples = [sample for sample in self._samples if id(sample) not in chosen]
             return batch
 
-    def _choose(self, slot: int) -> list[_Job]:
+    def _choose(self, slot: int) -> list[_Pending]:
         """A fair share of the queue that should be done within ``CALL_S``, groups that lack least first.
 
         A sample on its second try comes alone.
         """
         waiting = sorted(
-            (job for job in self._jobs if self._may_take(slot, job)), key=lambda job: self._missing[job.group]
+            (sample for sample in self._samples if self._may_take(slot, sample)),
+            key=lambda sample: self._missing[sample.group],
         )
         if waiting[0].attempts:
             return waiting[:1]
-        share = min(MAX_BATCH, -(-len(self._jobs) // len(self._workers)))
+        share = min(MAX_BATCH, -(-len(self._samples) // len(self._workers)))
         batch, left_s = waiting[:1], CALL_S
-        for job in waiting[1:share]:
-            left_s -= self._mean_s.get(job.claim[0].ability, CALL_S)
-            if job.attempts or left_s <= 0:
+        for sample in waiting[1:share]:
+            left_s -= self._mean_s.get(sample.claim[0].ability, CALL_S)
+            if sample.attempts or left_s <= 0:
                 break
-            batch.append(job)
+            batch.append(sample)
         return batch
 
-    def _may_take(self, slot: int, job: _Job) -> bool:
-        return job.failed_at != slot or len(self._workers) == 1
+    def _may_take(self, slot: int, sample: _Pending) -> bool:
+        return sample.failed_at != slot or len(self._workers) == 1
 
     async def _feed(self, slot: int) -> None:
         while True:
@@ -199,21 +198,21 @@ class VerifierPool:
             limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
                 if slot in self._unready:  # its start is no part of the call's time
-                    await _within(self._workers[slot].ready(), _START_TIMEOUT_S)
+                    await asyncio.wait_for(self._workers[slot].ready(), _START_TIMEOUT_S)
                     self._unready.discard(slot)
-                claims = [job.claim for job in batch]
-                verdicts, resident_bytes = await _within(self._workers[slot].verify_batch(claims), limit_s)
+                claims = [sample.claim for sample in batch]
+                verdicts, resident_bytes = await asyncio.wait_for(self._workers[slot].verify_batch(claims), limit_s)
             except asyncio.CancelledError:
-                for job in batch:
-                    job.verdict.cancel()
+                for sample in batch:
+                    sample.verdict.cancel()
                 raise
             except (WorkerLost, TimeoutError) as error:  # it died, hung or raised: its result, not ours
                 self._replace(slot)
                 await self._again(slot, batch, error)
             else:
-                for job, verdict in zip(batch, verdicts, strict=True):
-                    self._time(job.claim[0].ability, verdict.wall_s)
-                    _settle(job, verdict)
+                for sample, verdict in zip(batch, verdicts, strict=True):
+                    self._time(sample.claim[0].ability, verdict.wall_s)
+                    _settle(sample, verdict)
                 if resident_bytes > self._config.worker_memory_bytes:
                     self.recycled += 1
                     await self._retire(slot)
@@ -230,28 +229,23 @@ class VerifierPool:
     async def _retire(self, slot: int) -> None:
         """Replace an idle worker; what its verifiers have started is ended in order, if that can be."""
         try:
-            await _within(self._workers[slot].close(), _GRACE_S)
+            await asyncio.wait_for(self._workers[slot].close(), _GRACE_S)
         except (WorkerLost, TimeoutError):  # it is killed next
             pass
         self._replace(slot)
 
-    async def _again(self, slot: int, batch: Sequence[_Job], error: Exception) -> None:
+    async def _again(self, slot: int, batch: Sequence[_Pending], error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".strip()[:1000]
-        for job in batch:
-            job.attempts += 1
-            job.failed_at = slot
-            if job.attempts > 1:
-                _settle(job, Verdict(0.0, "error", "", f"the verifier failed twice: {reason}", 0.0))
+        for sample in batch:
+            sample.attempts += 1
+            sample.failed_at = slot
+            if sample.attempts > 1:
+                _settle(sample, Verdict(0.0, "error", "", f"the verifier failed twice: {reason}", 0.0))
             else:
                 self.retries += 1
-                await self._put(job)
+                await self._put(sample)
 
 
-def _settle(job: _Job, verdict: Verdict) -> None:
-    if not job.verdict.done():  # its caller may have been cancelled
-        job.verdict.set_result(verdict)
-
-
-async def _within(call: Awaitable[T], timeout_s: float) -> T:
-    """The result of a worker's call. Raises TimeoutError, or what the call raised."""
-    return await asyncio.wait_for(call, timeout_s)
+def _settle(sample: _Pending, verdict: Verdict) -> None:
+    if not sample.verdict.done():  # its caller may have been cancelled
+        sample.verdict.set_result(verdict)

@@ -9,7 +9,6 @@ runs here.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.runtime.signals import die_with_parent
 from or1_megatron.types import Problem, Verdict
 from or1_megatron.verify.registry import build_verifiers
-
-_SET_DEATH_SIGNAL = 1  # prctl(2)
 
 Claim = tuple[Problem, str, bool]
 """(problem, response text, truncated): what a verifier needs of a completion, without its token arrays."""
@@ -70,10 +68,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         config, abilities, parent = receive(inlet)
-        # Waiting for a verdict we would not see that the parent is gone.
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            return
+        die_with_parent(parent)  # while it judges, it would not see that the parent is gone
         bench = Bench(config, abilities)
     except EOFError:
         return
