@@ -18,8 +18,6 @@ from or1_megatron.commands.errors import explained
 if TYPE_CHECKING:
     from or1_megatron.ablate.runs import ArmRun
 
-FOLDER = Path("configs/ablations")
-
 
 def ablate(
     number: Annotated[int | None, typer.Argument(help="Which ablation; without it, list all.")] = None,
@@ -27,7 +25,9 @@ def ablate(
         Literal["small", "paper"], typer.Option(help="small: on 2 CPU cores; paper: as in the report.")
     ] = "small",
     out: Annotated[Path, typer.Option(help="Folder of runs, logs and pages.")] = Path("runs/ablations"),
-    folder: Annotated[Path, typer.Option(help="Folder of the ablations' files.")] = FOLDER,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the ablations' files; default: those of this package.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override in every arm, e.g. for a short run."),
@@ -46,10 +46,11 @@ def ablate(
     from or1_megatron.ablate.ablation import arms_of, differences, load_ablations
     from or1_megatron.ablate.page import write_page
     from or1_megatron.ablate.runs import runs_of
+    from or1_megatron.config.recipes import CONFIGS
 
     console = Console()
     with explained():
-        found = load_ablations(folder)
+        found = load_ablations(folder or CONFIGS / "ablations")
         if number is None:
             rows = [[str(n), a.title, ", ".join(a.small.arms), ", ".join(a.paper.arms)] for n, a in found.items()]
             _print_table(console, ["", "ablation", "arms (small)", "arms (paper)"], rows)
