@@ -30,7 +30,8 @@ MAX_PROMPT_TOKENS = 32
 def engine_answers(model: Path, prompts: list[Prompt]) -> list[list[int]]:
     os.environ.update(engine_env(RolloutConfig(), (), on_cpu=True))
     longest = MAX_PROMPT_TOKENS + MAX_TOKENS
-    engine = VllmEngine(EngineSettings(0, model, "float32", longest, 256, 64 << 20, 0.5, 1, False))
+    config = RolloutConfig(kv_cache_bytes=64 << 20, placement="separate")
+    engine = VllmEngine(EngineSettings(0, model, "float32", longest, config))
     greedy = Sampling(temperature=0.0, top_p=1.0, max_response_tokens=MAX_TOKENS)
     engine.submit([Request(prompt, 0, greedy, index) for index, prompt in enumerate(prompts)])
     found: dict[int, list[int]] = {}

@@ -87,11 +87,7 @@ def main() -> None:
             model=arguments.model,
             dtype="float32",
             max_model_tokens=MAX_PROMPT_TOKENS + max(CONTEXTS_TOKENS) + 8,
-            max_concurrent=256,
-            kv_cache_bytes=64 << 20,
-            gpu_memory_fraction=0.5,
-            tensor_parallel=1,
-            colocated=False,
+            config=RolloutConfig(kv_cache_bytes=64 << 20, placement="separate"),
         )
     )
     verifier = MathVerifier(timeout_s=5.0)

@@ -18,13 +18,13 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
-_MARGIN_S = 30.0  # the manager's own deadline comes first: its message knows the requests
+_MARGIN_S = 30.0  # the manager's own deadline comes first: its message names the requests
 _PROGRESS_S = 0.2
 _STOP_POLL_S = 0.5
 
 
 class RolloutsClient:
-    """``interfaces.Rollouts`` over the manager actor. Every wait has a deadline."""
+    """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline."""
 
     def __init__(self, manager: Any, step_timeout_s: float, stop: Callable[[], bool]) -> None:
         """``stop``: true once the run has been asked to stop; waits then end with ``Stopped``."""
@@ -35,16 +35,16 @@ class RolloutsClient:
         self._revive: Callable[[], None] | None = None
 
     def revive_with(self, revive: Callable[[], None]) -> None:
-        """From now on the death of an engine ends no roll-out: others sample what it had, and waits call ``revive``.
+        """Let an engine's death end no roll-out from now on: others sample its requests, and waits call ``revive``.
 
-        That replaces it, and calls ``rejoin``.
+        ``revive`` replaces the engine and calls ``rejoin``.
         """
         self._revive = revive
-        self._tell(self._manager.expect_successors.remote())
+        self._call("expect_successors")
 
     def rejoin(self, engines: Sequence[Any]) -> None:
-        """The handles of all engines, of which some have been replaced and serve again."""
-        self._tell(self._manager.rejoin.remote(list(engines)))
+        """Pass on the handles of all engines, after some have been replaced and serve again."""
+        self._call("rejoin", list(engines))
 
     def roll_out(
         self,
@@ -54,11 +54,11 @@ class RolloutsClient:
         seed: int,
         refill: RefillRule | None = None,
     ) -> None:
-        """Start sampling; returns when the requests are on their way to the engines.
+        """Start sampling; return when the first requests are sent to the engines.
 
         Raises:
-            RolloutError: as do all methods: an engine or the verification failed, or the deadline passed.
-            Stopped: as does every wait, once a stop has been requested; the roll-out is lost.
+            RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
+            Stopped: a stop has been requested, and the roll-out is lost; so does every wait.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
@@ -77,46 +77,43 @@ class RolloutsClient:
         return groups, report
 
     def abandon(self) -> None:
-        """Give up the current roll-out, if there is one; back when the engines are idle. No stop cuts it short.
+        """Give up the current roll-out, if there is one; return when the engines are idle.
 
-        It has half a minute: this belongs to a stop, whose grace period passes meanwhile.
+        It may take half a minute, whether or not a stop is requested: it is part of one, whose grace period passes.
         """
-        try:
-            ray.get(self._manager.abandon.remote(), timeout=_MARGIN_S)
-        except RayError as error:
-            raise RolloutError(f"the roll-out could not be given up: {failure_of(error)}") from error
+        self._call("abandon")
 
     def progress(self) -> tuple[int, int]:
-        """(responses finished, responses asked for); the last known when the manager does not answer at once."""
+        """Return (responses finished, responses requested); the last known if the manager does not answer at once."""
         try:
-            self._progress = ray.get(self._manager.progress.remote(), timeout=_PROGRESS_S)
-        except RayError:
-            pass  # whoever waits for the roll-out itself gets the error
+            self._progress = self._call("progress", timeout_s=_PROGRESS_S)
+        except RolloutError:
+            pass  # those who wait for the roll-out get the error
         return self._progress
 
     def close(self) -> None:
         """End the manager and its verifiers."""
         try:
-            ray.get(self._manager.close.remote(), timeout=_MARGIN_S)
-        except RayError:
-            pass  # it is ended either way
+            self._call("close")
+        except RolloutError:
+            pass  # it is killed anyway
         ray.kill(self._manager, no_restart=True)
 
-    @staticmethod
-    def _tell(call: Any) -> None:
-        """What the manager does at once. Not ``_get``, whose wait may be the one that calls for this."""
+    def _call(self, method: str, *args: Any, timeout_s: float = _MARGIN_S) -> Any:
+        """Call what the manager answers at once. Unlike ``_get`` it revives no engine: ``_get`` itself needs it."""
         try:
-            ray.get(call, timeout=_MARGIN_S)
+            return ray.get(getattr(self._manager, method).remote(*args), timeout=timeout_s)
         except RayError as error:
-            raise RolloutError(f"the RolloutManager was not told of its engines: {failure_of(error)}") from error
+            raise RolloutError(f"the RolloutManager did not answer '{method}': {failure_of(error)}") from error
 
     def _engines_lost(self) -> bool:
         try:
-            return bool(ray.get(self._manager.engines_lost.remote(), timeout=_PROGRESS_S))
-        except RayError:
+            return bool(self._call("engines_lost", timeout_s=_PROGRESS_S))
+        except RolloutError:
             return False  # asked again soon; the manager's own death ends the wait
 
     def _get(self, call: Any) -> Any:
+        """Wait for the manager's answer; meanwhile revive lost engines."""
         deadline = time.monotonic() + self._deadline_s
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
@@ -145,12 +142,12 @@ def start_rollouts(
     """Start the RolloutManager and its verifiers over engines that need not be up yet.
 
     Args:
-        abilities: of the problems that will come, e.g. {"math"}.
+        abilities: those of the problems that will come, e.g. {"math"}.
         ray_options: for manager and verifiers, e.g. a scheduling strategy.
         stop: true once the run has been asked to stop.
 
     Raises:
-        RolloutError: the manager or a verifier did not come up.
+        RolloutError: the manager or a verifier did not start.
     """
     options = {"name": "rollout-manager", "namespace": namespace(run_id), **(ray_options or {})}
     manager = ManagerActor.options(**options).remote(

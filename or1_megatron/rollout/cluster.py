@@ -1,9 +1,9 @@
-"""Ray for one run: a cluster of its own on this machine, or a place in one that is already there.
+"""Ray for one run: a cluster of its own on this machine, or a place in one that runs already.
 
-What happens to the processes when the driver (trainer rank 0) is killed without warning, measured with Ray 2.60: the
-kernel ends gcs_server and raylet with it, and the workers (engines, manager, verifiers) follow within about two
-seconds. Ray's two agents would stay for a minute; ``reaper`` ends them. On a cluster that was attached to, Ray ends the
-actors of a job whose driver is gone; ``reap_run`` sees to it at the next start.
+When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it, and the workers (engines,
+manager, verifiers) follow within about two seconds (measured with Ray 2.60). Ray's two agents would stay for a minute;
+``reaper`` ends them. On a cluster that we attached to, Ray ends the actors of a job whose driver is gone; ``reap_run``
+makes sure at the next start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ClusterError(UserError, RuntimeError):
 
 
 def namespace(run_id: str) -> str:
-    """The Ray namespace that holds a run's named actors."""
+    """Return the Ray namespace of a run's named actors."""
     return f"or1-{run_id}"
 
 
@@ -50,7 +50,7 @@ def start_ray(address: str | None, run_id: str) -> None:
     Args:
         address: None starts a cluster on this machine for this run alone, whatever else runs here and whatever
             RAY_ADDRESS says; "auto" or host:port attaches to a running one.
-        run_id: names the run's actors; what a previous attempt of the same run left is ended first.
+        run_id: names the run's actors; those left from an earlier attempt of the run are ended first.
 
     Raises:
         ClusterError: Ray did not start, or nothing answers at ``address``.
@@ -69,12 +69,12 @@ def start_ray(address: str | None, run_id: str) -> None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
         _check_answers(address)
-        # Ray aborts this process 60 s after its head is gone, and a pre-empted node's goes before the ranks have saved.
+        # Ray aborts this process 60 s after its head is gone; on a pre-empted node that is before the ranks have saved.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
         context = _init(options)
-    except Exception as error:  # Ray raises many types here, none of which says what to do
+    except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
             raise ClusterError(
                 f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
@@ -93,7 +93,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 
 def _init(options: Mapping[str, Any], attempts: int = 3) -> Any:
-    """``ray.init``, once more where a busy machine took longer to start a node than the 30 s that Ray gives it."""
+    """Call ``ray.init``, again when a busy machine took longer to start a node than the 30 s that Ray allows."""
     before = _children()
     try:
         return ray.init(**options)
@@ -107,12 +107,12 @@ def _init(options: Mapping[str, Any], attempts: int = 3) -> Any:
 
 
 def _children() -> set[int]:
-    """Processes that this one has started and not yet waited for."""
+    """Return the child processes that this one has not yet waited for."""
     return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def stop_ray() -> None:
-    """Disconnect; a cluster that ``start_ray`` started ends with all its processes."""
+    """Disconnect, and end a cluster that ``start_ray`` started, with all its processes."""
     global _reaper
     if ray.is_initialized():
         ray.shutdown()
@@ -123,7 +123,7 @@ def stop_ray() -> None:
 
 
 def node_of(host: str) -> str:
-    """The Ray node id of a host, by address or name.
+    """Return the Ray node id of a host, by address or name.
 
     Raises:
         ClusterError: the host is not part of the cluster.
@@ -135,7 +135,7 @@ def node_of(host: str) -> str:
 
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:
-    """Until ``count`` nodes are part of the cluster.
+    """Wait until ``count`` nodes are part of the cluster.
 
     Raises:
         ClusterError: fewer are after ``timeout_s``.
@@ -152,9 +152,9 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
 
 
 def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
-    """End the actors that an earlier attempt of this run left behind, and wait until their names are free.
+    """End the actors that an earlier attempt of this run left, and wait until their names are free; return their count.
 
-    Returns how many there were. Raises ClusterError when one is still there after ``timeout_s``.
+    Raises ClusterError when one is still there after ``timeout_s``.
     """
     found: set[str] = set()
     deadline = time.monotonic() + timeout_s
@@ -171,7 +171,7 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
             try:
                 ray.kill(ray.get_actor(name, namespace=namespace(run_id)))
             except ValueError:
-                pass  # it went in the meantime
+                pass  # it has ended meanwhile
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"actors {sorted(left)} of an earlier attempt of run '{run_id}' are still alive after {timeout_s:g} s"
@@ -180,10 +180,10 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for minutes before it gives up on a host that does not answer, or on a port of another service.
+    """Raise ClusterError when no Ray answers at the address; Ray itself would try for minutes.
 
-    Ray's head speaks gRPC, that is HTTP/2, whose server answers the client's opening with a SETTINGS frame (RFC 9113,
-    section 3.4): 3 bytes of length, then the type.
+    Ray's head speaks gRPC, that is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113,
+    section 3.4), 3 bytes of length, then the type.
     """
     if address == "auto":
         return
@@ -216,5 +216,5 @@ def _start_reaper(session: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the driver
+        start_new_session=True,  # Ctrl-C goes to the driver
     )

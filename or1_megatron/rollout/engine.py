@@ -1,15 +1,15 @@
 """One vLLM engine, in this process and stepped by us: requests in, completions out, weights replaced in between.
 
-In-process (no engine-core process of vLLM's own) because the owner of this object already is a process of its own,
-and every token would otherwise cross one more socket. The environment that this needs is in ``pool.engine_env``.
+It runs in-process (without vLLM's engine-core process) because its owner already is a process of its own, and every
+token would otherwise cross one more socket. The environment that this needs is in ``pool.engine_env``.
 
-Seeds: each request has its own generator, so a request's random numbers depend on its seed alone. vLLM does not promise
-more: logits differ in the last bits with the composition of the batch, so the same seed in other company can, rarely,
-give another token. The same requests submitted in the same order to a fresh engine give the same tokens on CPU.
+Seeds: each request has its own generator, so its random numbers depend on its seed alone. vLLM does not promise more:
+logits differ in the last bits with the composition of the batch, so the same seed in another batch can, rarely, give
+another token. The same requests submitted in the same order to a fresh engine give the same tokens on CPU.
 
-Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on it decodes nothing for its
-owner; requests wait, those in flight too. ``finish_weight_update`` makes it answer ``score_prompts``, with which the
-trainer looks whether the weights are what they should be, and ``certify`` makes it serve them.
+Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, those in
+flight too. After ``finish_weight_update`` it answers ``score_prompts``, with which the trainer checks the weights, and
+``certify`` makes it serve them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.handoff.backend_check import worker_info
-from or1_megatron.rollout.kv_cache_update import KvCachePolicy, drain, forget
-from or1_megatron.types import Completion, FinishReason, Float32Array, Int32Array, Request, VersionSpan
+from or1_megatron.rollout.kv_cache_update import drain, forget
+from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 
@@ -36,65 +38,47 @@ _CPU_STEP_TOKENS = 16384
 _CPU_BLOCK_TOKENS = 32  # the smallest that the CPU attention kernel takes; 8% faster than vLLM's 128 on short responses
 
 
-_NAP_S = 0.001
+_POLL_S = 0.001
 
 
 def wait_without_spinning() -> None:
-    """Let this process's waits for messages between vLLM's processes be naps, on CPU; called in each of them.
+    """On CPU, make this process sleep between polls for messages of vLLM's other processes; called in each of them.
 
-    Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU the cores that
-    spin are those that others compute with: the second in which a worker waits for the next call is the one in which
-    the trainer packs weights for it. vLLM's other way of waiting is no substitute: of many notifications in short
-    succession some are dropped, and the reader sleeps until its time runs out, 5 s later.
+    Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU they take the
+    cores from others: while a worker waits for the next call, the trainer packs weights for it. vLLM's other way of
+    waiting drops some of many notifications in short succession, and the reader then sleeps for 5 s.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        shm_broadcast.sched_yield = _nap
-
-
-def _nap() -> None:
-    time.sleep(_NAP_S)
+        shm_broadcast.sched_yield = partial(time.sleep, _POLL_S)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What one engine is made of. ``index`` is its number among the run's engines."""
+    """The settings of one engine. ``index`` is its number among the run's engines."""
 
     index: int
     model: Path
     dtype: Literal["float32", "bfloat16"]
     max_model_tokens: int
     """Longest prompt + response."""
-    max_concurrent: int
-    kv_cache_bytes: int | None
-    gpu_memory_fraction: float
-    tensor_parallel: int
-    colocated: bool
-    """True: the engine sleeps while the trainer has the device (GPU only)."""
+    config: RolloutConfig
     weight_transfer: str = "shard"
     """vLLM's name of the weight-transfer backend."""
-    old_kv_cache: KvCachePolicy = "recompute"
-    """What becomes of the KV cache of responses that are in flight over a weight update."""
     serves_folder: bool = True
     """False: nothing is served before a handoff has replaced the folder's weights."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    request: Request
-    started_s: float
 
 
 class VllmEngine:
     """A vLLM engine. Not thread-safe: one owner submits, steps and updates it."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Load the model; its weights are version 0 until an update says otherwise.
+        """Load the model; its weights are version 0 until the first update.
 
         Raises:
-            ValueError: the folder, the sizes or the device are such that vLLM cannot run the model.
+            ValueError: vLLM cannot run the model with this folder, these sizes or this device.
         """
         if not (settings.model / "config.json").is_file():
             raise ValueError(f"engine {settings.index}: {settings.model} is not an HF model folder (no config.json)")
@@ -110,12 +94,12 @@ class VllmEngine:
             model=str(settings.model),
             dtype=settings.dtype,
             max_model_len=settings.max_model_tokens,
-            max_num_seqs=settings.max_concurrent,
-            tensor_parallel_size=settings.tensor_parallel,
+            max_num_seqs=settings.config.max_concurrent,
+            tensor_parallel_size=settings.config.tensor_parallel,
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
             disable_log_stats=True,
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
+            logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
             worker_extension_cls=WORKER_EXTENSION,
             **_device_options(settings, is_cpu=current_platform.is_cpu()),
@@ -123,17 +107,17 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
         self._tokenizer = self._llm.get_tokenizer()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
-        self._finished: list[Completion] = []  # by an iteration that was not the owner's
+        self._finished: list[Completion] = []  # not yet returned by ``step``
         self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
         self._probed: Int32Array | None = None
         self._keeps_full_log_probs = False
         self._updating = False
         self._serving = settings.serves_folder
         self._asleep = False
-        # What start-up left behind is permanent, and a step makes thousands of short-lived objects: without this the
-        # collector walks vLLM's modules again and again (3% of the decoding time of a small model).
+        # Objects from the start-up stay, and a step makes thousands of short-lived ones: without this the collector
+        # walks vLLM's modules again and again (3% of the decoding time of a small model).
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
@@ -178,7 +162,7 @@ class VllmEngine:
             self._add(request.prompt.token_ids, params, request)
 
     def step(self) -> list[Completion]:
-        """One decoding iteration; the completions that it finished. Nothing to step: returns at once."""
+        """Run one decoding iteration and return the finished completions; return at once when idle."""
         if not self._serving:
             return []
         if self._pending:
@@ -187,19 +171,18 @@ class VllmEngine:
         return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
-        """Give up the pending requests of these seeds; returns those that were given up. The others have ended."""
+        """Abort the pending requests of these seeds; return the seeds that were aborted. The others have finished."""
         wanted = set(seeds)
-        names = [name for name, pending in self._pending.items() if pending.request.seed in wanted]
+        names = [name for name, (request, _) in self._pending.items() if request.seed in wanted]
         if names:
             self._engine.abort_request(names)
-        return [self._pending.pop(name).request.seed for name in names]
+        return [self._pending.pop(name)[0].seed for name in names]
 
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
-        """Log-prob, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
+        """Return log-probs, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
 
-        The first sequence's last token is scored as responses are decoded, on top of what the prefix cache holds of
-        the tokens before it; all others are computed afresh. Requests in flight advance meanwhile; what they come to
-        is kept back until the weights are certified.
+        The first sequence's last token is scored as responses are decoded, on top of the prefix cache; all others are
+        computed afresh. Requests in flight advance meanwhile; their completions wait until the weights are certified.
 
         Raises:
             RuntimeError: the model is a mixture.
@@ -218,7 +201,7 @@ class VllmEngine:
         return found
 
     def _score_last(self, token_ids: Int32Array) -> list[float]:
-        """[1]: of the last token, with whatever is cached of those before it."""
+        """Return [1], the last token's log-prob, with whatever is cached of the tokens before it."""
         last = int(token_ids[-1])
         params = self._sampling_params(
             temperature=1.0, max_tokens=1, seed=0, logprob_token_ids=[last], detokenize=False, ignore_eos=True
@@ -226,7 +209,7 @@ class VllmEngine:
         return [self._score(token_ids[:-1], params).outputs[0].logprobs[0][last].logprob]
 
     def _score_afresh(self, token_ids: Int32Array) -> list[float]:
-        """[p - 1]: of all tokens but the first; vLLM reads no prefix cache where prompt log-probs are asked for."""
+        """Return [p - 1], for all tokens but the first; vLLM reads no prefix cache when it returns prompt log-probs."""
         params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         if len(token_ids) < 2:
             return []
@@ -255,18 +238,18 @@ class VllmEngine:
             else:
                 self._scores[output.request_id] = output
 
-    # The weight-update calls of vLLM's transfer protocol, in their order of use.
+    # The weight-update calls of vLLM's transfer protocol, in the order of their use.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer. The engine's number tells its workers their ranks in the transfer's process group."""
+        """Connect to the trainer. The engine's index tells its workers their ranks in the transfer's process group."""
         settings = self._settings
-        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.tensor_parallel)
+        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.config.tensor_parallel)
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def start_weight_update(self) -> None:
-        """Begin: nothing is decoded from here to ``certify``. An earlier update that never ended is given up."""
+        """Begin: nothing is decoded until ``certify``. An earlier update that never ended is given up."""
         if self._serving and not self._asleep and self._probed is not None:
-            # The probe's tokens are in the prefix cache now: should it outlive the update, the next probe meets them.
+            # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
         self._sort(drain(self._engine))
         self._serving = False
@@ -276,22 +259,22 @@ class VllmEngine:
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive; returns when the last tensor is in the model. Runs while the trainer sends."""
+        """Receive weights while the trainer sends; return when the last tensor is in the model."""
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, version: int) -> None:
-        """Make the received weights the model, as ``version``, and forget what was computed from the old ones.
+        """Make the received weights the model, as ``version``, and drop what was computed from the old ones.
 
         Raises:
-            RuntimeError: what is left in the prefix cache could not be dropped, and belongs to the old weights; or the
-                model does not hold what was received.
+            RuntimeError: the prefix cache of the old weights could not be dropped, or the model does not hold what was
+                received.
         """
         self._llm.finish_weight_update(str(version))
-        forget(self._engine, self._settings.old_kv_cache, f"engine {self._settings.index}, version {version}")
+        forget(self._engine, self._settings.config.old_kv_cache, f"engine {self._settings.index}, version {version}")
         self._updating = False
 
     def certify(self, version: int) -> None:
-        """The trainer has found the weights to be those of ``version``: serve them."""
+        """Serve the weights: the trainer has found them to be those of ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
@@ -305,8 +288,9 @@ class VllmEngine:
         return int(self._engine.get_weight_version())
 
     def sleep(self) -> None:
-        """Give the device back: weights and KV cache are dropped (level 2), a handoff brings new ones. GPU only."""
-        self._refuse_while_decoding("sleep")
+        """Free the device's memory: drop weights and KV cache (level 2); a handoff brings new weights. GPU only."""
+        if self._pending:
+            raise RuntimeError(f"engine {self._settings.index} cannot sleep: it decodes {len(self._pending)} requests")
         self._llm.sleep(level=2)
         self._asleep = True
 
@@ -319,23 +303,20 @@ class VllmEngine:
         name = str(self._serial)
         self._serial += 1
         if request is not None:
-            self._pending[name] = _Pending(request, time.time())
+            self._pending[name] = (request, time.time())
         priority = 0 if request is not None else -1  # the lowest number comes first
         self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
         return name
 
-    def _refuse_while_decoding(self, what: str) -> None:
-        if self._pending:
-            raise RuntimeError(
-                f"engine {self._settings.index} cannot {what}: {len(self._pending)} requests are being decoded"
-            )
-
     def _completion(self, output: Any, finished_s: float) -> Completion:
-        pending = self._pending.pop(output.request_id)
-        request = pending.request
+        request, started_s = self._pending.pop(output.request_id)
         sampled = output.outputs[0]
-        token_ids = np.array(sampled.token_ids, dtype=np.int32)
-        reason = self._finish_reason(sampled.finish_reason, request)
+        reason = sampled.finish_reason
+        if reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
+                f"{request.prompt.problem.id} with '{reason}'; expected 'stop' or 'length'"
+            )
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
         text = self._tokenizer.decode(
             sampled.token_ids[:-1] if reason == "stop" else sampled.token_ids,
@@ -345,52 +326,42 @@ class VllmEngine:
         return Completion(
             problem_id=request.prompt.problem.id,
             sample_index=request.sample_index,
-            token_ids=token_ids,
+            token_ids=np.array(sampled.token_ids, dtype=np.int32),
             log_probs=np.array(sampled.logprobs.logprobs, dtype=np.float32),
             text=text,
             finish_reason=reason,
             versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
             engine=self._settings.index,
             seed=request.seed,
-            started_s=pending.started_s,
+            started_s=started_s,
             finished_s=finished_s,
-        )
-
-    def _finish_reason(self, reason: str, request: Request) -> FinishReason:
-        if reason == "stop":
-            return "stop"
-        if reason == "length":
-            return "length"
-        raise RuntimeError(
-            f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
-            f"{request.prompt.problem.id} with '{reason}'; "
-            "expected 'stop' or 'length'"
         )
 
 
 def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:
-    """The arguments of ``LLM`` that differ between CPU and GPU."""
+    """Return the arguments of ``LLM`` that differ between CPU and GPU."""
+    config = settings.config
     if not is_cpu:
         options: dict[str, Any] = {
-            "gpu_memory_utilization": settings.gpu_memory_fraction,
-            "enable_sleep_mode": settings.colocated,
+            "gpu_memory_utilization": config.gpu_memory_fraction,
+            "enable_sleep_mode": config.placement == "colocated",  # it sleeps while the trainer has the device
         }
-        if settings.kv_cache_bytes is not None:
-            options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        if config.kv_cache_bytes is not None:
+            options["kv_cache_memory_bytes"] = config.kv_cache_bytes
         return options
-    if settings.kv_cache_bytes is None:
+    if config.kv_cache_bytes is None:
         raise ValueError(
             f"engine {settings.index} runs on CPU, where rollout.kv_cache_bytes must be set (e.g. 134217728): vLLM "
             "would otherwise claim a fraction of all memory"
         )
-    if settings.tensor_parallel > 1 and not os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
+    if config.tensor_parallel > 1 and not os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
         raise ValueError(
-            f"engine {settings.index}: tensor_parallel = {settings.tensor_parallel} on CPU needs "
+            f"engine {settings.index}: tensor_parallel = {config.tensor_parallel} on CPU needs "
             "VLLM_CPU_OMP_THREADS_BIND, one group of cores per rank, e.g. '0|1'"
         )
     return {
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, for nothing at this size
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enforce_eager": True,  # compiling needs a C++ toolchain and a minute, and gains nothing at this size
         "block_size": _CPU_BLOCK_TOKENS,
         # vLLM rewinds the generator of a seeded request whose prompt it has prefilled in part, which CPU generators
         # cannot do ("CPU Generator does not use offset"): prompts go in whole.

@@ -107,13 +107,18 @@ def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
             names = ", ".join(f"engine {order[call]}" for call in waiting)
             raise EngineError(f"{names} did not {what} within {timeout_s:.0f} s")
         for call in done:
-            results[order[call]] = _result(call, order[call], what)
+            results[order[call]] = result_of(call, order[call], what, timeout_s=0)
     return [results[index] for index in range(len(order))]
 
 
-def _result(call: Any, index: int, what: str) -> Any:
+def result_of(call: Any, index: int, what: str, timeout_s: float | None = None) -> Any:
+    """Return the result of one engine's call.
+
+    Raises:
+        EngineError: the engine raised or died.
+    """
     try:
-        return ray.get(call, timeout=0)
+        return ray.get(call, timeout=timeout_s)
     except GetTimeoutError as error:  # reported done a moment ago: its node went away
         raise EngineError(f"engine {index}: the answer to {what} was lost with its node") from error
     except RayError as error:

@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import ray
 import torch
-from ray.exceptions import RayError
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import start_ray, stop_ray
+from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_thread import Harvest
-from or1_megatron.rollout.pool import EngineError, EnginePool
-from or1_megatron.rollout.ray_errors import failure_of
+from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.types import (
     ChatCompletion,
     ChatRequest,
@@ -147,7 +146,7 @@ class EngineSampler:
                 raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
                 engine = harvests.pop(call)
-                harvest: Harvest = pickle.loads(_result(call, engine.index, "sample"))
+                harvest: Harvest = pickle.loads(result_of(call, engine.index, "sample"))
                 engine.completed(len(harvest.completions))
                 for completion in harvest.completions:
                     request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
@@ -179,12 +178,5 @@ class EngineSampler:
             if batches[engine.index]
         ]
         for engine, call in calls:
-            _result(call, engine.index, "take requests")
+            result_of(call, engine.index, "take requests")
         return exhausted
-
-
-def _result(call: Any, index: int, what: str) -> Any:
-    try:
-        return ray.get(call)
-    except RayError as error:
-        raise EngineError(f"engine {index} did not {what}: {failure_of(error)}") from error

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: everything that touches the engine happens on it, one thing after another."""
+"""The thread that owns an engine: all calls of the engine run on it, one after another."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from or1_megatron.types import Completion
 
 T = TypeVar("T")
 
-# Finished responses are handed out together, not one call each; an engine that runs dry does not linger.
 LINGER_S = 0.03
+"""Finished responses wait this long for others, to share a call; not when the engine has no more work."""
 
 
 class EngineFailed(UserError, RuntimeError):
@@ -26,18 +26,18 @@ class EngineFailed(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """What an engine has brought forth since the last harvest."""
+    """The results of an engine since the last harvest."""
 
     completions: tuple[Completion, ...]
     busy_s: tuple[tuple[float, float], ...]
-    """(start, end), seconds since the epoch: stretches during which the engine had work, each ended by running dry."""
+    """(start, end), seconds since the epoch, of the periods in which the engine had work."""
 
 
 class EngineThread:
-    """Steps an engine whenever it has work; between steps runs the calls that others have asked for."""
+    """Steps an engine whenever it has work; between steps it runs the calls that others have queued."""
 
     def __init__(self, build: Callable[[], Any], name: str) -> None:
-        """``build`` makes the engine, on the thread; ``name`` stands in errors."""
+        """``build`` makes the engine, on the thread; ``name`` appears in errors."""
         self._build = build
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
@@ -45,41 +45,37 @@ class EngineThread:
         self._completions: list[Completion] = []
         self._busy_s: list[tuple[float, float]] = []
         self._busy_since_s: float | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """What ended the engine, with its traceback; None while it runs."""
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[Any], T]) -> T:
-        """Run ``function(engine)`` on the thread, between two steps; its result or exception.
+        """Run ``function(engine)`` on the thread, between two steps; return its result or raise its exception.
 
         Raises:
-            EngineFailed: the engine is not there any more.
+            EngineFailed: the engine has failed.
         """
         future: Future[T] = Future()
         with self._state:
-            if self._failure is not None:
-                raise EngineFailed(self._failure)
+            if self.failure is not None:
+                raise EngineFailed(self.failure)
             self._calls.put((function, future))
         return future.result()
 
-    @property
-    def failure(self) -> str | None:
-        """What ended the engine; None as long as it is there."""
-        return self._failure
-
     def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> Harvest:
-        """Finished completions; waits up to ``wait_s`` for the first, and returns empty-handed after that.
+        """Return finished completions; none when the first does not come within ``wait_s``.
 
-        ``linger_s``: how long to wait for more, once the first is there.
+        ``linger_s``: how long to wait for more after the first.
 
         Raises:
-            EngineFailed: the engine is not there any more.
+            EngineFailed: the engine has failed.
         """
         with self._state:
-            self._state.wait_for(lambda: self._completions or self._busy_s or self._failure is not None, timeout=wait_s)
+            self._state.wait_for(lambda: self._completions or self._busy_s or self.failure is not None, timeout=wait_s)
             if self._completions:
-                self._state.wait_for(lambda: self._busy_since_s is None or self._failure is not None, timeout=linger_s)
-            if self._failure is not None:
-                raise EngineFailed(self._failure)
+                self._state.wait_for(lambda: self._busy_since_s is None or self.failure is not None, timeout=linger_s)
+            if self.failure is not None:
+                raise EngineFailed(self.failure)
             harvest = Harvest(tuple(self._completions), tuple(self._busy_s))
             self._completions, self._busy_s = [], []
             return harvest
@@ -89,17 +85,17 @@ class EngineThread:
             engine = self._build()
             while True:
                 if engine.idle:
-                    self._stop_clock()  # with requests pending, when it waits for weights
+                    self._stop_clock()  # requests may be pending while it waits for weights
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
                     if self._busy_since_s is None:
                         self._busy_since_s = time.time()
-                    self._store(engine.step(), dry=engine.pending == 0)
-        except BaseException:  # whatever it is, those who wait must hear of it
+                    self._store(engine.step(), is_dry=engine.pending == 0)
+        except BaseException:  # the callers that wait must be told of any
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
 
     def _serve_calls(self, engine: Any, block: bool) -> None:
-        """Run what has been asked for; with ``block`` wait for at least one."""
+        """Run the queued calls; with ``block`` wait for at least one."""
         while True:
             try:
                 function, future = self._calls.get(block=block)
@@ -108,15 +104,15 @@ class EngineThread:
             block = False
             try:
                 future.set_result(function(engine))
-            except Exception as error:  # the caller's; the engine stands as the call has left it
+            except Exception as error:  # the caller's; the engine goes on
                 future.set_exception(error)
 
-    def _store(self, completions: list[Completion], dry: bool) -> None:
-        if not completions and not (dry and self._busy_since_s is not None):
+    def _store(self, completions: list[Completion], is_dry: bool) -> None:
+        if not completions and not (is_dry and self._busy_since_s is not None):
             return
         with self._state:
             self._completions.extend(completions)
-            if dry:
+            if is_dry:
                 self._stop_clock()
             self._state.notify_all()
 
@@ -129,7 +125,7 @@ class EngineThread:
 
     def _fail(self, failure: str) -> None:
         with self._state:
-            self._failure = failure
+            self.failure = failure
             self._state.notify_all()
             while not self._calls.empty():
                 self._calls.get()[1].set_exception(EngineFailed(failure))

@@ -1,7 +1,7 @@
-"""The RolloutManager: requests out to the engines, completions on to the verifiers, groups back to the loop.
+"""The RolloutManager sends requests to the engines, completions to the verifiers, and groups back to the loop.
 
-A process of its own, so that responses are drained, verified and grouped whatever the trainer is doing. One asyncio
-loop; per engine one task that waits for what the engine finishes, per completion one task that waits for its verdict.
+It is a process of its own, so that responses are collected, verified and grouped whatever the trainer does. It runs one
+asyncio loop, with a task per engine that waits for completions and a task per completion that waits for its verdict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import (
     RequestKey,
     SamplingBudget,
-    assemble_groups,
+    assemble_group,
     dispatch,
     plan_requests,
     union_s,
@@ -34,7 +34,7 @@ from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 
-_HARVEST_WAIT_S = 5.0  # an engine without work answers this often, which is how an idle one's death is noticed
+_HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
 _NAMED_IN_ERRORS = 8
 
 
@@ -49,7 +49,7 @@ class _RollOut:
     prompts: Sequence[Prompt]
     group_size: int
     requests: Mapping[RequestKey, Request]
-    keys: Mapping[int, RequestKey]  # by seed, which is what a completion carries
+    keys: Mapping[int, RequestKey]  # by seed, which a completion carries
     waiting: deque[tuple[RequestKey, Request]]
     budget: SamplingBudget
     retries_before: int
@@ -57,20 +57,13 @@ class _RollOut:
     engine_of: dict[int, int] = field(default_factory=dict)  # by seed, while the engine has it
     completions: dict[RequestKey, Completion] = field(default_factory=dict)
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)  # by prompt, once every verdict is there
     decoded: asyncio.Event = field(default_factory=asyncio.Event)
     judged: asyncio.Event = field(default_factory=asyncio.Event)
     judged_s: float = 0.0
     """When the last verdict came, seconds since the epoch."""
     given: int = 0
-    """Requests that an engine was given."""
-
-    def group(self, prompt_index: int) -> Group | None:
-        """None while a response or a verdict is missing."""
-        keys = [(prompt_index, sample_index) for sample_index in range(self.group_size)]
-        if any(key not in self.verdicts for key in keys):
-            return None
-        completions, verdicts = tuple(self.completions[key] for key in keys), tuple(self.verdicts[key] for key in keys)
-        return Group(self.prompts[prompt_index], completions, verdicts)
+    """Requests that were sent to an engine."""
 
 
 class RolloutManager:
@@ -92,7 +85,7 @@ class RolloutManager:
             ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
         """
         self._engines = list(engines)
-        # A little more than an engine decodes at once, so that its free places fill without asking us.
+        # Some requests more than an engine decodes at once fill its free places without a call.
         self._low = max(1, max_concurrent // 8)
         self._engine_limit = max_concurrent + self._low
         self._lost: set[int] = set()
@@ -106,13 +99,13 @@ class RolloutManager:
         self._verifiers: VerifierPool | None = None
         self._current: _RollOut | None = None
         self._failure: RolloutError | None = None
-        self._unwanted: dict[int, int] = {}  # engine by seed, of what was given up and is still under way
-        self._idle = asyncio.Event()  # nothing is
+        self._unwanted: dict[int, int] = {}  # engine by seed, of given-up requests that the engine still has
+        self._idle = asyncio.Event()  # there are none
         self._idle.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Bring up the verifiers. Raises what a verifier's construction raises."""
+        """Start the verifiers. Raises what a verifier's construction raises."""
         make = (
             local_workers(self._verify, self._abilities)
             if on_one_node()
@@ -124,7 +117,7 @@ class RolloutManager:
             self._spawn(self._drain(index))
 
     async def roll_out(self, batch: bytes) -> None:
-        """``batch``: pickled (prompts, group_size, sampling, seed, refill). Returns when requests are on their way."""
+        """Start the pickled (prompts, group_size, sampling, seed, refill); return when the first requests are sent."""
         if self._failure is not None:
             raise self._failure
         if self._current is not None:
@@ -147,13 +140,12 @@ class RolloutManager:
         await self._wait_for(current.decoded, current, "sampled")
 
     async def collect(self) -> bytes:
-        """Pickled (groups, RolloutReport), in the order of the prompts."""
+        """Return pickled (groups, RolloutReport), groups in the order of the prompts."""
         current = self._under_way("collect")
         await self._wait_for(current.judged, current, "judged")
         await self._wait_for(self._idle, current, "given up")
         self._current = None
-        prompts = current.prompts[: current.budget.needed]
-        groups = assemble_groups(prompts, current.group_size, current.completions, current.verdicts)
+        groups = [current.groups[index] for index in range(current.budget.needed)]
         return pickle.dumps((groups, self._report(current, groups)), protocol=5)
 
     async def progress(self) -> tuple[int, int]:
@@ -164,7 +156,7 @@ class RolloutManager:
         return len(current.completions), min(asked, len(current.requests))
 
     async def abandon(self) -> None:
-        """Give up the current roll-out, if there is one; returns when no engine has anything of it."""
+        """Give up the current roll-out, if there is one; return when no engine has a request of it."""
         current = self._current
         if current is None or self._failure is not None:
             return
@@ -174,17 +166,17 @@ class RolloutManager:
         self._current = None
 
     async def expect_successors(self) -> None:
-        """From now on an engine that is gone will be replaced (``rejoin``), and its death fails nothing."""
+        """Let an engine's death fail nothing from now on: it will be replaced (``rejoin``)."""
         self._successors = True
 
     async def engines_lost(self) -> list[int]:
         return sorted(self._lost)
 
     async def rejoin(self, engines: Sequence[Any]) -> None:
-        """Handles of all engines; those that are new serve."""
+        """Use these handles of all engines; new ones serve again."""
         for index, engine in enumerate(engines):
             if engine != self._engines[index]:
-                self._lose(index, self._engines[index])  # if that was not known yet
+                self._lose(index, self._engines[index])  # if its death was not noticed
                 self._engines[index] = engine
                 self._lost.discard(index)
                 self._spawn(self._drain(index))
@@ -199,7 +191,7 @@ class RolloutManager:
             await self._verifiers.close()
 
     def _feed(self, current: _RollOut) -> None:
-        """Give the engines what they have room for."""
+        """Send the engines as many requests as they have room for."""
         present = {n: count for n, count in enumerate(self._outstanding) if n not in self._lost}
         batches = dispatch(current.waiting, current.budget, present, self._engine_limit, self._low)
         for index, requests in batches.items():
@@ -224,7 +216,7 @@ class RolloutManager:
                 self._engine_failed(index, engine, error)
                 return
             if self._engines[index] != engine or index in self._lost:
-                return  # what it had is being sampled elsewhere
+                return  # its requests are being sampled elsewhere
             self._busy_s[index].extend(harvest.busy_s)
             for completion in harvest.completions:
                 self._took(index, completion)
@@ -240,7 +232,7 @@ class RolloutManager:
             self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
 
     def _lose(self, index: int, engine: Any) -> None:
-        """What the engine had goes to the others, or waits for its successor; same requests, same seeds."""
+        """Give the engine's requests to the others, or to its successor, with the same seeds."""
         if self._engines[index] != engine or index in self._lost:
             return
         self._lost.add(index)
@@ -265,7 +257,7 @@ class RolloutManager:
         current = self._current
         key = None if current is None else current.keys.get(completion.seed)
         if current is None or key is None:
-            self._fail(RolloutError(f"engine {index} finished a response nobody asked for: {_name(completion)}"))
+            self._fail(RolloutError(f"engine {index} finished a response that was not requested: {_name(completion)}"))
             return
         self._outstanding[index] -= 1
         del current.engine_of[completion.seed]
@@ -275,7 +267,7 @@ class RolloutManager:
             current.decoded.set()
 
     def _give_up(self, current: _RollOut, first_prompt: int) -> None:
-        """What the engines have of the prompts from ``first_prompt`` on is not wanted any more."""
+        """Abort the requests of the prompts from ``first_prompt`` on."""
         of_engine: dict[int, list[int]] = {}
         for seed, index in list(current.engine_of.items()):
             if current.keys[seed][0] >= first_prompt:
@@ -306,11 +298,13 @@ class RolloutManager:
         problem = current.requests[key].prompt.problem
         try:
             current.verdicts[key] = await self._verifiers.verify(problem, completion, key[0], current.group_size)
-        except Exception as error:  # bad samples get a verdict; this is the verifier pool itself
+        except Exception as error:  # of the verifier pool itself: a bad sample gets a verdict
             self._fail(RolloutError(f"verifying {_name(completion)} failed: {type(error).__name__}: {error}"))
             return
-        if current.budget.over or (group := current.group(key[0])) is None:
+        group = assemble_group(current.prompts, key[0], current.group_size, current.completions, current.verdicts)
+        if current.budget.over or group is None:
             return
+        current.groups[key[0]] = group
         current.budget.judged(key[0], group)
         if current.budget.over:
             current.judged_s = time.time()
@@ -348,7 +342,7 @@ class RolloutManager:
         return "; ".join(missing[:_NAMED_IN_ERRORS]) + (f"; and {more} more" if more > 0 else "")
 
     def _fail(self, error: RolloutError) -> None:
-        """The first failure is the one that is told; it ends every wait."""
+        """End every wait with this failure; only the first one is reported."""
         if self._failure is None:
             self._failure = error
         if self._current is not None:
@@ -365,7 +359,7 @@ class RolloutManager:
 
     def _report(self, current: _RollOut, groups: Sequence[Group]) -> RolloutReport:
         assert self._verifiers is not None
-        # An engine may still owe the last stretch of the roll-out before, which was given up half-way.
+        # An engine may still report its last period of an earlier roll-out that was given up.
         busy_s = [[part for part in parts if part[1] > current.started_s] for parts in self._busy_s]
         wanted = [completion for group in groups for completion in group.completions]
         return RolloutReport(
@@ -381,11 +375,11 @@ class RolloutManager:
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop itself keeps weak references only
+        self._tasks.add(task)  # the event loop keeps weak references only
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """A task that ends by an error it did not expect would otherwise leave its waiters waiting."""
+        """Report a task's unexpected error, or those who wait for the task would wait for ever."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(RolloutError(f"the RolloutManager itself failed: {type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""The engines as Ray actors."""
+"""The engines, each a Ray actor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePo
 
 log = logging.getLogger(__name__)
 
-# What torchrun tells its ranks. Ray started by rank 0 hands it on to the engines, which are no ranks of the trainer.
+# torchrun sets these for its ranks. A Ray that rank 0 starts passes them on to the engines, which are no ranks.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
-_ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the rest is for questions meanwhile
+_ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the others answer meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where an engine shall run. ``devices`` are CUDA_VISIBLE_DEVICES entries (indices or UUIDs) on that node."""
+    """Where an engine runs. ``devices`` are CUDA_VISIBLE_DEVICES entries (indices or UUIDs) on that node."""
 
     node_id: str | None = None
     devices: tuple[str, ...] = ()
@@ -52,27 +52,27 @@ class EngineActor:
         self._thread = EngineThread(lambda: VllmEngine(settings), name=f"engine {settings.index}")
 
     def ready(self) -> str:
-        """The node's id, once the engine is up; raises what its construction raised."""
+        """Return the node's id once the engine is up; raise what its construction raised."""
         self._thread.call(lambda engine: None)
         return str(ray.get_runtime_context().get_node_id())
 
     def submit(self, requests: bytes) -> None:
-        """Pickled list of Request. One object instead of one per array: Ray's cost is per array."""
+        """Submit a pickled list of Request. It is pickled as one object because Ray's cost is per array."""
         self._thread.call(lambda engine: engine.submit(pickle.loads(requests)))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> bytes:
-        """Pickled Harvest."""
+        """Return a pickled Harvest."""
         return pickle.dumps(self._thread.harvest(wait_s, linger_s), protocol=5)
 
     def call(self, method: str, *args: Any) -> Any:
-        """A method of the engine by name."""
+        """Call a method of the engine by name."""
         return self._thread.call(lambda engine: getattr(engine, method)(*args))
 
     def version(self) -> int:
         return self._thread.call(lambda engine: engine.version)
 
     def failure(self) -> str | None:
-        """What ended the engine in this process, with its traceback; None while it is well. Never waits for it."""
+        """Return what ended the engine, with its traceback; None while it runs. Does not wait for the engine."""
         return self._thread.failure
 
 
@@ -116,24 +116,12 @@ class EnginePool:
         self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()
         self._settings = [
-            EngineSettings(
-                index=index,
-                model=model,
-                dtype=dtype,
-                max_model_tokens=max_model_tokens,
-                max_concurrent=config.max_concurrent,
-                kv_cache_bytes=config.kv_cache_bytes,
-                gpu_memory_fraction=config.gpu_memory_fraction,
-                tensor_parallel=config.tensor_parallel,
-                colocated=config.placement == "colocated",
-                weight_transfer=weight_transfer,
-                old_kv_cache=config.old_kv_cache,
-            )
+            EngineSettings(index, model, dtype, max_model_tokens, config, weight_transfer)
             for index in range(config.engines)
         ]
         self.node_ids: list[str] = []
         self.restarts = [0] * config.engines
-        """Of each engine."""
+        """How often each engine was restarted."""
         self.handles = [self._start(settings) for settings in self._settings]
 
     def _start(self, settings: Any) -> Any:
@@ -153,7 +141,7 @@ class EnginePool:
         self.node_ids = gather(calls, max(left_s, 0.1), "start (rollout.start_timeout_s)")
 
     def restart_lost(self) -> list[int]:
-        """Replace the engines that have died, failed or stopped answering; returns which, up but without weights.
+        """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.
 
         Raises:
             EngineError: one has been lost more often than ``max_engine_restarts``, or did not start again.
@@ -184,7 +172,7 @@ class EnginePool:
         self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> EngineGroup:
-        """All engines, successors of lost ones included. ``timeout_s`` bounds each call."""
+        """Return all engines, restarted ones included, as a group. ``timeout_s`` bounds each call."""
         return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:
@@ -206,7 +194,7 @@ def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cp
 
 
 def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> Mapping[str, str]:
-    """Environment of an engine's process, which vLLM, torch and OpenMP read when they are loaded."""
+    """Return the environment of an engine's process, which vLLM, torch and OpenMP read when they are loaded."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the engine's process
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -220,7 +208,7 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
         groups = [",".join(str(rank * threads + core) for core in range(threads)) for rank in range(ranks)]
         env |= {
             "OMP_NUM_THREADS": str(threads),
-            # vLLM binds from core 0 on, in every engine: several would share the first core. One rank needs no binding.
+            # vLLM binds from core 0 on in every engine, so that several would share it. One rank needs no binding.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else "|".join(groups),
             # vLLM compiles a helper of its sampler at the first token: 15 s and a C++ toolchain, for one reduction.
             "TORCH_COMPILE_DISABLE": "1",

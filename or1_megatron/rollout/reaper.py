@@ -1,10 +1,10 @@
-"""Ends what is left of an embedded Ray cluster when its driver was killed. A process of its own; standard library only.
+"""Ends what is left of an embedded Ray cluster after its driver was killed: a process of its own, without packages.
 
     python -I reaper.py SESSION_FOLDER
 
-Ray's own fate sharing is good but not complete: after ``kill -9`` of the driver its two agents stay for another minute,
-trying to report the death to a server that died with it. A process belongs to the session when it has a file open
-under the session's folder: every Ray process logs there, and what workers start inherits their output.
+Ray ends most of its processes itself, but after ``kill -9`` of the driver its two agents stay for another minute, trying
+to report the death to a server that died with it. A process belongs to the session when it has a file open under the
+session's folder: every Ray process logs there, and the children of workers inherit their output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 POLL_S = 0.5
-GRACE_S = 3.0  # workers end by themselves in this time, and may close what they hold
+GRACE_S = 3.0  # in this time workers end by themselves and close what they hold
 GIVE_UP_S = 30.0
 
 
 def session_processes(session: Path) -> list[int]:
-    """Ids of the processes, other than this one, that hold a file under ``session`` open."""
+    """Return the ids of the processes, other than this one, that hold a file under ``session`` open."""
     found = []
     prefix = f"{session}{os.sep}"
     for entry in os.scandir("/proc"):

@@ -48,22 +48,18 @@ def plan_requests(
     }
 
 
-def assemble_groups(
+def assemble_group(
     prompts: Sequence[Prompt],
+    prompt_index: int,
     group_size: int,
     completions: Mapping[RequestKey, Completion],
     verdicts: Mapping[RequestKey, Verdict],
-) -> list[Group]:
-    """Return groups in the order of the prompts, members in the order of ``sample_index``.
-
-    Raises:
-        KeyError: a completion or a verdict is missing; the message is the (prompt, sample) that lacks it.
-    """
-    groups = []
-    for prompt_index, prompt in enumerate(prompts):
-        keys = [(prompt_index, sample_index) for sample_index in range(group_size)]
-        groups.append(Group(prompt, tuple(completions[key] for key in keys), tuple(verdicts[key] for key in keys)))
-    return groups
+) -> Group | None:
+    """Return a prompt's group, members in the order of ``sample_index``; None while a verdict is missing."""
+    keys = [(prompt_index, sample_index) for sample_index in range(group_size)]
+    if any(key not in verdicts for key in keys):
+        return None
+    return Group(prompts[prompt_index], tuple(completions[key] for key in keys), tuple(verdicts[key] for key in keys))
 
 
 _CAUTION = 0.25

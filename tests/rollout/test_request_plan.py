@@ -13,7 +13,7 @@ from engine_fixtures import prompt
 
 from or1_megatron.rollout.request_plan import (
     SamplingBudget,
-    assemble_groups,
+    assemble_group,
     dispatch,
     plan_requests,
     request_seed,
@@ -57,15 +57,14 @@ def test_groups_come_in_order_of_prompts_and_samples_whatever_the_order_of_arriv
     arrival = [(1, 1), (0, 0), (1, 0), (0, 1)]
     completions = {key: completion(f"prompt{key[0]}", key[1]) for key in arrival}
     verdicts = {key: Verdict(float(key[0] == key[1]), "right", "", "", 0.0) for key in arrival}
-    groups = assemble_groups(prompts, 2, completions, verdicts)
+    groups = [assemble_group(prompts, index, 2, completions, verdicts) for index in range(2)]
     assert [[(c.problem_id, c.sample_index) for c in group.completions] for group in groups] == [
         [("prompt0", 0), ("prompt0", 1)],
         [("prompt1", 0), ("prompt1", 1)],
     ]
     assert [group.rewards.tolist() for group in groups] == [[1.0, 0.0], [0.0, 1.0]]
     del verdicts[1, 0]
-    with pytest.raises(KeyError, match=r"\(1, 0\)"):
-        assemble_groups(prompts, 2, completions, verdicts)
+    assert assemble_group(prompts, 1, 2, completions, verdicts) is None
 
 
 def test_union_of_intervals_counts_overlap_once() -> None:
