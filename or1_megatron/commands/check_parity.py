@@ -19,8 +19,8 @@ from rich.table import Table
 
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.runtime.launch import run_ranks
-from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
 from or1_megatron.sizing.conflicts import layout_conflicts
+from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.shape import Shape
