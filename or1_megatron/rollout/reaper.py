@@ -3,8 +3,8 @@
     python -I reaper.py SESSION_FOLDER
 
 Ray ends most of its processes itself, but after ``kill -9`` of the driver its two agents stay for another minute,
-trying to report the death to a server that died with it. A process belongs to the session when it has a file open under the
-session's folder: every Ray process logs there, and the children of workers inherit their output.
+trying to report the death to a server that died with it. A process belongs to the session when it has a file open under
+the session's folder: every Ray process logs there, and the children of workers inherit their output.
 """
 
 from __future__ import annotations
