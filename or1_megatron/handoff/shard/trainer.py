@@ -21,6 +21,7 @@ same bits; but they are cut over the replicas by the distributed optimizer, and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,8 @@ from or1_megatron.handoff.transport.links import this_location
 from or1_megatron.handoff.transport.status_store import StatusStore, in_background
 from or1_megatron.interfaces import EngineControl, PolicyWeights
 from or1_megatron.weights.holdings import Box, Holding
+
+log = logging.getLogger(__name__)
 
 Read = Callable[[str, Box], Tensor]
 """Returns a rectangle of a tensor that this rank holds."""
@@ -158,6 +161,7 @@ class ShardTrainer:
         ]
         trainers, wants, locations = [this_location(), *others], [want for want, _ in told], [at for _, at in told]
         transport = self._transport or choose_transport(trainers, locations)
+        log.info("handoff over %s", transport)
         routes = routes_for(transport, trainers, locations)
         plan = make_plan(self._holdings(), wants, self._senders, self._config.bucket_bytes, routes)
         for rank in range(plan.trainers + plan.engines):
