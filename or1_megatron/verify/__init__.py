@@ -1,4 +1,4 @@
-"""Verdicts: rule-based verifiers of math and code, and the pool of Ray actors that holds them.
+"""Verdicts: rule-based verifiers of math and code, and the pool of processes that holds them.
 
-Kept free of imports: the math worker, a child process, imports this package and must start fast.
+This file imports nothing: the math worker, a child process, imports the package and must start fast.
 """

@@ -1,4 +1,4 @@
-"""Where in a response its answer is: after the reasoning, in the last box."""
+"""Finds the answer in a response: after the reasoning, in the last box."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def after_reasoning(response: str) -> str | None:
-    """The text after the last ``</think>``, or None when the reasoning never closes.
+    """Return the text after the last ``</think>``, or None when the reasoning never closes.
 
     The chat template's generation prompt opens ``<think>``, so a response normally holds the closing tag alone. One
-    that opens another ``<think>`` afterwards and does not close it is still reasoning: None.
+    that opens another ``<think>`` afterwards and does not close it is still reasoning, so it gives None.
     """
     _, closed, answer = response.rpartition(THINK_CLOSE)
     if not closed or THINK_OPEN in answer:
@@ -23,9 +23,9 @@ def after_reasoning(response: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, braces balanced and white space trimmed; "" when that box is broken.
+    r"""Return what the last ``\boxed{...}`` holds, braces balanced and white space trimmed; "" when that box is broken.
 
-    None when there is no box at all. A last box that is empty or never closes is a final answer that cannot be read,
+    Returns None when there is no box at all. A last box that is empty or never closes is an answer that cannot be read,
     so an earlier box does not stand in for it.
     """
     start = text.rfind(_BOX)
@@ -38,14 +38,14 @@ def last_box(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str:
-    """The content of the braces that open at ``start``, white space before them allowed; "" when there is none."""
+    """Return the content of the braces that open at ``start``, after any white space; "" when there is none."""
     start = len(text) - len(text[start:].lstrip())
     end = closing_brace(text, start) if text[start : start + 1] == "{" else None
     return "" if end is None else text[start + 1 : end].strip()
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    r"""Index of the brace that closes the one at ``start``; ``\{`` and ``\}`` are not braces. None: never closed."""
+    r"""Return the index of the brace that closes the one at ``start``, or None. ``\{`` and ``\}`` are not braces."""
     depth = 0
     for found in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -55,5 +55,5 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def braces_balance(text: str) -> bool:
-    """Whether every brace of ``text`` has its partner: whether it can be put into a box."""
+    """Whether every brace of ``text`` has its partner, so that the text can be put into a box."""
     return closing_brace("{" + text + "}", 0) == len(text) + 1

@@ -1,4 +1,4 @@
-"""Python modules of ours as child processes, which are bounded in time and replaced when they hang or die."""
+"""Runs our Python modules as child processes, which are bounded in time and replaced when they hang or die."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChildUnusable(Or1Error):
 def start_module(module: str, *arguments: str, path: Sequence[str] = (), stderr: int | None = None) -> Any:
     """Start ``python -m module`` with pipes to its standard input and output. Returns the Popen object.
 
-    The child imports this package from where we have it; then it looks in ``path`` and in PYTHONPATH.
+    The child imports this package from the place that we imported it from; then it looks in ``path`` and in PYTHONPATH.
     """
     places = [str(_PACKAGE_PARENT), *path, os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
@@ -87,13 +87,13 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's, when one runs."""
+        """The child's process id, when one runs."""
         return None if self._child is None else self._child.pid
 
     def start(self, wait: bool = False) -> None:
-        """Start the child, if none runs. ``wait``: until it is ready; else its imports go on while the caller does.
+        """Start the child, if none runs. ``wait``: return when it is ready; else it imports while the caller goes on.
 
-        Raises ChildUnusable when it waits in vain.
+        Raises ChildUnusable when it waits and the child does not start.
         """
         with self._lock:
             self._launch()
@@ -150,7 +150,7 @@ class ChildProcess:
         self._ready = True
 
     def _stop(self) -> str:
-        """End the child. Returns how it ended."""
+        """End the child. Returns in words how it ended."""
         child, self._child, self._ready, self._buffer = self._child, None, False, b""
         if child is None:
             return "not running"

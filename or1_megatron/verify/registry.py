@@ -1,4 +1,4 @@
-"""Which verifier judges which ability."""
+"""Says which verifier judges which ability."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ ABILITIES = frozenset(_MAKERS)
 
 
 def known_abilities(config: VerifyConfig) -> frozenset[str]:
-    """Those that can be verified: ours and the configured verifiers' own."""
+    """Return the abilities that can be verified: our own and those of configured verifiers."""
     return ABILITIES | config.custom.keys()
 
 
 def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str, Verifier]:
-    """A verifier for each ability.
+    """Return a verifier for each ability; a configured one (``verify.custom``) takes precedence over ours.
 
-    A configured one (``verify.custom``) goes before ours. Raises ValueError for an ability that has none,
-    VerifierBroken for a configured one that cannot be loaded, and SandboxUnavailable when "code" is asked for on a
-    machine that cannot run sandboxes; math needs none.
+    Raises ValueError for an ability without a verifier, VerifierBroken for a configured one that cannot be loaded, and
+    SandboxUnavailable for "code" on a machine that cannot run sandboxes. Math needs no sandbox.
     """
     wanted = sorted(set(abilities))
     known = known_abilities(config)

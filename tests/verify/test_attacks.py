@@ -27,7 +27,7 @@ from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxT
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 
 LIMITS = SandboxLimits(
-    cpu_s=2.0, wall_s=4.0, memory_bytes=512 << 20, scratch_bytes=16 << 20, processes=32, output_bytes=1 << 20
+    cpu_s=1.0, wall_s=4.0, memory_bytes=512 << 20, scratch_bytes=16 << 20, processes=32, output_bytes=1 << 20
 )
 SHORT = SandboxLimits(cpu_s=0.5, wall_s=0.8, memory_bytes=256 << 20, processes=6)
 HONEST = "print(int(input()) * 2)"

@@ -1,1 +1,1 @@
-"""Untrusted programs, each in a sandbox of its own."""
+"""Runs untrusted programs, each in a sandbox of its own."""

@@ -1,7 +1,7 @@
-"""The first tier: each run in namespaces of its own, made by bubblewrap.
+"""The first tier: bubblewrap gives each run namespaces of its own.
 
 Inside: no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp and /dev/shm,
-an unprivileged uid, a session of its own. Everything in the sandbox dies with its first process, and that with us.
+an unprivileged uid, a session of its own. Everything in the sandbox dies with its first process, which dies with us.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Bubblewrap:
         self._filter = namespaced_filter()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
-        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had.
+        """Start a sandbox, whose runner will wait at the gate. ``stdin`` None: a pipe that stays open.
 
-        ``stdin`` None: a pipe that stays open.
+        Raises OSError when no process can be started.
         """
         opened = []
         status_read, status_write = os.pipe()

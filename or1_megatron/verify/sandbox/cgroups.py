@@ -1,9 +1,9 @@
-"""Memory and process limits of a whole sandbox, and of all sandboxes of a node together: cgroups, v2 or v1.
+"""Cgroups, v2 or v1, which limit the memory and processes of a sandbox, and of all sandboxes of a node together.
 
     <our own group>/or1-verify              the node's budget, shared by all verifiers on it
-    <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, for a removed group lingers in the kernel
+    <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, since a removed group lingers in the kernel
 
-Where no such group can be made there are none: resource limits then bound each process, and nothing bounds their sum.
+Where such groups cannot be made, resource limits bound each process, and nothing bounds their sum.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _MOUNT = Path("/sys/fs/cgroup")
 _NAME = "or1-verify"
 _CONTROLLERS = ("memory", "pids")
 _EMPTY_S = 5.0
-_numbers = itertools.count()  # of all pools of this process, so that no two want the same group
+_numbers = itertools.count()  # shared by all pools of this process, so that no two want the same group
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """How often a group's limits were met."""
+    """How often the limits of a group were met."""
 
     kills: int = 0
-    """Processes killed for want of memory, the group's, the node's or the machine's."""
+    """Processes that were killed because the group, the node or the machine ran out of memory."""
     memory: int = 0
     """Times that the group's own memory limit was reached."""
     refusals: int = 0
@@ -35,7 +35,7 @@ class Events:
 
 @dataclass(slots=True)
 class Cgroup:
-    """One group: its folder per controller (twice the same in v2). Not thread-safe: one run has it at a time."""
+    """One group: its folder for each controller (in v2 it is the same). Not thread-safe: one run has it at a time."""
 
     folders: dict[str, Path]
     unified: bool
@@ -48,18 +48,18 @@ class Cgroup:
         self._before = self._counts()
 
     def add(self, pid: int) -> None:
-        """This process, and all that it will start. Raises OSError when it is gone."""
+        """Put this process and all that it will start into the group. Raises OSError when the process is gone."""
         for folder in set(self.folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
     def events(self) -> Events:
-        """Return what has happened since ``limit``, or since this was last asked."""
+        """Return what has happened since ``limit`` or the last call of this."""
         now, before = self._counts(), self._before
         self._before = now
         return Events(now.kills - before.kills, now.memory - before.memory, now.refusals - before.refusals)
 
     def remove(self) -> None:
-        """Of an empty group; one whose last process is just ending is waited for."""
+        """Remove the group, waiting for a last process that is just ending."""
         deadline_s = time.monotonic() + _EMPTY_S
         for folder in set(self.folders.values()):
             while folder.is_dir():
@@ -87,7 +87,7 @@ class Cgroup:
 
 
 class CgroupPool:
-    """Groups for the sandboxes of this process. ``open`` gives None where cgroups cannot be used."""
+    """Groups for the sandboxes of this process. ``open`` returns None where cgroups cannot be used."""
 
     def __init__(self, parents: dict[str, Path], unified: bool) -> None:
         self._parents, self._unified = parents, unified
@@ -96,7 +96,7 @@ class CgroupPool:
 
     @classmethod
     def open(cls, node_memory_bytes: int | None) -> CgroupPool | None:
-        """``node_memory_bytes``: of all sandboxes on this node together; None leaves what is set."""
+        """``node_memory_bytes`` limits all sandboxes on this node together; None leaves what is set."""
         for bases, unified in (_unified_base(), True), (_split_bases(), False):
             if not bases:
                 continue
@@ -113,7 +113,7 @@ class CgroupPool:
                 pool = cls(parents, unified)
                 pool._remove_those_of_the_dead()
                 pool.release(pool.take())
-            except OSError:  # not ours to change, or a controller that is not handed down
+            except OSError:  # we may not change it, or it lacks a controller
                 continue
             return pool
         return None
@@ -123,7 +123,7 @@ class CgroupPool:
         return 2 if self._unified else 1
 
     def take(self) -> Cgroup:
-        """A group that nobody uses; list operations are atomic, so any thread may ask."""
+        """Return a group that nobody uses. List operations are atomic, so any thread may call this."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -161,7 +161,7 @@ class CgroupPool:
 
 
 def _unified_base() -> dict[str, Path]:
-    """Our own group in v2, if it hands memory and pids down to its children."""
+    """Return our own group in v2, if its children get the controllers memory and pids."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             base = _existing(_MOUNT, line.removeprefix("0::"))
@@ -172,7 +172,7 @@ def _unified_base() -> dict[str, Path]:
 
 
 def _split_bases() -> dict[str, Path]:
-    """Our own groups in v1, one per controller."""
+    """Return our own groups in v1, one per controller."""
     bases = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -182,7 +182,7 @@ def _split_bases() -> dict[str, Path]:
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """The group's folder; the mount itself where a container shows only its own part of the tree."""
+    """Return the group's folder, or the mount itself where a container shows only its own part of the tree."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 

@@ -1,12 +1,12 @@
-"""The second tier, for machines that refuse user namespaces: one process, locked up by Landlock and seccomp.
+"""The second tier, for machines that refuse user namespaces: one process, confined by Landlock and seccomp.
 
-Inside: the host's files are there, but only /usr, the interpreter, a few devices and the program's own folder can be
-read, and nothing can be written; no new processes, no sockets, no signals but to itself; as root, a uid that nobody
-else has. There is one process, so to kill it is to end all of it, and no scratch space, so nothing is left behind.
-Names and sizes of host files can still be asked for (stat), which Landlock does not cover.
+Inside: the host's files are there, but the program can read only /usr, the interpreter, a few devices and its own
+folder, and write nothing. It has no new processes, no sockets and no signals but to itself; started by root, it has a
+uid that nobody else has. Killing the one process ends everything; without scratch space nothing is left behind.
+Landlock does not cover stat, so names and sizes of host files can be seen.
 
-The lock is put on by the runner, from inside, before it comes to the gate (``runner.lock``). Source:
-landlock(7), linux/landlock.h.
+The runner confines itself, from inside, before it comes to the gate (``runner.lock``). Source: landlock(7),
+linux/landlock.h.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TASKS_KNOWN_S = 10.0
 _CREATE_RULESET, _VERSION_FLAG = 444, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-# All rights that a version of Landlock knows, of which what no rule gives is refused: files, TCP ports, scopes
+# All file rights that each version of Landlock knows. What no rule gives is refused.
 _FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/zero": _READ_FILE, "/dev/urandom": _READ_FILE}
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 where there is none."""
+    """Return the version of the kernel's Landlock, 0 where there is none."""
     version = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     return max(version, 0)
 
 
 class Landlock:
-    """Launches programs under Landlock and seccomp; ``confine_files=False``: under seccomp alone, which is weaker.
+    """Launches programs under Landlock and seccomp, or, with ``confine_files=False``, under seccomp alone (weaker).
 
     Raises SandboxUnavailable at construction where the kernel has no Landlock, or the processor no filter.
     """
@@ -66,7 +66,7 @@ class Landlock:
         _remove_folders_of_the_dead()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
-        """Start a sandbox; its runner will wait at the gate. Raises OSError when no process can be had."""
+        """Start a sandbox, whose runner will wait at the gate. Raises OSError when no process can be started."""
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         try:
             box, scratch = self._fill(folder, program)
@@ -84,7 +84,7 @@ class Landlock:
         return launched
 
     def _fill(self, folder: Path, program: Program) -> tuple[Path, Path]:
-        """The program's files, which it may read; the scratch folder, which only a tool may write."""
+        """Make the program's folder, which it may read, and the scratch folder, which only a tool may write."""
         box, scratch = folder / "box", folder / "scratch"
         folder.chmod(0o755)
         box.mkdir(mode=0o755)
@@ -96,7 +96,7 @@ class Landlock:
         return box, scratch
 
     def _lock(self, pid: int, box: Path, scratch: Path, tool: bool) -> dict[str, Any]:
-        """What the runner puts on itself; see ``runner.lock``."""
+        """Return how the runner is to confine itself; see ``runner.lock``."""
         lock: dict[str, Any] = {"parent": os.getpid(), "filter": namespaced_filter() if tool else lone_filter(pid)}
         if not self._version:
             return lock
@@ -118,7 +118,7 @@ class Landlock:
 
     def _rlimits(self, limits: SandboxLimits, in_cgroup: bool) -> dict[str, int]:
         rlimits = limits.rlimits(in_cgroup)
-        if not self._identity:  # the limit counts all tasks of our own user, so it comes on top of those
+        if not self._identity:  # the kernel counts all tasks of our own user, so those are added
             if time.monotonic() - self._tasks[1] >= _TASKS_KNOWN_S:
                 self._tasks = (_tasks_of(os.geteuid()), time.monotonic())
             rlimits["RLIMIT_NPROC"] += self._tasks[0]
@@ -126,7 +126,10 @@ class Landlock:
 
 
 def _own_identity() -> dict[str, Any]:
-    """For Popen: as root, a uid that no other process has, so that the limit on processes counts ours alone."""
+    """Return Popen's options for a uid that no other process has, so that the limit on processes counts ours alone.
+
+    Only root can give one.
+    """
     if os.geteuid() != 0:
         return {}
     for number in (_FIRST_OWN_ID + os.getpid(), UNPRIVILEGED_ID):
@@ -140,7 +143,7 @@ def _own_identity() -> dict[str, Any]:
 
 
 def _tasks_of(user: int) -> int:
-    """Threads of all this user's processes."""
+    """Return the number of threads of all this user's processes."""
     count = 0
     for entry in os.scandir("/proc"):
         try:
@@ -152,7 +155,7 @@ def _tasks_of(user: int) -> int:
 
 
 def _remove_folders_of_the_dead() -> None:
-    """Folders that a killed verifier has left."""
+    """Remove folders that a killed verifier has left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         owner = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):

@@ -1,4 +1,4 @@
-"""One run seen from outside, the same in every tier: start the runner, wait until it is confined, let it go, end it."""
+"""One run, seen from outside, in any tier: start the runner, wait until it is confined, release it, end it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Launched:
-    """A sandbox whose runner is on its way to the gate, where it waits until it is let go.
+    """A sandbox whose runner is on its way to the gate, where it waits until it is released.
 
     ``process`` is our child: the program itself, or bubblewrap, whose child is the program. ``status`` is then the pipe
     to which bubblewrap writes {"child-pid"}; nothing inside the sandbox can write to it.
@@ -69,9 +69,9 @@ class Launched:
         descriptors: Sequence[int] = (),
         **options: Any,
     ) -> Launched:
-        """Start ``command``, the runner, with its end of the gate as the last argument.
+        """Start ``command``, the runner, with the descriptor of its end of the gate as the last argument.
 
-        ``stdin`` None: a pipe that stays open. ``options`` are Popen's. Raises OSError when no process can be had.
+        ``stdin`` None: a pipe that stays open. ``options`` are Popen's. Raises OSError when no process can be started.
         """
         gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
@@ -103,7 +103,7 @@ class Launched:
             self.gate.send(marshal.dumps({"rlimits": dict(rlimits), "command": command, "lock": lock}, 2))
 
     def wait_at_gate(self) -> None:
-        """Wait until the program is confined. Raises SandboxFailure with what was written instead."""
+        """Wait until the runner is confined. Raises SandboxFailure, with what it wrote, when it ends instead."""
         self.gate.settimeout(_SET_UP_S)
         try:
             arrived = self.gate.recv(1)
@@ -121,17 +121,17 @@ class Launched:
             self.pid = json.loads(self.status.read(_CHUNK_BYTES).splitlines()[0])["child-pid"]
 
     def enter(self, cgroups: CgroupPool) -> None:
-        """Put it into a cgroup, with all that it will start. Call this before it is let go."""
+        """Put the program, with all that it will start, into a cgroup. Call this before ``release``."""
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)
 
     def release(self) -> None:
-        """Let the program go: the runner becomes it."""
+        """Let the runner become the program."""
         self.gate.send(b"g")
 
     def run(self) -> SandboxResult:
-        """Let the program go and return its result; every process has then ended."""
+        """Release the program and return its result; every process has then ended."""
         self.release()
         return self.finish(self.read() or "exited")
 
@@ -169,13 +169,13 @@ class Launched:
                         selector.unregister(key.fileobj)
                 if len(self.output) > limits.output_bytes:
                     return "output"
-        # both pipes can be closed by a process that goes on
+        # a process that goes on can close both pipes
         return "exited" if _exited(process.pid, max(deadline_s - time.monotonic(), 0)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
         """End every process. The result's ending is ``stopped``, or the kernel's limit that ended the program first.
 
-        Raises SandboxFailure when the kernel killed it for want of memory, but not for its own limit.
+        Raises SandboxFailure when the kernel killed it for memory although it was within its own limit.
         """
         cpu_s = self.end()
         met = self.limit_met(cpu_s)
@@ -188,9 +188,10 @@ class Launched:
         return SandboxResult(ending, status, output, errors, cpu_s, failure)
 
     def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
-        """The kernel's limit that a process with this much CPU time has met since this was last asked, or "exited".
+        """Return the kernel's limit that a process with this much CPU time has met, or "exited" for none.
 
-        "processes": it was refused a process or a thread, and not killed. Raises as ``finish``.
+        Counts what happened since the last call. "processes": it was refused a process or a thread, and not killed.
+        Raises SandboxFailure as ``finish`` does.
         """
         events = self._cgroup.events() if self._cgroup is not None else Events()
         if events.kills and not events.memory:
@@ -230,16 +231,16 @@ class Launched:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def cpu_s(self) -> float:
-        """CPU time of the sandbox's first process and its threads."""
+        """Return the CPU time of the sandbox's first process and its threads."""
         try:
             return time.clock_gettime((~self.pid << 3) | _CPUCLOCK_SCHED)
         except OSError:  # it has ended
             return 0.0
 
     def starved_s(self) -> float:
-        """How long the main thread has waited for a processor. A busy machine's time does not count as the program's.
+        """Return how long the main thread has waited for a processor: on a busy machine that is not the program's time.
 
-        Bounded, so that a program that keeps itself waiting, with threads, gains little.
+        It is bounded, so that a program that keeps itself waiting, with threads, gains little.
         """
         try:
             waited_s = int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) * 1e-9
@@ -257,7 +258,7 @@ class Launched:
 
 
 def memory_file(name: str, content: bytes) -> int:
-    """Return a descriptor, at its start, of an anonymous file: it has no name that another process could open."""
+    """Return the descriptor of an anonymous file, at its start. No other process can open it by name."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     view = memoryview(content)
     while view:
@@ -267,7 +268,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def _write(descriptor: int, unsent: memoryview) -> memoryview:
-    """Write what the pipe takes. Returns what is left; nothing when nobody reads any more."""
+    """Write what the pipe takes. Returns what is left, which is nothing when nobody reads any more."""
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:
@@ -277,7 +278,7 @@ def _write(descriptor: int, unsent: memoryview) -> memoryview:
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
-    """Whether our child ends within the time. It is not reaped."""
+    """Whether our child ends within the time. This does not reap it."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])

@@ -1,19 +1,19 @@
-"""What the sandbox is asked, what it answers, and how it fails: the words between the verifiers and the sandbox.
+"""What verifiers give to the sandbox and get from it: programs, limits, results, exceptions.
 
     with Sandbox(SandboxLimits(cpu_s=5.0)) as sandbox:
         program = Program({"main.py": source, "case.json": case}, ("{python}", "{box}/main.py", "{box}/case.json"))
         result = sandbox.run(program, stdin=b"21\\n")  # or with limits=..., for this run only
         accepted = result.succeeded and result.output == b"42\\n"
 
-Whatever the program does is a SandboxResult. When the sandbox itself fails, ``run`` raises SandboxFailure (an OSError),
-for then nothing is known of the program. ``run`` may be called from several threads. Every run gets fresh processes,
-files and scratch space, and nothing of it is left when ``run`` returns.
+Whatever the program does gives a SandboxResult. When the sandbox itself fails, ``run`` raises SandboxFailure (an
+OSError), because nothing is then known about the program. Several threads may call ``run``. Every run gets fresh
+processes, files and scratch space, and nothing of it is left when ``run`` returns.
 
-``with sandbox.open(program) as session: session.ask(b"line", timeout_s=1.0)`` keeps one program running and talks to
-it, line by line; see ``verify.sandbox.session``.
+``with sandbox.open(program) as session: session.ask(b"line")`` keeps one program running and talks to it line by line;
+see ``verify.sandbox.session``.
 
-A compiled program is a file that is ``executable``: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
-executable={"check"})``. A compiler is a program of ours with ``tool=True``, and its product comes back as its output:
+A compiled program is an executable file: ``Program({"check": elf, ...}, ("{box}/check", "{box}/input"),
+executable={"check"})``. A compiler is a program of ours with ``tool=True`` that writes its product to standard output:
 ``Program({"a.cpp": source}, ("/bin/sh", "-c", "g++ -o a.out {box}/a.cpp && cat a.out"), tool=True)``.
 """
 
@@ -31,12 +31,12 @@ from or1_megatron.errors import UserError
 from or1_megatron.verify.child_process import describe_exit
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""exited: by itself, or by a signal; the others: killed for exceeding that limit."""
+"""exited: it ended by itself or by a signal. The others: it was killed for exceeding that limit."""
 
 SandboxTier = Literal["auto", "bubblewrap", "landlock", "weak"]
 
 WALL_PER_CPU = 2.0
-"""A run's wall time limit over its CPU time limit."""
+"""A run's wall time limit is this many times its CPU time limit."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
@@ -57,12 +57,12 @@ class SandboxFailure(UserError, OSError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command and the files that it may read; nothing in here may be secret from it.
+    """A command and the files that it may read. It can see all of this, so nothing here may be secret.
 
     ``files``: name (no folders) to content, read-only in a folder of their own. In ``command``, ``{box}`` stands for
     that folder and ``{python}`` for the sandbox's interpreter. The working directory is the scratch space.
-    ``tool``: a program of ours, such as a compiler, that may start processes and write scratch files in either tier;
-    where there are no namespaces, submissions may do neither: there ``os.fork`` raises PermissionError.
+    ``tool``: a program of ours, such as a compiler, that may start processes and write scratch files in every tier.
+    Submissions may do neither where there are no namespaces: ``os.fork`` then raises PermissionError.
     """
 
     files: Mapping[str, bytes]
@@ -73,7 +73,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of one run. What the section ``verify`` of the configuration sets has its default there.
+    """The limits of one run. Those that the configuration's section ``verify`` sets have their defaults there.
 
     ``cpu_s`` is the time limit; ``wall_s`` bounds programs that sleep, and leaves room on a busy machine.
     ``memory_bytes`` bounds each process's address space (the recipe allows 50 GB) and, with cgroups, the whole sandbox.
@@ -88,7 +88,7 @@ class SandboxLimits:
     open_files: int = 128
     output_bytes: int = 16 << 20
     keys: Mapping[str, str] = field(default_factory=dict)
-    """The configuration's key for a limit ("cpu_time", "memory", ...), for messages. Limits without one are fixed."""
+    """The configuration key of each limit ("cpu_time", "memory", ...), for messages. Limits without one are fixed."""
 
     def rlimits(self, in_cgroup: bool) -> dict[str, int]:
         """Return the limits of each process, by the names of the ``resource`` module.
@@ -96,7 +96,8 @@ class SandboxLimits:
         ``in_cgroup``: a cgroup limits the number of processes and counts what it refuses, so it must refuse first.
         """
         return {
-            "RLIMIT_CPU": math.ceil(self.cpu_s) + 1,  # our own clock is exact and comes first; it sees one process only
+            "RLIMIT_CPU": math.ceil(self.cpu_s)
+            + 1,  # our own clock comes first and is exact, but it sees one process only
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NPROC": self.processes + in_cgroup,

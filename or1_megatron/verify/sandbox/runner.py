@@ -1,10 +1,10 @@
-"""The first program inside every sandbox: confines itself and becomes the program that is to be run.
+"""The first program inside every sandbox: it confines itself and becomes the program that is to be run.
 
-It is given to the sandbox as a file and never imported by us. It imports as little as it can: it is started once per
-run. argv: the descriptor of the gate, a socket. From there it reads its instructions (a marshalled dict): ``rlimits``
-{name: value}, ``command``, and ``lock``, for a tier whose confinement is put on from inside. Then it says at the gate
-that it is ready, waits for the word, and closes it. Limits are hard ones: an unprivileged process cannot raise them
-again. A command that is this same Python with a file is run in this process.
+We give it to the sandbox as a file and never import it. It starts once per run, so it imports as little as it can.
+argv: the descriptor of the gate, a socket. From there it reads its instructions, a marshalled dict: ``rlimits`` {name:
+value}, ``command``, and ``lock`` for a tier that confines from inside. Then it writes to the gate that it is ready,
+waits for an answer and closes the gate. The limits are hard ones, which an unprivileged process cannot raise again. A
+command that is this same Python with a file runs in this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import sys
 from types import ModuleType
 
-TYPE_CHECKING = False  # typing's own is not worth its import
+TYPE_CHECKING = False  # importing typing would take time
 if TYPE_CHECKING:
     from typing import Any
 
@@ -26,9 +26,10 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def lock(to: dict[str, Any]) -> None:
-    """Confine this process for good: die with ``parent``, gain nothing by exec, Landlock ``rules``, seccomp ``filter``.
+    """Confine this process for good: die with ``parent``, gain nothing by exec, obey Landlock ``rules`` and ``filter``.
 
-    ``attributes``: of the ruleset, 64 bits each; ``rules``: (path, rights). Numbers: linux/prctl.h, linux/landlock.h.
+    ``filter`` is a seccomp program; ``attributes``: those of the ruleset, 64 bits each; ``rules``: (path, rights).
+    Numbers: linux/prctl.h, linux/landlock.h.
     """
     import ctypes
     import struct
@@ -59,14 +60,14 @@ def lock(to: dict[str, Any]) -> None:
 
 
 def run_here(path: str, arguments: list[str]) -> None:
-    """What ``python path *arguments`` would do, without starting Python again."""
+    """Do what ``python path *arguments`` would do, without starting Python again."""
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(path))
     main_module = ModuleType("__main__")
     main_module.__dict__["__file__"] = path
-    sys.modules["__main__"] = main_module  # what the program pickles or looks up is its own
+    sys.modules["__main__"] = main_module  # what the program pickles or looks up is found in it
     exec(compile(source, path, "exec", dont_inherit=True), main_module.__dict__)
 
 
@@ -79,7 +80,7 @@ def main() -> None:
     os.write(gate, b"r")
     if os.read(gate, 1) != b"g":
         os._exit(1)
-    os.closerange(3, 1 << 20)  # the gate, and whatever the sandbox's maker may have left open
+    os.closerange(3, 1 << 20)  # the gate, and anything else that was left open
     command = instructions["command"]
     if command[0] == sys.executable and not command[1].startswith("-"):
         run_here(command[1], command[2:])

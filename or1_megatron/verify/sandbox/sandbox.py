@@ -1,8 +1,8 @@
-"""Untrusted programs, each run in a fresh sandbox. How to ask for one: ``verify.sandbox.program``.
+"""Runs untrusted programs, each in a fresh sandbox. ``verify.sandbox.program`` shows how to use it.
 
-Tiers: bubblewrap (``bubblewrap``), where namespaces can be had; else Landlock (``landlock``), which the
-same attacks do not get out of; "auto" takes the first that runs a program here. "weak", Landlock's without Landlock, is
-had only by name, and says what it is.
+There are two tiers: "bubblewrap", where namespaces are granted, else "landlock", which resists the same attacks; "auto"
+takes the first that runs a program here. "weak" is the second tier without Landlock: it is used only when it is named,
+and logs a warning.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _log = logging.getLogger(__name__)
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """Runs programs. Construction proves, by running one, that sandboxes work here; else SandboxUnavailable."""
+    """Runs programs. Construction runs one to prove that sandboxes work here. Raises SandboxUnavailable otherwise."""
 
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
-        """``node_memory_bytes``: of all sandboxes on this machine together, kept where cgroups can be used."""
+        """``node_memory_bytes`` limits all sandboxes on this machine together, where cgroups can be used."""
         self.limits = limits
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock
@@ -78,7 +78,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
 
     def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
-        """Run the program once, with ``limits`` or the sandbox's own. Raises SandboxFailure; thread-safe."""
+        """Run the program once, with ``limits`` or the sandbox's own. Thread-safe. Raises SandboxFailure."""
         launched = self._launch(program, stdin, limits or self.limits)
         try:
             return launched.run()
@@ -86,12 +86,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             launched.close()
 
     def open(self, program: Program, limits: SandboxLimits | None = None) -> Session:
-        """Start a program that is talked to; its ``wall_s`` is for the asker to keep. Raises SandboxFailure."""
+        """Start a program that answers line by line. Raises SandboxFailure."""
         return Session(self._launch(program, None, limits or self.limits))
 
     @property
     def cgroups(self) -> int:
-        """The version of the cgroups in use; 0 where none can be."""
+        """The version of the cgroups in use; 0 where none can be used."""
         return self._cgroups.version if self._cgroups else 0
 
     def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
@@ -106,7 +106,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return launched
 
     def close(self) -> None:
-        """Give back what outlives a run."""
+        """Remove the cgroups."""
         if self._cgroups is not None:
             self._cgroups.close()
 
@@ -115,7 +115,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 
 def open_sandbox(config: VerifyConfig) -> Sandbox:
-    """The sandbox that the configuration asks for. Raises SandboxUnavailable where it cannot be had."""
+    """Return the sandbox that the configuration asks for. Raises SandboxUnavailable where it does not work."""
     limits = SandboxLimits(
         cpu_s=config.timeout_s,
         wall_s=WALL_PER_CPU * config.timeout_s,
@@ -130,7 +130,7 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
     )
     node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     sandbox = Sandbox(limits, config.sandbox, node_bytes)
-    if not sandbox.cgroups:  # nothing sees their sum, so each worker's programs get the worker's share
+    if not sandbox.cgroups:  # nothing limits their sum, so each worker's programs get the worker's share
         share = node_bytes // config.workers
         if share < limits.memory_bytes:
             keys = {**limits.keys, "memory": "verify.node_memory_bytes / verify.workers"}
@@ -139,7 +139,7 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
 
 
 def _interpreters() -> list[Path]:
-    """Pythons to try, this one's base first: the submission should see the version that the user runs."""
+    """Return the Pythons to try, our own first, so that submissions get the version that the user runs."""
     base = getattr(sys, "_base_executable", None) or sys.executable
     candidates = [Path(os.path.realpath(base)), Path(os.path.realpath("/usr/bin/python3"))]
     return [path for path in dict.fromkeys(candidates) if os.access(path, os.R_OK | os.X_OK)]

@@ -1,8 +1,8 @@
 """The system calls that a program in a sandbox may make: a seccomp filter, assembled here as classic BPF.
 
-What is not named fails with ENOSYS, as on an older kernel, so that libraries fall back; a call of another architecture
-kills. So there are no sockets but pairs, no shared or anonymous memory files (which no limit counts), no ptrace, no
-keys, no namespaces, no io_uring, and whatever the next kernel brings is refused until it is named.
+A call that is not named fails with ENOSYS, as on an older kernel, so that libraries fall back; a call of another
+architecture kills. So there are no sockets but pairs, no shared or anonymous memory files (which no limit counts), no
+ptrace, no keys, no namespaces, no io_uring, and calls of future kernels are refused until they are named.
 
 Sources: seccomp(2) and linux/filter.h for the program's form, the kernel's tables of numbers for x86-64 and aarch64.
 """
@@ -66,7 +66,7 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, o
 
 
 def namespaced_filter() -> bytes:
-    """For programs with process and file namespaces of their own: processes, files and signals are theirs."""
+    """Return the filter for programs in namespaces, which may use processes, files and signals of their own."""
     checks = {
         "clone": [*_none_of_bits(0, _NEW_NAMESPACES), _allow()],
         "fcntl": _one_of(1, (*_FCNTL, *_FCNTL_LOCKS)),
@@ -75,9 +75,10 @@ def namespaced_filter() -> bytes:
 
 
 def lone_filter(pid: int) -> bytes:
-    """For a program without namespaces: it is one process, ``pid``, changes no file's metadata, signals but itself.
+    """Return the filter for a program without namespaces: one process, ``pid``, which may signal only itself.
 
-    File locks, leases and signals on input (fcntl) reach other processes, so they are not had either.
+    It cannot change files' metadata. File locks, leases and signals on input (fcntl) would reach other processes, so
+    they are refused too.
     """
     checks = {
         "clone": [*_none_of_bits(0, _NEW_NAMESPACES), *_all_of_bits(0, _CLONE_THREAD), _allow()],
@@ -90,7 +91,7 @@ def lone_filter(pid: int) -> bytes:
 
 
 def _assemble(allowed: Iterable[int], checks: dict[str, list[_Instruction]]) -> bytes:
-    """``checks``: for the calls that are judged by their arguments, code that always returns."""
+    """``checks``: code for the calls whose arguments decide. It always returns."""
     checks = {
         "prctl": _one_of(0, _PRCTL),
         "prlimit64": _one_of(0, (0,)),
@@ -127,7 +128,7 @@ def _refuse() -> _Instruction:
 
 
 def _argument(index: int) -> _Instruction:
-    """Load an argument's lower half: all of those judged here are C ints or flags below bit 32. Little-endian."""
+    """Load an argument's lower half: the arguments checked here are C ints or flags below bit 32. Little-endian."""
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)
 
 

@@ -1,6 +1,6 @@
-"""A program that stays in its sandbox and answers line by line.
+"""Talks to a program that stays in its sandbox and answers line by line.
 
-Each answer must come within the wall time limit; CPU time and memory are limited as in any run.
+Each answer must come within the wall time limit. CPU time and memory are limited as in any run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class SessionEnded(Or1Error):
 
 
 class Session(AbstractContextManager["Session"]):
-    """One program, which is let go here. After SessionEnded it can only be closed."""
+    """One program, which is released here. After SessionEnded it can only be closed."""
 
     def __init__(self, launched: Launched) -> None:
         self._launched = launched
@@ -38,7 +38,7 @@ class Session(AbstractContextManager["Session"]):
         return bytes(answer)
 
     def describe_death(self, status: int, cpu_s: float) -> str:
-        """Say why a process that the program had started died: its exit status (128 + n for signal n) and CPU time."""
+        """Say why a child of the program died, by its exit status (128 + n for signal n) and its CPU time."""
         met = self._launched.limit_met(cpu_s)
         return self._launched.limits.failure("exited" if met == "processes" else met, status, "", met == "processes")
 
