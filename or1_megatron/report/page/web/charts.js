@@ -5,7 +5,7 @@ const WHOLE = Array.from({ length: 27 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math
 /** The value of a colour such as var(--c0), since a canvas knows no variables. */
 const ink = (colour) => colour.replace(/var\((--\w+)\)/, (_, name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 
-/** Call `make(host, width)` when `host` comes into view, its width or the colours change, or `host.redraw()` is called. */
+/** Call `make(host, width)` when `host` comes into view, when its width or the colours change, and on `host.redraw()`. */
 function lazily(host, make) {
   let drawn = 0;
   let inView = false;
@@ -34,7 +34,7 @@ function lazily(host, make) {
 /**
  * Draw a chart into `host`. `data`: [x, then the values of each of `series`], both as uPlot takes them, with CSS colours.
  * x, y: uPlot's scales; xText, yText: (value, step between ticks) => label; marks: see drawMarks; tell(i): the tooltip at
- * data[0][i]; room: px above the plot; zoom: whether dragging the pointer zooms in and a double click out.
+ * data[0][i]; room: px above the plot; zoom: whether dragging zooms in and a double click zooms out.
  */
 function chart(host, { width, height, data, series, x = {}, y = {}, xText = tickText, yText = tickText, marks = [], tell, room = 10, zoom = false }) {
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
@@ -57,7 +57,7 @@ function chart(host, { width, height, data, series, x = {}, y = {}, xText = tick
   }, data, host);
 }
 
-/** Lay `marks` [{kind: CSS class, text, x, y or null: from the top, colour}] over a plot; a stage's name ends at the next. */
+/** Lay `marks` [{kind: CSS class, text, x, y (null: at the top), colour}] over a plot; a stage's name ends at the next. */
 function drawMarks(plot, marks) {
   for (const old of plot.over.querySelectorAll(".mark")) old.remove();
   const width = plot.over.clientWidth;

@@ -1,7 +1,7 @@
-// Every metric over the steps, runs over another, stages marked.
+// Every metric over the steps, with all runs in one chart and their stages marked.
 
 const STAGES_PX = 20; // above a plot, for the stages' names
-const MARKED_SHARE = 0.5; // measured at fewer of the steps than this: points, and no smoothing
+const MARKED_SHARE = 0.5; // a metric measured at a smaller share of the steps has points and no smoothing
 
 /** The overview's charts: metrics that share an axis. */
 const OVERVIEW = [
@@ -13,7 +13,7 @@ const OVERVIEW = [
   ["engine against policy, nats per token", ["mismatch/mean_abs"]],
 ];
 
-/** [{run, colour, name, steps, values}] of these metrics of the runs that are shown. */
+/** Return [{run, index, name, steps, values, secondary, marked}] for these metrics of the runs that are shown. */
 function curvesOf(page, names) {
   const found = [];
   page.runs.forEach((run, index) => {
@@ -28,7 +28,7 @@ function curvesOf(page, names) {
   return found;
 }
 
-/** Centred mean over up to `window` points of the same stage; near an end as many on either side. */
+/** Return the centred mean over up to `window` points of the same stage, fewer near its ends. */
 function smoothed(curve, window) {
   const starts = curve.run.stages.map((stage) => stage[1]);
   const stageOf = curve.steps.map((step) => starts.filter((start) => start <= step).length);
@@ -43,7 +43,7 @@ function smoothed(curve, window) {
   });
 }
 
-/** [low, high] of an axis on which the values go from `least` to `most`. */
+/** Return [low, high] of an axis for values from `least` to `most`. */
 function around(least, most, log) {
   if (least === null) return [0, 1]; // nothing is in view
   if (log) return [least * 0.9, most * 1.1];
@@ -75,7 +75,7 @@ function drawCurves(page, names, host, width, height, level) {
   });
 }
 
-/** The lines that a curve is drawn as, [{steps, values} and what uPlot takes]: itself, and its smoothed values. */
+/** Return the lines of a curve, [{steps, values, and options of uPlot}]: itself, and its smoothed values. */
 function linesOf(curve, window) {
   const { steps, values, marked } = curve;
   const stroke = colourOf(curve.index);
@@ -90,7 +90,7 @@ function linesOf(curve, window) {
   return smooth ? [line, { steps, values: smoothed(curve, window), stroke, dash, width: 2, auto: false }] : [line];
 }
 
-/** A mark where a stage begins, in the colour of its run unless all runs shown agree. */
+/** Return a mark for each beginning of a stage, in the colour of its run unless all runs shown agree. */
 function stageMarks(runs, shown) {
   const at = new Map();
   runs.forEach((run, index) => {
@@ -108,7 +108,7 @@ function stageMarks(runs, shown) {
   }));
 }
 
-/** What the curves are at a step, as text. */
+/** Return the values of the curves at a step, as text. */
 function valuesAt(curves, step) {
   const several = curves.some((curve) => curve.name !== curves[0].name);
   const lines = curves.flatMap((curve) => {
@@ -150,7 +150,7 @@ function overviewTab(page) {
   return [curveControls(page), summaryTable(page), grid];
 }
 
-/** What the runs came to. */
+/** Return a table of the runs' outcomes. */
 function summaryTable(page) {
   const table = el("table", {}, el("tr", {}, ...["run", "steps", "accuracy before", "after", "time", "other share"].map((text, i) => el("th", { class: i ? "n" : null }, text))));
   for (const run of page.runs) {
@@ -162,7 +162,7 @@ function summaryTable(page) {
   return el("div", { class: "wide" }, table);
 }
 
-/** [title, metrics] of the groups; neighbours too small for a section of their own share one. */
+/** Return [title, metrics] of each section; small neighbouring groups share one. */
 function gathered(groups) {
   const found = [];
   for (const [group, metrics] of groups) {

@@ -1,11 +1,11 @@
-// The page's data: packets of gzip in base64, written by report/embedding.py.
+// The page's data: packets of gzip in base64, written by embedding.py.
 
 const ARRAYS = { uint8: Uint8Array, uint16: Uint16Array, int32: Int32Array, uint32: Uint32Array, float32: Float32Array };
 
-/** When the whole page is there: texts lie behind this script, so that what they need not wait for is drawn before. */
+/** Resolves when the whole page is parsed. Texts follow this script, so that the rest is drawn before them. */
 const parsed = new Promise((done) => (document.readyState === "loading" ? document.addEventListener("DOMContentLoaded", done) : done()));
 
-/** {header, columns} of a packet in this page. */
+/** Return {header, columns} of a packet in this page. */
 async function packet(name) {
   if (!document.getElementById(`data-${name}`)) await parsed;
   const element = document.getElementById(`data-${name}`);

@@ -1,9 +1,9 @@
 // Numbers for people.
 
-/** What uPlot formats numbers for when it loads. The browser's own may be one that Intl refuses (en-US@posix). */
+/** uPlot reads the language when it loads. A browser's own may be one that Intl refuses (en-US@posix). */
 const navigator = { language: "en" };
 
-/** Three significant digits; no exponent between 0.0001 and a million. */
+/** Return three significant digits, without exponent between 0.0001 and ten million. */
 function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -14,7 +14,7 @@ function number(value) {
   return String(Number(value.toPrecision(3))).replace("-", "−");
 }
 
-/** For an axis: as short as its step allows. */
+/** Return the label of a tick, as short as the step between ticks allows. */
 function tickText(value, step) {
   if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) return String(Number(value.toPrecision(3)).toExponential()).replace("e+", "e").replaceAll("-", "−");
   if (Math.abs(value) >= 10000) return `${Number((value / 1000).toPrecision(4))}k`.replace("-", "−");

@@ -8,7 +8,7 @@ function drawLengths({ edges, counts }, limit, host, width) {
   const totals = places.map((_, i) => OUTCOMES.reduce((sum, [kind]) => sum + counts[kind][i], 0));
   stackedBars(host, places, OUTCOMES.map(([kind, colour]) => ({ colour, values: counts[kind] })), {
     width, height: 210, x: { range: [edges[0], edges.at(-1)] }, y: { range: [0, Math.max(1, ...totals) * 1.04] },
-    marks: limit === null ? [] : [{ kind: "limit", x: limit + 1, text: `T ${count(limit)}` }], // what has T tokens is left of it
+    marks: limit === null ? [] : [{ kind: "limit", x: limit + 1, text: `T ${count(limit)}` }], // a response of T tokens is left of it
     tell: (i) => [`${count(edges[i])} to ${count(edges[i + 1] - 1)} tokens: ${plural(totals[i], "response")}`, ...OUTCOMES.map(([kind]) => `${kind}: ${count(counts[kind][i])}`)].join("\n"),
   });
 }

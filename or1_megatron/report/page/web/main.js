@@ -48,7 +48,7 @@ function tabs(page) {
   };
   page.browse = async (...what) => {
     await page.open("rollouts");
-    page.browse(...what); // by now it is the browser's own
+    page.browse(...what); // rolloutsTab has replaced it
   };
 }
 

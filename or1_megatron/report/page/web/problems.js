@@ -1,4 +1,4 @@
-// How pass rates of problems move from one stage to a later one.
+// How pass rates of problems move between two stages.
 
 function migrationTable(page, run, index, from, to) {
   const { periods, tables } = run.migration;
@@ -17,7 +17,7 @@ function migrationTable(page, run, index, from, to) {
   return el("div", { class: "wide" }, el("table", { class: "matrix" }, head, ...rows));
 }
 
-/** The problems of one cell, as a set of places in the page's list. */
+/** Return the problems of one cell, as a set of places in the page's list. */
 function problemsIn(page, index, from, to, i, j) {
   const [before, after] = [page.columns[`bins/${index}/${from}`], page.columns[`bins/${index}/${to}`]];
   const found = new Set();
@@ -27,7 +27,7 @@ function problemsIn(page, index, from, to, i, j) {
   return found;
 }
 
-/** How many got better, worse, stayed, of those sampled in both. */
+/** Return as text how many problems sampled in both periods got better, got worse and stayed. */
 function balance(table) {
   let [better, worse, same] = [0, 0, 0];
   table.slice(0, -1).forEach((row, i) => row.slice(0, -1).forEach((problems, j) => {
@@ -50,7 +50,7 @@ function problemsTab(page) {
     };
     const [from, to] = [choose("from", periods.length - 2), choose("to", periods.length - 1)];
     const draw = () => {
-      if (Number(from.value) >= Number(to.value)) place.replaceChildren(el("p", { class: "note" }, "Choose an earlier one on the left."));
+      if (Number(from.value) >= Number(to.value)) place.replaceChildren(el("p", { class: "note" }, "Choose an earlier period on the left."));
       else place.replaceChildren(el("p", { class: "note" }, balance(tables[`${from.value}-${to.value}`])), migrationTable(page, run, index, Number(from.value), Number(to.value)));
     };
     draw();
@@ -58,5 +58,5 @@ function problemsTab(page) {
     return [el("section", { "data-run": index }, el("h3", {}, run.label), ...controls, place)];
   });
   if (!sections.length) return [el("p", { class: "note" }, "To compare, rollouts of at least two steps must be kept.")];
-  return [el("p", { class: "note" }, "A problem's pass rate is the share of right ones among all its responses of that stage whose rollouts are kept. A run of one stage is compared with itself, first half against second. A click on a number lists the responses."), ...sections];
+  return [el("p", { class: "note" }, "A problem's pass rate is the share of right responses among all its kept responses of the stage. For a run of one stage, the first half is compared with the second. Click on a number to list the responses."), ...sections];
 }

@@ -1,8 +1,8 @@
-// One response in full: its tokens, shaded by what engine and policy made of them.
+// One response in full: its tokens, shaded by the numbers of engine and policy.
 
 const CHUNK_TOKENS = 2000;
 
-/** value(i): what is shaded; signed ones have two colours; `top`: at which the shade is full. */
+/** strength(value): what is shaded. Those with `minus` have a colour for each sign. */
 const SHADES = {
   "engine log-prob": { column: "log_prob", colour: "217 72 15", told: "−log p by the engine: how surprising the token was", strength: (value) => -value },
   "log-prob difference": { column: "difference", colour: "47 111 222", minus: "217 72 15", told: "policy less engine; blue: the policy gives the token more", strength: (value) => value },
@@ -10,13 +10,13 @@ const SHADES = {
   advantage: { column: null, colour: "43 138 94", minus: "194 37 92", told: "of the whole response: green is reinforced, red discouraged" },
 };
 
-/** The size at which a shade is full: what 99 of 100 tokens stay below. */
+/** Return the size at which a shade is full: 99 of 100 tokens stay below it. */
 function topOf(values, strength) {
   const sizes = Float64Array.from(values, (value) => Math.abs(strength(value))).filter(Number.isFinite).sort();
   return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(0.99 * sizes.length))] || sizes[sizes.length - 1] : 0;
 }
 
-/** {tell, colour(i), top} for a mode, or {missing: why}. */
+/** Return {colour(i), part(i), negative(i), shade, top} for a mode, or {missing: why}. */
 function shading(mode, text, row) {
   const shade = SHADES[mode];
   if (!shade) return { colour: () => "", strength: () => 0 };
@@ -28,7 +28,7 @@ function shading(mode, text, row) {
     top = Math.max(1e-9, row.topAdvantage);
   } else {
     const values = text.columns[shade.column];
-    if (!values) return { missing: shade.column === "log_prob" ? "The run has not recorded it." : row.kept ? "Not recorded: the run is of a version before it was, or the step could not tell." : "The group was rejected: the policy was not trained on it, and did not measure it." };
+    if (!values) return { missing: shade.column === "log_prob" ? "The run has not recorded it." : row.kept ? "Not recorded: an older version wrote the run, or the step did not measure it." : "The group was rejected: the policy was not trained on it, and did not measure it." };
     strength = (i) => shade.strength(values[i]);
     top = topOf(values, shade.strength);
   }
@@ -41,7 +41,7 @@ function shading(mode, text, row) {
   return { colour, top, shade, part: (i) => (Number.isFinite(strength(i)) ? part(i) : 1), negative: (i) => strength(i) < 0 };
 }
 
-/** Control characters as pictures of themselves and marks that turn the direction as ◌, each one unit long as before. */
+/** Show control characters as symbols and marks that change the direction as ◌, all of the same length as before. */
 const visible = (text) => text.replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "◌").replace(/[\0-\x08\x0b-\x1f\x7f]/g, (char) => String.fromCharCode(char === "\x7f" ? 0x2421 : 0x2400 + char.charCodeAt(0)));
 
 function responseView(text, row) {
@@ -141,6 +141,6 @@ function responseView(text, row) {
   select.value = responseView.mode ?? "engine log-prob";
   write();
   queueMicrotask(shade);
-  const note = units ? [] : [el("p", { class: "note" }, "The text of single tokens is not known (no tokenizer): the strip shows their values, the text is not shaded.")];
+  const note = units ? [] : [el("p", { class: "note" }, "The texts of single tokens are unknown (no tokenizer): the strip shows their values, but the text is not shaded.")];
   return [el("div", { class: "controls" }, el("label", {}, "shading", select)), scale, strip, ...note, body];
 }

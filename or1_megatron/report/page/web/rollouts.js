@@ -1,4 +1,4 @@
-// The browser of responses: filters, the table of all, one of them in full.
+// The browser of responses: filters, the table of all responses, and one of them in full.
 
 async function rolloutsTab(page) {
   const { header, columns } = await page.rows;
@@ -9,7 +9,7 @@ async function rolloutsTab(page) {
   const table = virtualTable(tableColumns(page, columns, words), (row) => open(row));
   const told = el("p", { class: "note", role: "status" });
   const filters = filterControls(page, columns, words, () => filter());
-  let only = null; // a set of problems, of one run
+  let only = null; // {run, problems, title} of a cell of the migration table
 
   function filter() {
     const fits = filters.test();
@@ -36,7 +36,7 @@ async function rolloutsTab(page) {
     const facts = factsOf(page, columns, words, row);
     const head = [el("h3", {}, `step ${columns.step[row]}, sample ${columns.sample[row]} of problem `, el("code", {}, words.problem[columns.problem[row]]))];
     if (columns.text[row] < 0) {
-      place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, "Its text is not in this page. To have it, draw the page again with"), el("p", {}, el("code", {}, `--ids ${id}`)));
+      place.replaceChildren(...head, factList(facts), el("p", { class: "note" }, "Its text is not in this page. To include it, write the page again with"), el("p", {}, el("code", {}, `--ids ${id}`)));
       return;
     }
     const text = await packet(`text-${columns.text[row]}`);
@@ -115,7 +115,7 @@ function filterControls(page, columns, words, changed) {
   root.append(reset);
   return {
     root,
-    /** The filters as they stand, as a function of the row. */
+    /** Return the current filters as a function of the row. */
     test() {
       const [low, high] = [from.value === "" ? -Infinity : Number(from.value), to.value === "" ? Infinity : Number(to.value)];
       const part = problem.value.trim();

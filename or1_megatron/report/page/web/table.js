@@ -1,4 +1,4 @@
-// A table of any number of rows, of which only those in view are in the document.
+// A table of any number of rows; only those in view are in the document.
 
 const ROW_PX = 28;
 const MARGIN_ROWS = 12;
@@ -33,7 +33,7 @@ function virtualTable(columns, onchoose) {
     draw(true);
   }
 
-  /** Ties, and what has no number, stay in the order of the run; the latter come last either way. */
+  /** Sort the rows. Ties stay in the order of the run; rows without a number come last in both directions. */
   function arrange() {
     const { column, down } = sorted;
     if (!column) return;

@@ -1,8 +1,8 @@
-// Where the steps' time goes: a bar per step, its verbs on top of one another, and the sums.
+// The time of each step: a bar with its verbs stacked, and a table of the sums.
 
 const VERBS_APART = 7;
 
-/** {verb: seconds over all steps} of a run, the longest first. */
+/** Return {verb: seconds over all steps} of a run, the longest first. */
 function verbTotals(run) {
   const totals = {};
   for (const [name, [, values]] of Object.entries(run.metrics)) {
@@ -12,14 +12,14 @@ function verbTotals(run) {
   return Object.fromEntries(Object.entries(totals).sort((a, b) => b[1] - a[1]));
 }
 
-/** The verbs that get a colour of their own, over all runs; the others are one. */
+/** Return the verbs of all runs that get a colour of their own; the others share one. */
 function verbsApart(page) {
   const totals = {};
   for (const run of page.runs) for (const [verb, seconds] of Object.entries(verbTotals(run))) totals[verb] = (totals[verb] ?? 0) + seconds;
   return Object.entries(totals).sort((a, b) => b[1] - a[1]).slice(0, VERBS_APART).map(([verb]) => verb);
 }
 
-/** [{first, last, parts: [seconds per step of each verb apart, of the rest]}]: steps by equal numbers, at most `most` bars. */
+/** Return at most `most` bars of equally many steps, [{first, last, parts: [seconds per step of each of `apart`, of the rest]}]. */
 function timeBars(run, apart, most) {
   const per = Math.max(1, Math.ceil(run.steps.length / most));
   const bars = [];
