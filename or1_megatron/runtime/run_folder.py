@@ -128,6 +128,18 @@ class RunFolder:
         self.summary.unlink(missing_ok=True)
 
 
+def find_run(root: Path) -> RunFolder:
+    """Return the run folder at ``root``. Raises FileNotFoundError if there is none."""
+    folder = RunFolder(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"no run folder {root}")
+    if not any(path.exists() for path in (folder.config, folder.metrics, folder.rollouts)):
+        raise FileNotFoundError(
+            f"{root} is not a run folder: it has neither config.yaml nor metrics.jsonl nor rollouts/"
+        )
+    return folder
+
+
 class RunLock:
     """An exclusive lock on a run folder: flock on the file ``.lock``, which holds the owner's pid and host as JSON."""
 

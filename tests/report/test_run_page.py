@@ -244,7 +244,12 @@ def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) ->
     (rollouts / "step_000005.parquet.partial").write_bytes(b"half")
     (own / "summary.json").write_text("{")
     lines = (own / "metrics.jsonl").read_text().splitlines()
-    lines[2:2] = ["nonsense", '{"step": "x"}', '{"step": 2, "loss": NaN, "note": "hm", "alarm/grad_norm": Infinity}']
+    lines[2:2] = [
+        "nonsense",
+        '{"step": "x"}',
+        '{"step": NaN}',
+        '{"step": 2, "loss": NaN, "note": "hm", "alarm/grad_norm": Infinity}',
+    ]
     (own / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "accuracy/all": 0.']))
     page, written = report([own], tmp_path / "r.html")
     assert written.rows == 24
@@ -252,6 +257,7 @@ def test_what_cannot_be_read_is_named_and_left_out(own: Path, tmp_path: Path) ->
     for said in (
         "metrics.jsonl:3: expected a JSON object, found b'nonsense",
         "a row whose step is 'x', expected a whole number",
+        "a row whose step is nan, expected a whole number",
         "not numbers, and left out: note",
         "step_000002.parquet is left out: not a rollout file",
         "step_000003.parquet is left out: not a rollout file",

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
-from or1_megatron.runtime.run_folder import RunFolder, step_of
+from or1_megatron.runtime.run_folder import find_run, step_of
 from or1_megatron.types import VerdictStatus
 
 _COLUMNS = [
@@ -59,12 +59,7 @@ def _evenly(rows: Sequence[T], limit: int) -> list[T]:
 
 def rollout_file(run: Path, step: int | None) -> Path:
     """Return the file of ``step`` (None: of the newest step that was kept). Raises FileNotFoundError."""
-    if not run.is_dir():
-        raise FileNotFoundError(f"no run folder {run}")
-    folder = RunFolder(run)
-    if not folder.config.exists() and not folder.rollouts.exists():
-        raise FileNotFoundError(f"{run} is not a run folder: it has neither {folder.config.name} nor rollouts/")
-    files = {step_of(path): path for path in rollout_files(folder.rollouts)}
+    files = {step_of(path): path for path in rollout_files(find_run(run).rollouts)}
     steps = sorted(found for found in files if found is not None)
     if not steps:
         raise FileNotFoundError(f"{run} holds no rollouts yet: they are written after the first step")

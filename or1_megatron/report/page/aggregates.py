@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from or1_megatron.report.page.recordings import Recording
-from or1_megatron.report.page.rollout_rows import Rows
+from or1_megatron.report.page.rollout_table import RolloutTable
 
 _LENGTH_BINS = 40
 _MOST_OF_A_GROUP = 32
@@ -44,7 +44,7 @@ def histograms(recording: Recording) -> list[dict[str, Any]]:
     return found
 
 
-def length_histogram(rows: Rows, which: NDArray[np.bool_], limit: int | None) -> dict[str, Any]:
+def length_histogram(rows: RolloutTable, which: NDArray[np.bool_], limit: int | None) -> dict[str, Any]:
     """Return ``edges`` [bins + 1] in tokens, and ``counts`` [bins] of right, not right and truncated responses."""
     tokens = rows["tokens"][which]
     longest = max(int(tokens.max(initial=0)), limit or 0, 1)
@@ -95,7 +95,7 @@ def migration(recording: Recording, problems: Sequence[str]) -> dict[str, Any] |
     return {"periods": [name for name, _ in named], "bins": bins, "tables": tables}
 
 
-def _periods(rows: Rows) -> list[tuple[str, NDArray[np.bool_]]]:
+def _periods(rows: RolloutTable) -> list[tuple[str, NDArray[np.bool_]]]:
     stages = rows.stages()
     if len(stages) > 1:
         return [(name, which) for _, name, which in stages]

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from or1_megatron.report.page.rollout_rows import Rows, gather
+from or1_megatron.report.page.rollout_table import RolloutTable, gather
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.rollout_store import rollout_files
-from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.runtime.run_folder import RunFolder, find_run
 
 _SHOWN_FAULTS = 5
 """Faults of one kind that notes list; of further ones they give the number."""
@@ -39,7 +39,7 @@ class Recording:
     metrics: Mapping[int, Mapping[str, float | None]]
     """By step and name; None: not finite."""
     stages: tuple[Stage, ...]
-    rows: Rows
+    rows: RolloutTable
     summary: Mapping[str, Any]
     entropy_target: float | None
     model: Path | None
@@ -58,7 +58,9 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
     """
     folders: list[Path] = []
     for run in runs:
-        _check(run)
+        if (run / "responses.jsonl").is_file() and not RunFolder(run).config.exists():
+            raise FileNotFoundError(f"{run} holds an evaluation; or1 eval has written its figure and results there")
+        find_run(run)
         if not any(run.samefile(other) for other in folders):  # a pattern of the shell and a name may be the same
             folders.append(run)
     recordings = [read_recording(run, label) for run, label in zip(folders, labels(folders), strict=True)]
@@ -123,19 +125,6 @@ def labels(folders: Sequence[Path]) -> list[str]:
             depths[i] += 1
 
 
-def _check(run: Path) -> None:
-    if not run.is_dir():
-        raise FileNotFoundError(f"no run folder {run}")
-    folder = RunFolder(run)
-    if folder.config.exists() or folder.metrics.exists() or folder.rollouts.is_dir():
-        return
-    if (run / "responses.jsonl").is_file():
-        raise FileNotFoundError(f"{run} holds an evaluation; or1 eval has written its figure and results there")
-    raise FileNotFoundError(
-        f"{run} is not a run folder: it has neither {folder.config.name} nor {folder.metrics.name} nor rollouts/"
-    )
-
-
 def _read_mapping(path: Path, parse: Callable[[str], Any], notes: list[str], missing: str = "") -> Mapping[str, Any]:
     """Return the mapping in a file. If it cannot be read: an empty one, with a note (``missing`` if it is absent)."""
     try:
@@ -165,7 +154,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, float | N
     foreign: set[str] = set()
     for row in read_rows(path, faults):
         step = row.pop("step", None)
-        if isinstance(step, bool) or not isinstance(step, int | float) or step != int(step):
+        if not _is_number(step) or step is None or not float(step).is_integer():
             faults.append(f"{path}: a row whose step is {step!r}, expected a whole number")
             continue
         numbers = {name: value for name, value in row.items() if _is_number(value)}
@@ -185,7 +174,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _stages(
-    config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]], rows: Rows
+    config: Mapping[str, Any], metrics: Mapping[int, Mapping[str, float | None]], rows: RolloutTable
 ) -> tuple[Stage, ...]:
     """Return the stages in order of their steps: by ``stage/index`` of the metrics, else by names in the rollouts."""
     listed = config.get("stages")

@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from or1_megatron.report.page.embedding import packet
-from or1_megatron.report.page.rollout_rows import Rows
+from or1_megatron.report.page.rollout_table import RolloutTable
 from or1_megatron.report.page.tokens import TokenTexts
 from or1_megatron.runtime.rollout_store import open_rollouts
 
@@ -19,7 +19,7 @@ _TOKENS = ("response_token_ids", "log_probs", "log_prob_differences", "entropies
 _BATCH_ROWS = 64
 
 
-def packets(rows: Rows, chosen: Sequence[int], tokens: TokenTexts | None) -> dict[int, str]:
+def packets(rows: RolloutTable, chosen: Sequence[int], tokens: TokenTexts | None) -> dict[int, str]:
     """Return for each chosen row a packet of what ``web/response.js`` shows."""
     wanted: dict[int, dict[int, int]] = {}
     for row in chosen:
@@ -31,7 +31,7 @@ def packets(rows: Rows, chosen: Sequence[int], tokens: TokenTexts | None) -> dic
     return found
 
 
-def _records(rows: Rows, file_index: int, places: dict[int, int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(rows: RolloutTable, file_index: int, places: dict[int, int]) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_rollouts(rows.files[file_index]) as file:
         columns = [name for name in (*_TEXTS, *_TOKENS) if name in file.schema_arrow.names]
         done = 0

@@ -75,7 +75,7 @@ def write_report(
         UnknownRollout: ``ids`` name a response that is not kept.
     """
     recordings = read_recordings(runs)
-    table = join(recordings)
+    table = join([recording.rows for recording in recordings])
     wanted = named(table.columns, table.words["problem"], ids)
     head = _head_packet(recordings, table)
     frame_bytes = len(_page(recordings, head, "", {}).encode())
