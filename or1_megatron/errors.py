@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+USER_ERROR: Final = 2
+"""Exit status after a UserError: of commands and of trainer ranks."""
+
 
 class Or1Error(Exception):
     """Base of every exception that this package defines."""
@@ -10,7 +15,7 @@ class Or1Error(Exception):
 class UserError(Or1Error):
     """An error that its message explains: bad input, or something outside the code that failed.
 
-    A command prints the message, without a traceback, and exits with status 2.
+    A command prints the message, without a traceback, and exits with USER_ERROR.
     """
 
 

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 import typer
 
-from or1_megatron.errors import UserError
-
-USER_ERROR = 2
-"""Exit code of an error that the user can correct: a config, a file, a folder that is in use."""
+from or1_megatron.errors import USER_ERROR, UserError
 
 
 @contextmanager

@@ -369,6 +369,11 @@ class Config(Section):
         return max([stage.max_response_tokens for stage in self.stages] + evaluated)
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest response, evaluations included."""
+        return self.data.max_prompt_tokens + self.longest_response
+
+    @property
     def total_steps(self) -> int:
         """Rollout steps up to the end of this run, at most; those before its first stage included."""
         return sum(stage.steps for stage in self.stages[: self.run.stage])

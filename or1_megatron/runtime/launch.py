@@ -23,6 +23,8 @@ import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from or1_megatron.errors import USER_ERROR
+
 FORWARDED: Final = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
@@ -31,9 +33,6 @@ FORWARDED: Final = {
 }
 KILL_MARGIN_S: Final = 30.0
 """Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
-
-USER_ERROR: Final = 2
-"""Exit code of a rank that has printed a UserError."""
 
 _MARK: Final = "OR1_LAUNCH"
 _AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"

@@ -25,7 +25,7 @@ def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, devi
     yield from _algorithm_conflicts(config)
 
 
-def longest_sequence(config: Config, stage: StageConfig) -> int:
+def padded_sequence(config: Config, stage: StageConfig) -> int:
     """Longest prompt + T, rounded up to the 2 * CP * TP tokens that a packed row is a multiple of."""
     multiple = 2 * config.parallel.context * config.parallel.tensor
     return -(-(config.data.max_prompt_tokens + stage.max_response_tokens) // multiple) * multiple
@@ -92,11 +92,11 @@ def _length_conflicts(config: Config, shape: Shape) -> Iterator[str]:
                 f"{stage.max_response_tokens} = {total} exceeds the model's max_position_embeddings = "
                 f"{shape.positions}; lower one of the two by {total - shape.positions}"
             )
-        if longest_sequence(config, stage) > budget:
+        if padded_sequence(config, stage) > budget:
             yield (
                 f"stage '{stage.name}': parallel.micro_batch_tokens = {budget} is less than one sequence can need: "
                 f"data.max_prompt_tokens {prompt} + max_response_tokens {stage.max_response_tokens}, padded = "
-                f"{longest_sequence(config, stage)}; raise micro_batch_tokens to that or more"
+                f"{padded_sequence(config, stage)}; raise micro_batch_tokens to that or more"
             )
     evaluated = config.longest_response
     if evaluated > max(stage.max_response_tokens for stage in config.stages) and prompt + evaluated > shape.positions:
@@ -134,7 +134,7 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
             f"but colocated engines share the {config.parallel.ranks} of parallel.ranks; lower one, or "
             "set rollout.placement=separate"
         )
-    longest = config.data.max_prompt_tokens + config.longest_response
+    longest = config.longest_sequence
     held = kv_tokens(config, shape)
     if held is not None and held < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))

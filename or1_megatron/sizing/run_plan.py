@@ -11,7 +11,7 @@ from typing import Any
 
 from or1_megatron.config.schema import Config, EvaluationConfig, StageConfig
 from or1_megatron.errors import UserError
-from or1_megatron.sizing.conflicts import Device, conflicts, kv_tokens, longest_sequence
+from or1_megatron.sizing.conflicts import Device, conflicts, kv_tokens, padded_sequence
 from or1_megatron.sizing.memory import RESERVE_BYTES, activation_bytes, state_bytes
 from or1_megatron.sizing.stage_rules import problem_warnings, problems_per_epoch
 from or1_megatron.weights.shape import Shape
@@ -125,7 +125,7 @@ def plan(
         shape=shape,
         device=device,
         stages=stages,
-        longest_sequence=max(longest_sequence(config, stage) for stage in config.stages),
+        longest_sequence=max(padded_sequence(config, stage) for stage in config.stages),
         devices=together((config.parallel.ranks, engine_devices)),
         kv_tokens=kv_tokens(config, shape),
         state_bytes_per_rank=state_bytes(config, shape),
@@ -146,7 +146,7 @@ def _stage(config: Config, index: int, problems: Sequence[int] | None, held_out:
     samples = stage.prompts_per_update * stage.group_size
     per_rank = _ceil(samples, config.parallel.data)
     # A row is closed only when the next sequence does not fit, so it holds at least this many.
-    per_row = config.parallel.micro_batch_tokens // longest_sequence(config, stage)
+    per_row = config.parallel.micro_batch_tokens // padded_sequence(config, stage)
     rows_multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
     settings = config.evaluate.in_stage(stage)
     return StagePlan(
@@ -187,7 +187,7 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
     elif config.evaluate.temperature == 0 and config.evaluate.samples > 1:
         yield f"evaluate.temperature is 0: its {config.evaluate.samples} samples per problem will be the same"
     longest, budget = (
-        max(longest_sequence(config, stage) for stage in config.stages),
+        max(padded_sequence(config, stage) for stage in config.stages),
         config.parallel.micro_batch_tokens,
     )
     if 2 * budget < 3 * longest and any(stage.max_micro_batches > 1 for stage in stages):

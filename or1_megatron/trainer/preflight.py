@@ -1,4 +1,4 @@
-"""What a run needs and can be refused for at the door: in seconds, before any rank, engine or cluster starts."""
+"""The checks before a start: seconds, before any rank, engine or cluster starts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
 
     Raises:
         RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
-        PreviousStageMissing, ResumeError: a stage cannot begin, for want of the one before it.
+        PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
-        ModelError, DataError, SandboxUnavailable, VerifierBroken: of the model, the problems, or the means to verify
-            them.
+        ModelError, DataError, SandboxUnavailable, VerifierBroken: the model, the problems or their verifiers cannot be
+            used.
         OSError: the folder cannot be made.
     """
     folder = RunFolder(config.run.folder)
@@ -56,7 +56,7 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
 
 
 def lacking(config: Config) -> list[str]:
-    """What a start of the run would be refused for as things stand, of its model and the stage before; reads little."""
+    """Return why the run could not start now: what its model or the stage before it lacks. Reads little."""
     found = []
     try:
         begin_of(config, RunFolder(config.run.folder))
@@ -72,14 +72,14 @@ def lacking(config: Config) -> list[str]:
 
 
 class PreviousStageMissing(UserError, FileNotFoundError):
-    """There is no checkpoint of the stage before the one that is to begin."""
+    """The previous stage has left no checkpoint to begin from."""
 
 
 def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | None:
-    """Where a run of one stage begins; None for the first stage, and where the run has checkpoints of its own.
+    """Return where a run of one stage begins; None for the first stage, and when the run has checkpoints of its own.
 
     Args:
-        whole: read all of the checkpoint, to see that it is as it was saved.
+        whole: read the whole checkpoint and compare it with its checksums.
 
     Raises:
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
@@ -104,7 +104,7 @@ def begin_of(config: Config, folder: RunFolder, whole: bool = False) -> Begin | 
 
 
 def _previous(config: Config, number: int) -> Begin:
-    """The checkpoint from which stage ``number`` (from 1) begins."""
+    """Return the checkpoint from which stage ``number`` (from 1) begins."""
     chosen = config.run.previous
     place = chosen or config.run.dir / f"stage_{number - 1}"
     if (place / MANIFEST).is_file() and step_of(place) is not None:

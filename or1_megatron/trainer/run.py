@@ -1,10 +1,10 @@
-"""The composition root: every trainer rank runs this module under torchrun.
+"""What every trainer rank runs, under torchrun.
 
-    or1 train CONFIG                                              (starts it on one machine)
+    or1 train CONFIG                                                    (starts it on one machine)
     torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (several nodes)
 
-Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop; the other ranks hold
-their share of the policy and serve the verbs that rank 0 relays.
+Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop. The other ranks hold
+their share of the policy and execute the verbs that rank 0 relays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config
 from or1_megatron.data.stream import MixtureStream
-from or1_megatron.errors import AgreedError, UserError
+from or1_megatron.errors import USER_ERROR, AgreedError, UserError
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import make_sender
-from or1_megatron.interfaces import Evaluator, Rollouts
+from or1_megatron.interfaces import Rollouts
 from or1_megatron.parallel.lockstep import Lockstep
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -58,19 +58,11 @@ from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, check_resumable, checkpoint_keeper
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
-from or1_megatron.types import Prompt
 
 log = logging.getLogger(__name__)
 
 _STARTED_S = time.time()
 _PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
-
-
-def make_evaluator(config: Config, held_out: Mapping[str, Sequence[Prompt]], rollouts: Rollouts) -> Evaluator | None:
-    """The held-out evaluation, or none without held-out problems."""
-    if not held_out:
-        return None
-    return HeldOut(held_out, rollouts, config.stages[-1].max_response_tokens, config.verify.max_error_fraction)
 
 
 def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin: Begin | None) -> LoopConfig:
@@ -100,19 +92,14 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
 
 
 def dump_store(config: Config, folder: RunFolder) -> DumpStore:
-    """Where batches are set aside for ``or1 replay``, with what it needs to know of this run."""
+    """Return the store of batches that are dumped for ``or1 replay``, with what it needs to know of this run."""
     sections = config.model_dump(mode="json", include={"model", "parallel", "optimizer"})
     return DumpStore(folder.dumps, config.safety.keep_dumps, {**sections, "versions": versions()})
 
 
-def longest_sequence(config: Config) -> int:
-    """Prompt and response tokens of the longest sequence that an engine will hold."""
-    return config.data.max_prompt_tokens + config.longest_response
-
-
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
-    """This rank's place in the mesh and its share of the policy."""
+    """Build this rank's mesh and its share of the policy; end the process group afterwards."""
     cores = os.cpu_count() or 1
     torch.set_num_threads(config.parallel.threads_per_rank or max(1, cores // config.parallel.ranks))
     start_process_group(config.cluster.verb_timeout_s)
@@ -125,7 +112,7 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
 
 
 def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
-    """This rank's part of the KL penalty's reference, where the configuration names one; collective."""
+    """Load this rank's part of the KL penalty's reference, where the configuration names one; collective."""
     folder = config.algorithm.kl.reference
     if folder is None:
         return None
@@ -134,7 +121,7 @@ def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
 
 @contextmanager
 def stopping_in_order(stop: StopRequested) -> Iterator[None]:
-    """From here on a stop signal means save and exit; before, there is nothing to save and it simply kills."""
+    """Have stop signals save and exit. Before this there is nothing to save, and they kill."""
     stop.install()
     try:
         yield
@@ -143,7 +130,7 @@ def stopping_in_order(stop: StopRequested) -> Iterator[None]:
 
 
 def serve(config: Config, stop: StopRequested) -> None:
-    """A rank other than 0: execute verbs until rank 0 is done."""
+    """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
         reference = frozen_reference(config, mesh)
@@ -155,7 +142,7 @@ def serve(config: Config, stop: StopRequested) -> None:
 
 
 def lead(config: Config, stop: StopRequested) -> int:
-    """Rank 0: everything that there is one of. Returns the exit status: 0, or 3 when stopped before the end."""
+    """Run rank 0, with everything that exists once, and return its exit status (``run_rank``)."""
     folder = RunFolder(config.run.folder)
     folder.create()
     with ExitStack() as stack:
@@ -169,11 +156,12 @@ def lead(config: Config, stop: StopRequested) -> int:
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
+        last_tokens = config.stages[-1].max_response_tokens
         ports = Ports(
             policy=synced,
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
-            evaluator=make_evaluator(config, held_out, rollouts),
+            evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
             observer=Observers([record, shown]),
             tracker=Trackers([record, shown]),
             keeper=keeper,
@@ -186,7 +174,7 @@ def lead(config: Config, stop: StopRequested) -> int:
 
 
 def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Check what can be checked before anything is started, and note the configuration; where the run begins."""
+    """Check what can be checked before anything starts, write the configuration, and return where the run begins."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
     plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
@@ -199,14 +187,14 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
 
 
 def run_id(folder: RunFolder) -> str:
-    """Names the run's actors in Ray, apart from those of any other run."""
+    """Return the name of the run's actors in Ray, which no other run has."""
     return str(folder.root.resolve()).strip("/").replace("/", "-")
 
 
 def start_sampling(
     config: Config, name: str, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
 ) -> tuple[EnginePool, RolloutsClient]:
-    """Ray, the engines and the RolloutManager; asleep where engines and trainer take turns."""
+    """Start Ray, the engines and the RolloutManager; the engines sleep where they take turns with the trainer."""
     start_ray(config.cluster.ray_address, name)
     stack.callback(stop_ray)
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
@@ -214,7 +202,7 @@ def start_sampling(
         config.rollout,
         config.model.hf,
         config.model.dtype,
-        longest_sequence(config),
+        config.longest_sequence,
         name,
         not torch.cuda.is_available(),
         engine_places(config),
@@ -238,7 +226,7 @@ def serve_policy(
     record: RunRecord,
     stack: ExitStack,
 ) -> SyncedPolicy:
-    """All ranks' policy behind the loop's verbs, and its way to the engines; returns when the engines are ready."""
+    """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
     reference = frozen_reference(config, mesh)
     asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
     saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
@@ -250,7 +238,7 @@ def serve_policy(
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     turns = Turns(takes_turns(config), offloads(config))
-    probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], longest_sequence(config))
+    probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
     synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
     if not turns.engines_sleep:
@@ -259,17 +247,17 @@ def serve_policy(
 
 
 def takes_turns(config: Config) -> bool:
-    """Whether engines and trainer share their devices and must not use them at once. On CPU nobody sleeps."""
+    """Return whether engines and trainer share GPUs and must take turns. On CPU nobody sleeps."""
     return config.rollout.placement == "colocated" and torch.cuda.is_available()
 
 
 def offloads(config: Config) -> bool:
-    """Whether the trainer's state lies on the host while the engines sample."""
+    """Return whether the trainer's state is on the host while the engines sample."""
     return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
 
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:
-    """The summary of this very run where its folder holds it to the end: then there is nothing left to do."""
+    """Return the run's summary when its folder holds the finished run, so that nothing is left to do."""
     folder = RunFolder(config.run.folder)
     if not folder.summary.is_file():
         return None
@@ -285,7 +273,7 @@ def show_again(config: Config, summary: Mapping[str, Any]) -> None:
 
 
 def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
-    """What shows the run; from here on, where the console is live."""
+    """Return the console of the run, which shows it from here on."""
     console, live = open_console(config.track.console)
     entropy = config.algorithm.entropy
     return RunConsole(
@@ -299,7 +287,7 @@ def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
 
 
 def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:
-    """Train, and sum it up; the exit status of ``lead``."""
+    """Train, write the summary, and return the exit status of ``lead``."""
     startup_s = time.time() - _STARTED_S
     result = loop.run()
     model = folder.hf if result.finished else None
@@ -310,6 +298,20 @@ def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -
     return 0 if result.finished else 3
 
 
+def run_rank(config: Config, rank: int) -> int:
+    """Run this rank to its end and return its exit status: 0, or 3 when stopped before the end of the run."""
+    set_up_logging(RunFolder(config.run.folder).logs, rank)
+    if (summary := finished_before(config)) is not None:
+        if rank == 0:
+            show_again(config, summary)
+        return 0
+    stop = StopRequested(config.checkpoint.signal_grace_s)
+    if rank == 0:
+        return lead(config, stop)
+    serve(config, stop)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="or1_megatron.trainer.run", description=__doc__)
     parser.add_argument("config", type=Path)
@@ -317,26 +319,15 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
-    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET_ENVIRONMENT.items()})
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
-        config = load_config(find("recipe", arguments.config), arguments.overrides)
-        stop = StopRequested(config.checkpoint.signal_grace_s)
-        set_up_logging(RunFolder(config.run.folder).logs, rank)
-        if (summary := finished_before(config)) is not None:
-            if rank == 0:
-                show_again(config, summary)
-            return 0
-        if rank > 0:
-            serve(config, stop)
-            return 0
-        return lead(config, stop)
-    except Exception as error:
-        if not isinstance(error, (UserError, *USER_OS_ERRORS)):
-            raise
+        return run_rank(load_config(find("recipe", arguments.config), arguments.overrides), rank)
+    except (UserError, *USER_OS_ERRORS) as error:
         if rank > 0 and isinstance(error, AgreedError):
-            return 0  # rank 0 says it and fails; a failure here would have it killed before its engines have ended
+            return 0  # rank 0 prints it and fails; if this rank failed, rank 0 would be killed before its engines end
         print(f"or1: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return USER_ERROR
 
 
 if __name__ == "__main__":
