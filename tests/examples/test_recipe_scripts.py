@@ -23,6 +23,8 @@ from or1_megatron.config.load import load_config
 from or1_megatron.runtime.jsonl import read_steps
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 1200.0
+"""How long a stage may take on a busy machine."""
 STAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("or1_*/stage_*.sh"))
 PLANNED = ("examples/or1_math_7b/stage_3_5.sh", "examples/or1_32b/stage_2.sh")
 TINY = {
@@ -32,7 +34,7 @@ TINY = {
     "evaluate.every_steps": "0",
     "optimizer.lr": "1e-4",
     "track.console": "plain",
-    "checkpoint.signal_grace_s": "60",
+    "checkpoint.signal_grace_s": "800",
 }
 STAGE = {"steps": 1, "max_response_tokens": 24, "prompts_per_step": 4, "prompts_per_update": 2, "group_size": 4}
 
@@ -58,6 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "EVAL": str(folder / "eval"),
         "RUNS": str(folder / "runs"),
         "LAYOUT": "cpu_2_ranks",
+        "GRACE_S": "900",
     }
 
 
@@ -71,7 +74,7 @@ def overrides(script: str) -> list[str]:
 
 
 def run(
-    script: str, environment: dict[str, str], *more: str, timeout_s: float = 280
+    script: str, environment: dict[str, str], *more: str, timeout_s: float = PATIENCE_S
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(ROOT / script), *overrides(script), *more],
@@ -141,6 +144,7 @@ def test_shell_scripts_are_valid_bash() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 def test_a_stage_is_trained_by_torchrun(place: dict[str, str]) -> None:
     done = run("examples/or1_7b/stage_1.sh", place)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -150,23 +154,23 @@ def test_a_stage_is_trained_by_torchrun(place: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(5000)
 def test_the_next_stage_goes_on_and_a_signal_saves(place: dict[str, str]) -> None:
     """Stage 2 begins with stage 1's optimizer; stopped in the middle it exits with 3 and then goes on."""
     if not (Path(place["RUNS"]) / "or1_7b/stage_1/summary.json").is_file():
         test_a_stage_is_trained_by_torchrun(place)
     script = "examples/or1_7b/stage_2.sh"
-    more = ("--set", "stages.1.steps=40")
+    more = ("--set", "stages.1.steps=100000")
     process = subprocess.Popen(
         [str(ROOT / script), *overrides(script), *more], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True
     )
     stage = Path(place["RUNS"]) / "or1_7b/stage_2"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE_S
     while not (stage / "metrics.jsonl").is_file() or len(read_steps(stage / "metrics.jsonl")) < 3:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.5)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(240) == 3
+    assert process.wait(PATIENCE_S) == 3
     done = len(read_steps(stage / "metrics.jsonl"))
     assert not (stage / "summary.json").is_file() or not json.loads((stage / "summary.json").read_text())["finished"]
     again = run(script, place, "--set", f"stages.1.steps={done + 1}")
@@ -174,7 +178,7 @@ def test_the_next_stage_goes_on_and_a_signal_saves(place: dict[str, str]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(5000)
 def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
     """Two agents and two Ray nodes on this machine, a trainer rank each."""
     ports = []
@@ -195,7 +199,7 @@ def test_two_nodes_meet(place: dict[str, str], tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        codes = [node.wait(1200) for node in nodes]
+        codes = [node.wait(PATIENCE_S) for node in nodes]
     finally:
         for node in nodes:
             node.terminate()

@@ -25,7 +25,7 @@ evaluate: {{data: [{{path: {data}/heldout.jsonl}}], every_steps: 3, samples: 2}}
 # Several micro-batches, so that both pipeline stages have work; the trainer's state on the host while engines sample.
 parallel: {{micro_batch_tokens: 256, offload: always, head: one_pass}}
 algorithm: {{kl: {{coefficient: 0.01, reference: {model}}}, correction: {{mode: truncated}}}}
-checkpoint: {{every_steps: 1, keep_last: 2}}
+checkpoint: {{every_steps: 1, keep_last: 2, signal_grace_s: 600}}
 safety: {{dump_steps: [1]}}
 track: {{console: plain}}
 """

@@ -30,7 +30,7 @@ def training_of(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_evaluations_leave_no_trace(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
@@ -41,7 +41,7 @@ def test_evaluations_leave_no_trace(
         # With two engines and two stages; log-probs of engines do not enter the loss (correction off).
         status, output = train(
             small_config(run), every, *off, "algorithm.correction.mode=off", "stages.0.steps=2", "stages.1.steps=2"
-        ).finish(timeout_s=900)
+        ).finish()
         assert status == 0, output[-3000:]
         checkpoint = run / "checkpoints" / "step_000004"
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]

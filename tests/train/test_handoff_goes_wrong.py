@@ -12,8 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 from training import Training, read_rows
 
-SABOTAGE = Path(__file__).with_name("sabotage")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.slow
@@ -28,8 +27,8 @@ def test_a_flipped_bit_stops_the_run_and_names_the_tensor(
         "evaluate.data=[]",
         "evaluate.every_steps=0",
     ]
-    training = train(config, *cheap, python_path=SABOTAGE, SABOTAGE="flip")
-    status, output = training.finish(timeout_s=600)
+    training = train(config, *cheap, SABOTAGE="flip")
+    status, output = training.finish()
     assert status == 2, output[-3000:]
     assert "or1: error: handoff" in output and "engine 0 did not update_weights" in output
     assert "from trainer rank 0 did not arrive as it was sent in handoff 2: checksum" in output
@@ -50,11 +49,10 @@ def test_a_run_outlives_its_engines(
     training = train(
         config,
         "rollout.max_engine_restarts=3",
-        python_path=SABOTAGE,
         SABOTAGE="kill",
         SABOTAGE_FOLDER=str(tmp_path / "done"),
     )
-    status, output = training.finish(timeout_s=800)
+    status, output = training.finish()
     assert status == 0, output[-3000:]
     assert {path.name for path in (tmp_path / "done").iterdir()} == {"receiving", "loaded", "decoding"}
     assert output.count("is lost and is started again") >= 3, output[-3000:]

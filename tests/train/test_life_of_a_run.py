@@ -19,7 +19,7 @@ from training import Training, checkpoint_steps, newest_checkpoint, read_rows
 
 from or1_megatron.rl.dump import read_dump
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3000)
 
 
 def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     config = small_config(run)
 
     # Pre-emption: save and exit.
-    training = train(config)
+    training = train(config, hold_after=2)
     training.wait_for_checkpoint(run, 2)
     training.process.send_signal(signal.SIGUSR1)
     status, output = training.finish()
@@ -51,7 +51,7 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
     check_folder(run)
 
     # Once more: nothing to do.
-    status, output = train(config).finish(timeout_s=60)
+    status, output = train(config).finish()
     assert status == 0
     assert "holds a finished run" in output
 
@@ -64,7 +64,7 @@ def test_a_run_goes_on_after_a_death(
     """The launcher's, too: nobody is left then to tell its ranks."""
     run = tmp_path / victim
     config = small_config(run)
-    training = train(config)
+    training = train(config, hold_after=1)
     training.wait_for_checkpoint(run, 1)
     if victim == "rank":
         training.rank(1).kill()

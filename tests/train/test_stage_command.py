@@ -92,22 +92,22 @@ def test_stage_2_of_another_run(small_config: SmallConfig, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_both_stages_by_command(small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path) -> None:
     """Stage 1 on one rank; killed within stage 2, which runs on two pipeline stages with the next step sampled ahead
     and refill, and gone on with; what stage 1 left is not touched, and may go once stage 2 has a checkpoint."""
     run = tmp_path / "run"
     config = small_config(run)
     refill = ["stages.1.refill_prompts=8", "rollout.max_staleness=1"]
-    status, output = train(config, "run.stage=1", "parallel.ranks=1", "parallel.pipeline=1").finish(timeout_s=900)
+    status, output = train(config, "run.stage=1", "parallel.ranks=1", "parallel.pipeline=1").finish()
     assert status == 0, output[-3000:]
     assert newest_checkpoint(run / "stage_1") == 3 and (run / "stage_1" / "hf").is_dir()
-    training = train(config, "run.stage=2", *refill)
-    training.wait_for_checkpoint(run / "stage_2", 4, timeout_s=900)
+    training = train(config, "run.stage=2", *refill, hold_after=4)
+    training.wait_for_checkpoint(run / "stage_2", 4)
     training.rank(1).kill()
-    training.finish(timeout_s=900)
+    training.finish()
     shutil.rmtree(run / "stage_1")
-    status, output = train(config, "run.stage=2", *refill).finish(timeout_s=900)
+    status, output = train(config, "run.stage=2", *refill).finish()
     assert status == 0, output[-3000:]
     rows = {row["step"]: row for row in read_rows(run / "stage_2" / "metrics.jsonl")}
     assert sorted(rows) == [3, 4, 5, 6]

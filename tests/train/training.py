@@ -12,15 +12,24 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 800.0
+"""How long a run, or a checkpoint of it, may take on a busy machine."""
+SABOTAGE = Path(__file__).with_name("sabotage")
 
 
 class Training:
     """A running ``or1 train``, with every process that it starts."""
 
-    def __init__(self, config: Path, *overrides: str, python_path: Path | None = None, **environment: str) -> None:
-        """``python_path``: where every process of the run looks for modules first."""
+    def __init__(self, config: Path, *overrides: str, hold_after: int | None = None, **environment: str) -> None:
+        """
+        Args:
+            hold_after: the loop waits after this step until a stop is requested.
+            environment: further variables; SABOTAGE names a fault of tests/train/sabotage.
+        """
+        if hold_after is not None:
+            environment |= {"SABOTAGE": "hold", "SABOTAGE_STEP": str(hold_after)}
         sets = [part for override in overrides for part in ("--set", override)]
-        path = [ROOT] if python_path is None else [python_path, ROOT]
+        path = [SABOTAGE, ROOT] if "SABOTAGE" in environment else [ROOT]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), *sets],
             cwd=ROOT,
@@ -54,7 +63,7 @@ class Training:
                 continue
         raise AssertionError(f"no process of rank {index}")
 
-    def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = 240) -> None:
+    def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = PATIENCE_S) -> None:
         """Until the checkpoint of this step, or a later one, is complete."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -66,7 +75,7 @@ class Training:
             time.sleep(0.1)
         raise AssertionError(f"no checkpoint of step {step} within {timeout_s} s")
 
-    def finish(self, timeout_s: float = 240) -> tuple[int, str]:
+    def finish(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         """(exit status, output) of a run that ends by itself or has been told to."""
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
@@ -75,7 +84,7 @@ class Training:
             raise AssertionError(f"hung:\n{self.process.communicate()[0][-4000:]}") from None
         return self.process.returncode, output
 
-    def survivors(self, patience_s: float = 20) -> list[str]:
+    def survivors(self, patience_s: float = 120) -> list[str]:
         """Processes of the run that still live after some seconds."""
         deadline = time.monotonic() + patience_s
         while True:

@@ -3,6 +3,7 @@
 flip: trainer rank 0 flips a bit on its way to the engines, in its second handoff.
 kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
 holds what has happened.
+hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +77,19 @@ def kill_loaded_or_decoding(engine: Any) -> None:
     engine.VllmEngine.finish_weight_update, engine.VllmEngine.step = finish_weight_update, step_some
 
 
+def hold(loop: Any) -> None:
+    train_step, step = loop.Loop.train_step, int(os.environ["SABOTAGE_STEP"])
+
+    def held(self: Any) -> None:
+        while self.steps_done == step and not self.ports.stop():
+            time.sleep(0.05)
+        train_step(self)
+
+    loop.Loop.train_step = held
+
+
 FAULTS = {
+    "hold": {"or1_megatron.rl.loop": hold},
     "flip": {"or1_megatron.handoff.shard.transfer": flip},
     "kill": {
         "or1_megatron.handoff.shard.worker": kill_receiving,
