@@ -40,13 +40,13 @@ def why(
 ) -> None:
     """Print which step excluded a problem, the reason and the evidence; or that it was kept."""
     with explained():
-        from or1_megatron.data.pipeline.ledger import Entry
+        from or1_megatron.data.pipeline.ledger import ExcludedProblem
         from or1_megatron.data.pipeline.ledger import why as look_up
 
         for row in look_up(folder, problem):
             print(f"{row.id}  {row.source}  ({row.ability}, {row.origin})")
             print(f"  {' '.join(row.statement.split())[:200]}")
-            if isinstance(row, Entry):
+            if isinstance(row, ExcludedProblem):
                 print(f"  excluded by step '{row.step}': {row.reason}")
                 for name, value in row.evidence.items():
                     print(f"    {name}: {value if isinstance(value, str) else json.dumps(value)}")

@@ -17,7 +17,7 @@ from or1_megatron.types import BoolArray, Int64Array, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PromptSource:
     """Prompts of one source; each occurs ``repeat`` times per epoch."""
 
     prompts: Sequence[Prompt]
@@ -36,7 +36,7 @@ class MixtureStream:
     Raises DataError when there are no prompts, a repeat is below 1, or a problem is in two sources.
     """
 
-    def __init__(self, sources: Sequence[Source], seed: int) -> None:
+    def __init__(self, sources: Sequence[PromptSource], seed: int) -> None:
         self._prompts: list[Prompt] = [prompt for source in sources for prompt in source.prompts]
         if not self._prompts:
             raise DataError(f"no prompts in any of {len(sources)} sources; expected at least one")

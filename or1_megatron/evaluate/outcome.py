@@ -28,7 +28,7 @@ class LengthBin:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EvaluationScores:
     problems: int
     samples: int
     average: Score
@@ -50,14 +50,14 @@ class Outcome:
         return fields
 
 
-def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Outcome:
+def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
     """Of [P][n] responses. ``limit_tokens``: the context that they were given; budgets beyond it say nothing new."""
     rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = rewards.shape[1]
     sizes = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
     lengths = [response.tokens for response in flat if response.tokens is not None]
-    return Outcome(
+    return EvaluationScores(
         problems=rewards.shape[0],
         samples=n,
         average=average(rewards),
@@ -70,7 +70,7 @@ def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Out
     )
 
 
-def check_verdicts(outcome: Outcome, max_error_fraction: float) -> None:
+def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None:
     """Raise EvaluationError when too many verdicts failed: the score would speak of the verifier."""
     failed = outcome.statuses.get("error", 0) + outcome.statuses.get("timeout", 0)
     if failed > max_error_fraction * outcome.problems * outcome.samples:

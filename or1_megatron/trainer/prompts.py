@@ -10,7 +10,7 @@ from pathlib import Path
 from or1_megatron.config.schema import Config
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems, no_verifier
 from or1_megatron.data.rows import DataError, RowError
-from or1_megatron.data.stream import Source
+from or1_megatron.data.stream import PromptSource
 from or1_megatron.data.template import ChatTemplate, PromptReport, load_tokenizer
 from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.types import Problem, Prompt
@@ -45,7 +45,7 @@ class PromptSet:
             raise DataError(f"{self.path}: no usable problem is left")
 
 
-def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]], frozenset[str]]:
+def load_prompts(config: Config) -> tuple[list[PromptSource], dict[str, list[Prompt]], frozenset[str]]:
     """Return (training sources, held-out prompts by the name of their set, abilities), every ground truth checked.
 
     Raises:
@@ -76,7 +76,8 @@ def load_prompts(config: Config) -> tuple[list[Source], dict[str, list[Prompt]],
     for one in trained:
         one.check()
     sources = [
-        Source(one.prompts, each.repeat, each.weight) for one, each in zip(trained, config.data.train, strict=True)
+        PromptSource(one.prompts, each.repeat, each.weight)
+        for one, each in zip(trained, config.data.train, strict=True)
     ]
     check_enough(config, sources, read, [len(problems) for problems in train])
     for one in held:
@@ -110,7 +111,7 @@ def abilities_of(*sets: Iterable[Problem]) -> frozenset[str]:
     return frozenset(problem.ability for problems in sets for problem in problems)
 
 
-def check_enough(config: Config, sources: Sequence[Source], read: Sequence[int], filtered: Sequence[int]) -> None:
+def check_enough(config: Config, sources: Sequence[PromptSource], read: Sequence[int], filtered: Sequence[int]) -> None:
     """Raise DataError when a stage's sources have fewer prompts than one of its steps takes.
 
     Args:
@@ -145,7 +146,7 @@ def drop_repeated(sources: Sequence[PromptSet], unusable: UnusableRows) -> None:
         origin_of |= own
 
 
-def warn_of_leaks(sources: Sequence[Source], evaluated: Sequence[Prompt]) -> None:
+def warn_of_leaks(sources: Sequence[PromptSource], evaluated: Sequence[Prompt]) -> None:
     """Log when a held-out prompt is trained on too, word for word."""
     trained = {prompt.token_ids.tobytes(): prompt.problem.origin for source in sources for prompt in source.prompts}
     leaked = [prompt for prompt in evaluated if prompt.token_ids.tobytes() in trained]

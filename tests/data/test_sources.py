@@ -20,7 +20,7 @@ from or1_megatron.data.files import hub_rows, is_hub_id
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import check_ground_truths, load_problems
 from or1_megatron.data.rows import DataError
-from or1_megatron.data.stream import MixtureStream, Source
+from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.types import Message, Problem, Prompt
 from or1_megatron.verify.code.ground_truth import parse_code_tests
@@ -188,7 +188,7 @@ def prompts(prefix: str, count: int) -> list[Prompt]:
 
 def test_a_weight_is_the_share_of_an_epoch_and_everybody_has_a_turn() -> None:
     """10 problems at 0.3 and 4 twice at 1: an epoch has 3 + 8 entries; after 10 epochs each of the 10 came 3 times."""
-    stream = MixtureStream([Source(prompts("a", 10), 1, 0.3), Source(prompts("b", 4), 2)], seed=3)
+    stream = MixtureStream([PromptSource(prompts("a", 10), 1, 0.3), PromptSource(prompts("b", 4), 2)], seed=3)
     drawn: Counter[str] = Counter()
     for _ in range(10 * 11):
         drawn.update(prompt.problem.id for prompt in stream.take(1))
@@ -196,10 +196,10 @@ def test_a_weight_is_the_share_of_an_epoch_and_everybody_has_a_turn() -> None:
     assert stream.epoch == 10
     state = stream.state()
     expected = [prompt.problem.id for prompt in stream.take(9)]
-    again = MixtureStream([Source(prompts("a", 10), 1, 0.3), Source(prompts("b", 4), 2)], seed=3)
+    again = MixtureStream([PromptSource(prompts("a", 10), 1, 0.3), PromptSource(prompts("b", 4), 2)], seed=3)
     again.restore(state)
     assert [prompt.problem.id for prompt in again.take(9)] == expected
     with pytest.raises(DataError, match="training data changed"):
-        MixtureStream([Source(prompts("a", 10), 1, 0.4), Source(prompts("b", 4), 2)], seed=3).restore(state)
+        MixtureStream([PromptSource(prompts("a", 10), 1, 0.4), PromptSource(prompts("b", 4), 2)], seed=3).restore(state)
     with pytest.raises(DataError, match=r"weights are \[1.5\]"):
-        MixtureStream([Source(prompts("a", 10), 1, 1.5)], seed=3)
+        MixtureStream([PromptSource(prompts("a", 10), 1, 1.5)], seed=3)

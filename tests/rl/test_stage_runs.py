@@ -18,7 +18,7 @@ from fakes import problem
 from test_loop import PROBLEMS, STAGE, World
 
 from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluationConfig
-from or1_megatron.data.stream import MixtureStream, Source
+from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, ResumeError
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.loss import ClippedPolicyLoss
@@ -246,7 +246,7 @@ def test_steps_without_a_kept_group_end_the_run_at_the_limit(tmp_path: Path) -> 
 
 def mixed_stream() -> MixtureStream:
     prompts = [problem(j) for j in range(PROBLEMS)]
-    return MixtureStream([Source(prompts[:6]), Source(prompts[6:], repeat=2)], seed=3)
+    return MixtureStream([PromptSource(prompts[:6]), PromptSource(prompts[6:], repeat=2)], seed=3)
 
 
 def taken(world: World, steps: Sequence[int]) -> set[int]:

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,12 @@ from or1_megatron.data.pipeline.normalise import normalise
 from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.pipeline.sampling import OpenSampler
 from or1_megatron.data.pipeline.statements import Statements
-from or1_megatron.data.pipeline.steps import MakeVerifiers, Manifest, PipelineStep, Say, run_step
+from or1_megatron.data.pipeline.steps import Done, MakeVerifiers, Manifest, PipelineStep, Say, refuse_empty, run_step
 from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.files import write_atomically
 
 STATE = "build.json"
 DATASET = "dataset"
-
-
-@dataclass(frozen=True)
-class Done:
-    """A step of the build, as ``build.json`` lists it. ``cached``: its result was there before."""
-
-    manifest: Manifest
-    cached: bool
 
 
 def build(
@@ -53,16 +45,19 @@ def build(
         raise DataError(f"--until {until}: no such step in this recipe; expected one of: {', '.join(names)}")
     recipe.out.mkdir(parents=True, exist_ok=True)
     with _locked(recipe.out):
-        manifest, cached = normalise(recipe.out, recipe.sources, recipe.unusable, say)
-        done = [Done(manifest, cached)]
-        _report(done[-1], say)
-        _write_state(recipe, done, finished=False)
+        done: list[Done] = []
+
+        def note(step: Done) -> None:
+            done.append(step)
+            _report(step, say)
+            _write_state(recipe, done, finished=False)
+            refuse_empty(step.manifest)
+
+        note(normalise(recipe.out, recipe.sources, recipe.unusable, say))
         for number, step in enumerate(steps_of(recipe, make, open_sampler), start=1):
             if until == done[-1].manifest.step:
                 return done
-            done.append(Done(*_run(recipe, number, step, done, say)))
-            _report(done[-1], say)
-            _write_state(recipe, done, finished=False)
+            note(run_step(recipe.out, number, step, done[-1].manifest, say))
         if until is None:
             counts = write_dataset(recipe.out / DATASET, done[-1].manifest.candidate_shards(recipe.out))
             say("dataset: " + ", ".join(f"{count} {ability}" for ability, count in sorted(counts.items())))
@@ -117,19 +112,6 @@ def read_state(out: Path) -> dict[str, Any]:
 def manifests(out: Path) -> list[Manifest]:
     """Return the manifests of the newest build's steps, in order."""
     return [Manifest(**step) for step in read_state(out)["steps"]]
-
-
-def _run(recipe: Recipe, number: int, step: PipelineStep, done: Sequence[Done], say: Say) -> tuple[Manifest, bool]:
-    try:
-        return run_step(recipe.out, number, step, done[-1].manifest, say)
-    except DataError:
-        folder = f"steps/{number:02d}-{step.name}-*"
-        finished = sorted(recipe.out.glob(f"{folder}/manifest.json"), key=lambda path: path.stat().st_mtime)
-        if finished:  # it finished and left nothing: its ledger must be found
-            stored = json.loads(finished[-1].read_text())
-            stored["folder"] = str(finished[-1].parent.relative_to(recipe.out))
-            _write_state(recipe, [*done, Done(Manifest(**stored), False)], finished=False)
-        raise
 
 
 def _report(done: Done, say: Say) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.pipeline.build import manifests
-from or1_megatron.data.pipeline.records import ledger_schema, read_column
+from or1_megatron.data.pipeline.records import Candidate, ledger_schema, read_candidates, read_column
 from or1_megatron.data.rows import DataError
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One exclusion. ``number`` is the step's place in the build."""
+class ExcludedProblem:
+    """A row of the ledger."""
 
     id: str
     step: str
@@ -27,49 +28,32 @@ class Entry:
     statement: str
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A problem that the newest build kept."""
-
-    id: str
-    source: str
-    ability: str
-    origin: str
-    statement: str
-    difficulty: dict[str, int]
-    notes: dict[str, Any]
-
-
-def entries(out: Path) -> Iterator[Entry]:
-    """The whole ledger, in the order of the steps and of the rows."""
+def entries(out: Path) -> Iterator[ExcludedProblem]:
+    """Yield the whole ledger, in the order of the steps and of the rows."""
     names = ledger_schema().names
     for manifest in manifests(out):
         for shard in manifest.ledger_shards(out):
             for columns in read_column(shard, names):
                 for values in zip(*columns, strict=True):
                     row = dict(zip(names, values, strict=True))
-                    yield Entry(**{**row, "evidence": json.loads(row["evidence"])})
+                    yield ExcludedProblem(**{**row, "evidence": json.loads(row["evidence"])})
 
 
-def kept(out: Path) -> Iterator[Kept]:
-    """What went through all steps."""
-    names = ("id", "source", "ability", "origin", "statement", "difficulty", "notes")
+def kept(out: Path) -> Iterator[Candidate]:
+    """Yield what the newest build kept."""
     for shard in manifests(out)[-1].candidate_shards(out):
-        for columns in read_column(shard, names):
-            for values in zip(*columns, strict=True):
-                row = dict(zip(names, values, strict=True))
-                row |= {name: json.loads(row[name]) for name in ("difficulty", "notes")}
-                yield Kept(**row)
+        for rows in read_candidates(shard):
+            yield from rows
 
 
-def why(out: Path, wanted: str) -> list[Entry | Kept]:
-    """All that is known of a problem: by id (its first digits will do) or by origin, as in file.jsonl:12.
+def why(out: Path, wanted: str) -> list[ExcludedProblem | Candidate]:
+    """Return all that is known of a problem: by id (its first digits will do) or by origin, as in file.jsonl:12.
 
     One id can have several entries: an exact duplicate of the same source has the id of what it repeats.
     Raises DataError when there is no such problem, or the digits are those of several.
     """
-    found: list[Entry | Kept] = [row for row in kept(out) if _is(row, wanted)]
-    found += [entry for entry in entries(out) if _is(entry, wanted)]
+    every: Iterator[ExcludedProblem | Candidate] = chain(kept(out), entries(out))
+    found = [row for row in every if _is(row, wanted)]
     if not found:
         raise DataError(
             f"{wanted}: no such problem in {out}; expected a problem's id (16 hex digits, or the first of them) "
@@ -81,5 +65,5 @@ def why(out: Path, wanted: str) -> list[Entry | Kept]:
     return found
 
 
-def _is(row: Entry | Kept, wanted: str) -> bool:
+def _is(row: ExcludedProblem | Candidate, wanted: str) -> bool:
     return row.id.startswith(wanted) or row.origin == wanted or row.origin.endswith(f"/{wanted}")

@@ -12,15 +12,7 @@ from or1_megatron.data.files import files_of, is_hub_id, read_rows
 from or1_megatron.data.layouts import Published, detect_layout, read_published
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, candidate_id
-from or1_megatron.data.pipeline.steps import (
-    Manifest,
-    Say,
-    finish_step,
-    read_manifest,
-    refuse_empty,
-    step_key,
-    write_shard,
-)
+from or1_megatron.data.pipeline.steps import Done, Say, finish_step, read_manifest, step_key, write_shard
 from or1_megatron.data.rows import DataError, RowError
 from or1_megatron.data.unusable import FILE_NAME, Policy, UnusableRows
 
@@ -30,16 +22,13 @@ UNUSABLE = "unusable_row"
 """The reason in the ledger of a row that is left out here."""
 
 
-def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> tuple[Manifest, bool]:
-    """Return (the step's manifest, whether the step had finished before).
-
-    A row that is not of its layout is refused or excluded, as ``unusable`` says. Raises DataError.
-    """
+def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: Say) -> Done:
+    """Run the step. A row that is not of its layout is refused or excluded, as ``unusable`` says. Raises DataError."""
     settings = {"sources": [source.model_dump(mode="json") for source in sources], "unusable": unusable}
     key = step_key(NAME, settings, CODE, [source_digest(source) for source in sources])
     folder = f"steps/00-{NAME}-{key}"
-    if (done := read_manifest(out, folder, key)) is not None:
-        return done, True
+    if (finished := read_manifest(out, folder, key)) is not None:
+        return Done(finished, cached=True)
     (out / folder).mkdir(parents=True, exist_ok=True)
     started_s = time.perf_counter()
     writer, faults = _ShardWriter(out / folder), UnusableRows()
@@ -58,8 +47,7 @@ def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: 
     writer.flush()
     faults.settle(unusable, out / FILE_NAME, "unusable=drop")
     manifest = finish_step(out, folder, NAME, key, settings, writer.rows, time.perf_counter() - started_s)
-    refuse_empty(manifest)
-    return manifest, False
+    return Done(manifest, cached=False)
 
 
 class _ShardWriter:

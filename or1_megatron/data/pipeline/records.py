@@ -1,4 +1,4 @@
-"""What flows from step to step: candidates, and the exclusions that a ledger remembers. Both live in Parquet shards."""
+"""The records that flow from step to step, in Parquet shards: candidates, and the exclusions that a ledger lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHARD_ROWS = 20_000
 SHARD_CHARS = 64 << 20  # tests of code problems can be megabytes
-"""Limits of a shard of the first step: what is in memory at once, and what a killed step does again."""
+"""Limits of a shard of the first step: bounds the memory, and the work that a killed step repeats."""
 
 _EXCERPT_CHARS = 300
 
@@ -26,9 +26,9 @@ _EXCERPT_CHARS = 300
 class Candidate:
     """A problem on its way through the pipeline.
 
-    ``statement`` is what the source says and what duplicates are found by; ``instructions`` are added to it for the
-    model. ``solutions`` are reference solutions, possibly none: worked text (math) or source code (code). ``notes`` is
-    what the source or a step says about it (JSON-able), such as ``question_type`` or the votes.
+    ``statement`` is the source's text, by which duplicates are found; ``instructions`` are added to it for the model.
+    ``solutions`` are reference solutions, possibly none: worked text (math) or source code (code). ``notes`` come from
+    the source or a step (JSON-able), such as ``question_type`` or the votes.
     """
 
     id: str
@@ -46,20 +46,21 @@ class Candidate:
     def messages(self) -> tuple[Message, ...]:
         return (Message("user", self.statement + self.instructions),)
 
-    def problem(self, ground_truth: str | None = None) -> Problem:
-        """As verifiers see it; with another ground truth, if one is given."""
-        truth = self.ground_truth if ground_truth is None else ground_truth
-        return Problem(self.id, self.source, self.ability, self.messages, truth, dict(self.difficulty), self.origin)
+    def problem(self) -> Problem:
+        """Return the problem as verifiers see it."""
+        return Problem(
+            self.id, self.source, self.ability, self.messages, self.ground_truth, self.difficulty, self.origin
+        )
 
 
 def candidate_id(source: str, statement: str, instructions: str) -> str:
-    """The id that the problem will have in training."""
+    """Return the id that the problem will have in training."""
     return problem_id(source, (Message("user", statement + instructions),))
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Why a candidate goes no further: a short ``reason`` to count by, and the evidence for it (JSON-able)."""
+    """A candidate that is left out: a short ``reason`` to count by, and the evidence for it (JSON-able)."""
 
     candidate: Candidate
     reason: str
@@ -67,6 +68,7 @@ class Exclusion:
 
 
 Outcome = Candidate | Exclusion
+"""What a step decides about a candidate."""
 
 
 def candidate_schema() -> pa.Schema:
@@ -100,7 +102,7 @@ def write_candidates(path: Path, rows: Sequence[Candidate]) -> None:
 
 
 def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candidate]]:
-    """Batches of a shard, in its order."""
+    """Yield batches of a shard, in its order."""
     import pyarrow.parquet as pq
 
     names = candidate_schema().names
@@ -114,7 +116,7 @@ def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candida
 
 
 def read_column(path: Path, names: Sequence[str], batch_rows: int = 8192) -> Iterator[list[list[Any]]]:
-    """The named columns of a shard, in batches: [column][row]."""
+    """Yield the named columns of a shard, in batches: [column][row]."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
@@ -138,7 +140,7 @@ def write_ledger(path: Path, step: str, exclusions: Sequence[Exclusion]) -> None
 
 
 def write_table(path: Path, columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> None:
-    """A zstd Parquet file, whole or not there."""
+    """Write a zstd Parquet file, whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -128,6 +128,14 @@ class Manifest:
         return [out / self.folder / name for name in self.shards if name.startswith("ledger-")]
 
 
+@dataclass(frozen=True)
+class Done:
+    """A step of a build. ``cached``: its result was there before."""
+
+    manifest: Manifest
+    cached: bool
+
+
 def step_key(name: str, settings: Mapping[str, Any], code: Sequence[str], inputs: Any) -> str:
     """Return the cache key: a hash of the step's name, settings, code and input."""
     shared = ("data/pipeline/records.py", "data/pipeline/steps.py")
@@ -155,16 +163,12 @@ def read_manifest(out: Path, folder: str, key: str) -> Manifest | None:
     return manifest if whole and manifest.key == key else None
 
 
-def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: Say) -> tuple[Manifest, bool]:
-    """Return (the step's manifest, whether the step had finished before). Raises DataError when nothing is left.
-
-    A killed step resumes after its last finished shard.
-    """
+def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: Say) -> Done:
+    """Run a step on what the one before let through; a killed step resumes after its last finished shard."""
     key = step_key(step.name, step.settings(), step.code, before.digest)
     folder = f"steps/{number:02d}-{step.name}-{key}"
-    if (done := read_manifest(out, folder, key)) is not None:
-        refuse_empty(done)
-        return done, True
+    if (finished := read_manifest(out, folder, key)) is not None:
+        return Done(finished, cached=True)
     here = out / folder
     here.mkdir(parents=True, exist_ok=True)
     shards = before.candidate_shards(out)
@@ -185,8 +189,7 @@ def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: 
     finally:
         step.close()
     manifest = finish_step(out, folder, step.name, key, step.settings(), first, time.perf_counter() - started_s)
-    refuse_empty(manifest)
-    return manifest, False
+    return Done(manifest, cached=False)
 
 
 def _apply_to_shard(step: PipelineStep, shard: Path, first: int, folder: Path) -> None:
