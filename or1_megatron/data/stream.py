@@ -1,4 +1,4 @@
-"""The endless, shuffled, resumable supply of training prompts (``interfaces.ProblemStream``)."""
+"""The endless, shuffled, resumable supply of training prompts: implements ``interfaces.ProblemStream``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from or1_megatron.types import BoolArray, Int64Array, Prompt
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Prompts of one source; each occurs ``repeat`` times per epoch."""
+    """The prompts of one source; each occurs ``repeat`` times per epoch."""
 
     prompts: Sequence[Prompt]
     repeat: int = 1
     weight: float = 1.0
-    """Share of them, in (0, 1], that takes part in an epoch; over the epochs each has its turn evenly."""
+    """Share of the prompts, in (0, 1], that takes part in an epoch; over the epochs each takes part equally often."""
 
 
 class MixtureStream:
-    """Sources mixed by whole repeats, in an order that is a pure function of (seed, epoch).
+    """Mixes sources by whole repeats, in an order that is a pure function of (seed, epoch).
 
-    An epoch is a permutation of the *pool*: every prompt as often as its source repeats it. The cursor is (epoch,
-    position), so the state is small whatever the size of the data: two integers, a bitmap of what is excluded, and
-    the few entries that wait because their problem was already in the batch.
+    An epoch is a permutation of the *pool*, which holds every prompt as often as its source repeats it. The cursor is
+    (epoch, position), so the state is small whatever the size of the data: two integers, a bitmap of excluded prompts,
+    and the few entries that wait because their problem was already in the batch.
 
     Raises DataError when there are no prompts, a repeat is below 1, or a problem is in two sources.
     """
@@ -66,20 +66,19 @@ class MixtureStream:
 
     @property
     def left(self) -> int:
-        """How many different problems are left in the pool."""
+        """Different problems that are left in the pool."""
         return int((~self._excluded & (self._repeats > 0)).sum())
 
     @property
     def epoch(self) -> float:
-        """Epochs passed, as a fraction: for reports."""
+        """Epochs passed, with the fraction of the current one."""
         return self._epoch + self._position / max(len(self._order), 1)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts, all of different problems; crosses the ends of epochs.
+        """Return the next ``count`` prompts, all of different problems; crosses the ends of epochs.
 
-        An entry whose problem is already in this batch (a repeat, or the next epoch's) waits for the next one; no
-        more than ``repeat`` entries of a problem ever wait. Raises DataError when fewer than ``count`` problems
-        are left.
+        An entry whose problem is already in this batch (a repeat, or the next epoch's) waits for the next batch; at
+        most ``repeat`` entries of a problem wait. Raises DataError when fewer than ``count`` problems are left.
         """
         if count > self.left:
             absent = int((self._repeats == 0).sum())
@@ -112,10 +111,10 @@ class MixtureStream:
         return [self._prompts[index] for index in chosen]
 
     def mix(self, repeats: Sequence[int]) -> None:
-        """From now on each problem of source i occurs ``repeats[i]`` times per epoch, 0: not at all.
+        """Let each problem of source i occur ``repeats[i]`` times per epoch from now on; 0: not at all.
 
-        A change begins a new epoch, since an order is drawn for a whole one. Raises ValueError when the sources are
-        not as many, or none would be left.
+        A change begins a new epoch, since an order is drawn for a whole one. Raises ValueError when the number of
+        sources is another, or none would be left.
         """
         mixture = tuple(int(repeat) for repeat in repeats)
         if len(mixture) != len(self._mixture) or min(mixture) < 0 or not any(mixture):
@@ -135,7 +134,7 @@ class MixtureStream:
         self._pool = np.repeat(np.arange(len(self._prompts)), self._repeats)
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
-        """Leave these problems out from now on; returns how many are left.
+        """Leave these problems out from now on; return how many are left.
 
         Raises DataError, changing nothing, when none would be left; ValueError when an id is unknown.
         """
@@ -154,7 +153,7 @@ class MixtureStream:
         return self.left
 
     def state(self) -> Mapping[str, Any]:
-        """JSON-able: seed, cursor, exclusions (zlib + base64 of a bitmap over the data), fingerprint of the data."""
+        """Return seed, cursor, exclusions (zlib + base64 of a bitmap) and the data's fingerprint, JSON-able."""
         bitmap = zlib.compress(np.packbits(self._excluded).tobytes(), level=9)
         return {
             "fingerprint": self._fingerprint,
@@ -168,7 +167,7 @@ class MixtureStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where ``state`` was taken. Raises DataError when data or seed are not those of the state."""
+        """Resume exactly where ``state`` was taken. Raises DataError when data or seed are not those of the state."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the training data changed since the checkpoint: it had {state['problems']} problems with "
@@ -199,7 +198,7 @@ class MixtureStream:
         return order if (self._weights == 1).all() else order[self._takes_part(epoch)[order]]
 
     def _takes_part(self, epoch: int) -> BoolArray:
-        """Which prompts an epoch has: each has a phase of its own and comes whenever its weights add up to a whole."""
+        """Return which prompts an epoch has: each has its own phase, and comes when its weights add up to a whole."""
         phases = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed]))).permutation(
             len(self._prompts)
         ) / len(self._prompts)

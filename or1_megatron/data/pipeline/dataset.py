@@ -1,4 +1,4 @@
-"""The end of a build: Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it."""
+"""Write the dataset: Skywork-OR1-RL-Data's own layout, one Parquet file per ability, as ``or1 train`` loads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
-    """Write ``folder``/ABILITY.parquet anew, whole or not at all; problems by ability."""
+    """Write ``folder``/ABILITY.parquet anew, whole or not at all; return the number of problems by ability."""
     models = sorted({model for row in _rows(shards) for model in row.difficulty})
     aside = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(aside, ignore_errors=True)

@@ -33,7 +33,7 @@ _CODE = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
 
 
 class Original(NamedTuple):
-    """The row that stays, as the evidence names it."""
+    """A row that stays, as the evidence names it."""
 
     id: str
     source: str
@@ -182,7 +182,7 @@ def _of_abilities(abilities: Sequence[str]) -> UInt64Array:
 
 
 def _equal_pairs(keys: UInt64Array) -> Iterator[tuple[int, int]]:
-    """(first row of a key, later row of the same key)."""
+    """Yield (first row of a key, later row of the same key)."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -192,7 +192,7 @@ def _equal_pairs(keys: UInt64Array) -> Iterator[tuple[int, int]]:
 
 
 def _groups(keys: UInt64Array) -> list[NDArray[np.int64]]:
-    """Rows that are linked by shared keys, directly or through others: each group in order, of two rows at least."""
+    """Return groups of rows that share keys, directly or through others: each in order, of two rows at least."""
     rows = len(keys)
     ends = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
     for band in range(keys.shape[1]):
@@ -202,7 +202,7 @@ def _groups(keys: UInt64Array) -> list[NDArray[np.int64]]:
     one = np.concatenate([pair[0] for pair in ends])
     other = np.concatenate([pair[1] for pair in ends])
     label = np.arange(rows)
-    while True:  # everybody takes the smallest label in reach until nothing changes
+    while True:  # every row takes the smallest label in reach until nothing changes
         lowest = np.minimum(label[one], label[other])
         after = label.copy()
         np.minimum.at(after, one, lowest)
@@ -220,7 +220,7 @@ def _groups(keys: UInt64Array) -> list[NDArray[np.int64]]:
 
 
 def _parts(groups: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], limit: int) -> Iterator[list[list[int]]]:
-    """The groups in portions whose statements fit into ``limit`` bytes (one group at least)."""
+    """Yield the groups in portions whose statements fit into ``limit`` bytes (one group at least)."""
     portion: list[list[int]] = []
     size = 0
     for group in groups:
@@ -235,7 +235,7 @@ def _parts(groups: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], limi
 
 
 def _lengths(shards: Sequence[Path]) -> NDArray[np.int64]:
-    """Characters of each statement."""
+    """Return the number of characters of each statement."""
     found = [
         np.fromiter((len(text) for text in texts), dtype=np.int64)
         for shard in shards
@@ -245,7 +245,7 @@ def _lengths(shards: Sequence[Path]) -> NDArray[np.int64]:
 
 
 def _numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(number among all rows, the named columns) of every row."""
+    """Yield (number among all rows, the named columns) of every row."""
     number = 0
     for shard in shards:
         for batch in read_column(shard, columns):

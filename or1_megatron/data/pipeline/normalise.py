@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.files import files_of, is_hub_id, read_rows
 from or1_megatron.data.layouts import Published, detect_layout, read_published
 from or1_megatron.data.pipeline.recipe import BuildSource
-from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, candidate_id
+from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, Outcome, candidate_id
 from or1_megatron.data.pipeline.steps import Done, Say, finish_step, read_manifest, step_key, write_shard
 from or1_megatron.data.rows import DataError, RowError
 from or1_megatron.data.unusable import FILE_NAME, Policy, UnusableRows
@@ -31,48 +31,44 @@ def normalise(out: Path, sources: Sequence[BuildSource], unusable: Policy, say: 
         return Done(finished, cached=True)
     (out / folder).mkdir(parents=True, exist_ok=True)
     started_s = time.perf_counter()
-    writer, faults = _ShardWriter(out / folder), UnusableRows()
-    for source in sources:
-        before = writer.rows
-        for origin, row in published_rows(source):
-            if isinstance(row, RowError):
-                faults.add(row)
-                writer.add(_excluded(source, row))
-            else:
-                writer.add(_candidate(source, origin, row))
-        if writer.rows == before:
-            chosen = f"no row is left after select = {dict(source.select)}" if source.select else "holds no rows"
-            raise DataError(f"{source.path}: {chosen}; expected at least one")
-        say(f"{NAME}: {source.path}: {writer.rows - before} problems")
-    writer.flush()
+    faults, rows = UnusableRows(), 0
+    outcomes = (outcome for source in sources for outcome in _outcomes(source, faults, say))
+    for number, shard in enumerate(_shards(outcomes)):
+        write_shard(out / folder, f"part-{number:05d}.parquet", NAME, shard)
+        rows += len(shard)
     faults.settle(unusable, out / FILE_NAME, "unusable=drop")
-    manifest = finish_step(out, folder, NAME, key, settings, writer.rows, time.perf_counter() - started_s)
+    manifest = finish_step(out, folder, NAME, key, settings, rows, time.perf_counter() - started_s)
     return Done(manifest, cached=False)
 
 
-class _ShardWriter:
-    """Writes shards of bounded size."""
+def _shards(outcomes: Iterable[Outcome]) -> Iterator[list[Outcome]]:
+    shard: list[Outcome] = []
+    chars = 0
+    for outcome in outcomes:
+        shard.append(outcome)
+        if isinstance(outcome, Candidate):
+            chars += len(outcome.ground_truth) + sum(map(len, (outcome.statement, *outcome.solutions)))
+        if len(shard) == SHARD_ROWS or chars >= SHARD_CHARS:
+            yield shard
+            shard, chars = [], 0
+    if shard:
+        yield shard
 
-    def __init__(self, folder: Path) -> None:
-        self.rows = 0
-        self._folder, self._shards, self._chars = folder, 0, 0
-        self._kept: list[Candidate] = []
-        self._excluded: list[Exclusion] = []
 
-    def add(self, row: Candidate | Exclusion) -> None:
-        self.rows += 1
-        if isinstance(row, Exclusion):
-            self._excluded.append(row)
+def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[Outcome]:
+    """Yield the candidates of a source, and the exclusions of its unusable rows. Raises DataError without any row."""
+    count = 0
+    for origin, row in published_rows(source):
+        count += 1
+        if isinstance(row, RowError):
+            faults.add(row)
+            yield _excluded(source, row)
         else:
-            self._kept.append(row)
-            self._chars += len(row.ground_truth) + sum(map(len, (row.statement, *row.solutions)))
-        if len(self._kept) + len(self._excluded) == SHARD_ROWS or self._chars >= SHARD_CHARS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._kept or self._excluded:
-            write_shard(self._folder, f"part-{self._shards:05d}.parquet", NAME, self._kept, self._excluded)
-            self._kept, self._excluded, self._chars, self._shards = [], [], 0, self._shards + 1
+            yield _candidate(source, origin, row)
+    if not count:
+        chosen = f"no row is left after select = {dict(source.select)}" if source.select else "holds no rows"
+        raise DataError(f"{source.path}: {chosen}; expected at least one")
+    say(f"{NAME}: {source.path}: {count} problems")
 
 
 def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:

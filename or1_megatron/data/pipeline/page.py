@@ -1,4 +1,4 @@
-"""A build on one page that needs no network: the funnel, the sources, lengths and difficulty, as inline SVG."""
+"""Draw a build on one page without network: the funnel, the sources, lengths and difficulty, as inline SVG."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_page(build: Path, path: Path) -> None:
 
 
 def _of_the_kept(build: Path) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]]]:
-    """(statement lengths by ability, failures by model) of what is left."""
+    """Return (statement lengths by ability, failures by model) of the kept problems."""
     lengths: dict[str, Counter[int]] = {}
     difficulty: dict[str, Counter[int]] = {}
     for shard in manifests(build)[-1].candidate_shards(build):
@@ -66,7 +66,7 @@ def _of_the_kept(build: Path) -> tuple[dict[str, Counter[int]], dict[str, Counte
 
 
 def _binned(counts: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Powers of two: lengths are spread over orders of magnitude."""
+    """Bin by powers of two: lengths are spread over orders of magnitude."""
     bins: Counter[int] = Counter()
     for length, count in counts.items():
         bins[max(length, 1).bit_length() - 1] += count
@@ -74,7 +74,7 @@ def _binned(counts: Mapping[int, int]) -> list[tuple[str, int]]:
 
 
 def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
-    """Horizontal bars: name, length, and a remark at the right."""
+    """Draw horizontal bars: name, length, and a remark at the right."""
     longest = max((value for _, value, _ in rows), default=0) or 1
     drawn = []
     for place, (name, value, remark) in enumerate(rows):
@@ -124,7 +124,7 @@ def _reasons_table(reasons: Mapping[tuple[str, str], int], examples: Mapping[tup
 
 
 def _svg(height: int, shapes: Sequence[str]) -> str:
-    """At its own size: in a narrow window it is scrolled, for scaled letters cannot be read."""
+    """Draw at a fixed size, which scrolls in a narrow window: scaled letters could not be read."""
     return f'<div class="wide"><svg width="860" height="{height}">{"".join(shapes)}</svg></div>'
 
 

@@ -1,4 +1,4 @@
-"""Answers of models, kept for good: sampled once, used by every later build, whatever else of the recipe changes."""
+"""Results of models, stored for good: sampled once, used by every later build, whatever else of the recipe changes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
 
 
 class ResultStore:
-    """One JSONL file per model and way of asking; a line per answer, written at once. Survives kill -9.
+    """One JSONL file per model and request settings, with a line per result, written at once: it survives kill -9.
 
-    What is asked for again is looked up by (problem, sample).
+    A result is looked up by (problem, sample).
     """
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
-        """``request_settings``: what a result depends on beside the problem, such as sampling and prompt."""
+        """``request_settings``: all that a result depends on beside the problem, such as sampling and prompt."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([model, dict(request_settings)], sort_keys=True)
         safe = re.sub(r"[^\w.-]+", "_", model)
@@ -36,11 +36,11 @@ class ResultStore:
             self._known.setdefault(str(row["problem"]), {})[int(row["sample"])] = row["result"]
 
     def __len__(self) -> int:
-        """Problems of which something is known."""
+        """Return the number of problems with results."""
         return len(self._known)
 
     def of(self, problem: str) -> Mapping[int, Any]:
-        """The problem's results by sample."""
+        """Return the problem's results by sample."""
         return self._known.get(problem, {})
 
     def add(self, problem: str, sample: int, result: Any) -> None:

@@ -74,18 +74,21 @@ class Statements(PipelineStep):
         return self._config.model_dump(mode="json")
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [self._judged(row) for row in rows]
+        found = [self._fault(row) for row in rows]
+        return [row if fault is None else Exclusion(row, *fault) for row, fault in zip(rows, found, strict=True)]
 
-    def _judged(self, row: Candidate) -> Outcome:
-        found = self._of_any(row) or (self._of_math(row) if row.ability == "math" else _of_code(row, self._config))
-        return row if found is None else Exclusion(row, *found)
-
-    def _of_any(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
-        if len(row.statement) < self._config.min_chars:
-            return "statement_too_short", {"chars": len(row.statement), "expected_at_least": self._config.min_chars}
+    def _fault(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
+        """Return (reason, evidence) to exclude a row."""
+        config = self._config
+        if len(row.statement) < config.min_chars:
+            return "statement_too_short", {"chars": len(row.statement), "expected_at_least": config.min_chars}
+        if row.ability == "math":
+            return self._math_fault(row)
+        if config.figures and row.notes.get("pictures"):
+            return "figure", {"pictures": row.notes["pictures"]}
         return None
 
-    def _of_math(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
+    def _math_fault(self, row: Candidate) -> tuple[str, dict[str, Any]] | None:
         config, text = self._config, row.statement
         answer = _only_answer(row.ground_truth)
         kind = str(row.notes.get("question_type", ""))
@@ -108,12 +111,6 @@ class Statements(PipelineStep):
         if config.multiple_choice and (why := _chooses(text, answer, kind)) and len(_options(text)) < 2:
             return "choices_missing", {"found": why, "options": sorted(_options(text))}
         return None
-
-
-def _of_code(row: Candidate, config: StatementsConfig) -> tuple[str, dict[str, Any]] | None:
-    if config.figures and row.notes.get("pictures"):
-        return "figure", {"pictures": row.notes["pictures"]}
-    return None
 
 
 def _has(lower: str, parts: Sequence[str]) -> bool:

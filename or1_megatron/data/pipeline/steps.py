@@ -196,15 +196,14 @@ def _apply_to_shard(step: PipelineStep, shard: Path, first: int, folder: Path) -
     rows = [row for batch in read_candidates(shard) for row in batch]
     outcomes = step.apply(rows, first)
     assert len(outcomes) == len(rows)
-    kept = [outcome for outcome in outcomes if not isinstance(outcome, Exclusion)]
-    excluded = [outcome for outcome in outcomes if isinstance(outcome, Exclusion)]
-    write_shard(folder, shard.name, step.name, kept, excluded)
+    write_shard(folder, shard.name, step.name, outcomes)
 
 
-def write_shard(folder: Path, name: str, step: str, kept: Sequence[Candidate], excluded: Sequence[Exclusion]) -> None:
+def write_shard(folder: Path, name: str, step: str, outcomes: Sequence[Outcome]) -> None:
     """Write the ledger first: a shard whose candidates are there is done."""
+    excluded = [outcome for outcome in outcomes if isinstance(outcome, Exclusion)]
     write_ledger(folder / name.replace("part-", "ledger-"), step, excluded)
-    write_candidates(folder / name, kept)
+    write_candidates(folder / name, [outcome for outcome in outcomes if isinstance(outcome, Candidate)])
 
 
 def _is_done(folder: Path, shard: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Statements made comparable: formatting taken off, shingles and n-grams as integers, whole batches at once in NumPy.
+"""Make statements comparable: strip formatting, hash shingles and n-grams to integers, whole batches at once in NumPy.
 
 datasketch's MinHash, the usual library, takes about a millisecond for a statement, one permutation per row of NumPy:
 five times the budget. One-permutation hashing (Li, Owen, Zhang 2012) with densification (Shrivastava 2017) reads each
@@ -55,7 +55,7 @@ _DECIDING = frozenset(
 
 
 def plain(statement: str) -> str:
-    """Lower case, one space between words; numbering, LaTeX's dress and punctuation gone."""
+    """Return the text in lower case with single spaces, without numbering, LaTeX markup and punctuation."""
     text = statement if statement.isascii() else unicodedata.normalize("NFKC", statement)
     text = _NUMBERING.sub("", text.lower(), count=1)
     text = _MACRO.sub("", _LATEX.sub(" ", _FRACTION.sub(r"\\frac", text)))
@@ -63,7 +63,7 @@ def plain(statement: str) -> str:
 
 
 def comparable(statement: str) -> str:
-    """``plain``, and without what does not make the problem: commands ("find"), how the answer is to be written."""
+    """Return ``plain`` text without commands ("find") and without how the answer is to be written."""
     text = plain(statement)
     if "your" in text or "the answer" in text or "show all" in text:
         text = _BOILERPLATE.sub(" ", text)
@@ -72,14 +72,14 @@ def comparable(statement: str) -> str:
 
 
 def text_key(text: str) -> int:
-    """64 bits of a text, white space aside: equal for exact duplicates."""
+    """Return 64 bits of a text without its white space: equal for exact duplicates."""
     return int.from_bytes(hashlib.blake2b(text.replace(" ", "").encode(), digest_size=8).digest(), "big")
 
 
 def decisive(text: str) -> tuple[str, ...]:
-    """What must agree in two statements of the same problem, in order: numbers, and words that turn its meaning.
+    """Return what must agree, in order, in two statements of one problem: numbers, and words that turn its meaning.
 
-    In order, since 3 red and 5 blue balls are not 5 red and 3 blue ones.
+    The order counts: 3 red and 5 blue balls are not 5 red and 3 blue ones.
     """
     return tuple(
         word for word in words(text) if word in _DECIDING or word[0].isdecimal() or word.startswith(_DECIDING_STEMS)
@@ -91,19 +91,19 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str, chars: int) -> UInt64Array:
-    """The set of a text's runs of ``chars`` bytes, hashed; of a shorter text the one of all its bytes."""
+    """Return the set of a text's runs of ``chars`` bytes, hashed; of a shorter text the one of all its bytes."""
     found, _ = _batch_shingles([text], chars)
     return np.unique(found)
 
 
 def jaccard(one: UInt64Array, other: UInt64Array) -> float:
-    """Of two sorted sets."""
+    """Return the Jaccard similarity of two sorted sets."""
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / (len(one) + len(other) - shared)
 
 
 def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
-    """MinHash signatures [len(texts), size]: two rows agree in about the Jaccard share of their places."""
+    """Return MinHash signatures [len(texts), size]: two rows agree in about the Jaccard share of their places."""
     hashes, row_of = _batch_shingles(texts, chars)
     places = (((hashes >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
     found = np.full(len(texts) * size, np.iinfo(np.uint32).max, dtype=np.uint32)
@@ -112,7 +112,7 @@ def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
 
 
 def _densified(found: UInt32Array) -> UInt32Array:
-    """Empty places take what another place of the row holds, chosen by the place alone, so the same in every row."""
+    """Fill empty places from another place of the row, chosen by the place alone, so the same in every row."""
     empty = found == np.iinfo(np.uint32).max
     filled = found.copy()
     size = found.shape[1]
@@ -125,7 +125,7 @@ def _densified(found: UInt32Array) -> UInt32Array:
         if not len(rows):
             break
         takes = left & ~empty[rows][:, donors]
-        # mixed with the attempt, or places with one donor would count as several independent agreements
+        # mixed with the attempt, else places with one donor would count as several independent agreements
         values = found[rows][:, donors] * np.uint32(2 * attempt + 0x9E3779B1)
         filled[rows] = np.where(takes, values, filled[rows])
         left &= ~takes
@@ -135,7 +135,7 @@ def _densified(found: UInt32Array) -> UInt32Array:
 
 
 def band_keys(found: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Array:
-    """[rows, bands]: equal in a band only for rows that agree in all its places and in their guard."""
+    """Return keys [rows, bands]: equal in a band only for rows that agree in all its places and in their guard."""
     rows, size = found.shape
     grouped = found.reshape(rows, bands, size // bands).astype(np.uint64)
     keys = np.broadcast_to(guards[:, None], (rows, bands)) + np.arange(bands, dtype=np.uint64)
@@ -145,14 +145,14 @@ def band_keys(found: UInt32Array, bands: int, guards: UInt64Array) -> UInt64Arra
 
 
 def mixed(values: UInt64Array) -> UInt64Array:
-    """splitmix64's finaliser: every bit of the result depends on every bit of the value."""
+    """Apply splitmix64's finaliser: every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def ngram_hashes(word_lists: Sequence[Sequence[str]], size: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """(hash of every run of ``size`` words, which list it is of). Hashes hold within this process only."""
+    """Return (hash of every run of ``size`` words, its list's number). Hashes hold within this process only."""
     values = np.fromiter((hash(word) for words in word_lists for word in words), dtype=np.int64).astype(np.uint64)
     starts, row_of = _window_starts(np.array([len(words) for words in word_lists]), size)
     hashes = np.zeros(len(starts), dtype=np.uint64)
@@ -162,7 +162,7 @@ def ngram_hashes(word_lists: Sequence[Sequence[str]], size: int) -> tuple[UInt64
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """(hash of every shingle, number of its text), shorter texts padded to one shingle."""
+    """Return (hash of every shingle, number of its text); shorter texts are padded to one shingle."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     starts, row_of = _window_starts(np.array([len(code) for code in coded]), chars)
@@ -173,7 +173,7 @@ def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDAr
 
 
 def _window_starts(lengths: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts of all windows of ``size`` that lie within one of the concatenated parts, and each one's part."""
+    """Return the starts of all windows of ``size`` within one of the concatenated parts, and each one's part."""
     counts = np.maximum(lengths - size + 1, 0)
     offsets = np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
     row_of = np.repeat(np.arange(len(lengths)), counts)
