@@ -157,7 +157,7 @@ def test_the_budget_of_the_node_is_kept_by_all_together_and_blames_no_submission
         group.rmdir()
     together, apart = done.stdout.splitlines()
     assert together == str([b"209715200"] * 4), done
-    assert apart == "killed for want of memory on this node, within its own limit", done
+    assert apart == "killed because this node ran out of memory; the program was within its own limit", done
 
 
 def test_two_sandboxes_of_a_process_have_groups_of_their_own() -> None:

@@ -1,12 +1,12 @@
 """Tests written as Python: asserts over the submission's names, and LeetCode's ``check(candidate)``.
 
-They are never run as they stand beside the submission, since what they expect would lie next to it. An assert that
-compares one call of literals with a literal becomes a ``CallTest``: the arguments go in, the result comes out. If one
-statement of a row is anything else, the whole row is a ``ProgramTest``: the program runs in a sandbox of its own
-and its calls travel to the submission's as data (``verify.code.in_sandbox.program_runner``).
+They never run beside the submission, which could read what they expect. An assert that compares one call of literals
+with a literal becomes a ``CallTest``: the arguments go in, the result comes out. If any statement of a row is something
+else, the whole row is a ``ProgramTest``: the program runs in a sandbox of its own, and its calls travel to the
+submission's as data (``verify.code.in_sandbox.program_runner``).
 
-What would let the submission judge itself is refused when the data is loaded: a truth value that a function of the
-submission's gives about another of its results, such as ``assert same(f(1), [2])`` with ``same`` defined nowhere.
+Tests by which a submission could judge itself are refused when the data is loaded, such as ``assert same(f(1), [2])``
+with ``same`` defined nowhere: a function of the submission would judge a result of the submission.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAME = {"is_same_list": "list_node", "is_same_tree": "tree_node"}
 
 
 def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
-    """Of an ``assert_case``. Raises ValueError."""
+    """Return the tests of an ``assert_case``. Raises ValueError."""
     if isinstance(cases, str):
         cases = [cases]
     if not isinstance(cases, list) or not all(isinstance(case, str) for case in cases):
@@ -44,7 +44,7 @@ def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
-    """Of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
+    """Return the tests of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -87,7 +87,7 @@ def _split_all(statements: Sequence[ast.stmt], entry_point: str | None) -> tuple
 
 
 def _split(test: ast.expr, entry_point: str | None) -> tuple[Mapping[str, Any], Any, Comparison] | None:
-    """(call, expected value, how to compare), or None when the assert is no comparison of a call with a literal."""
+    """Return (call, expected value, how to compare), or None when the assert does not compare a call with a literal."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         call = _call(test.operand, entry_point)
         return None if call is None else (call, False, "truth")
@@ -111,7 +111,7 @@ def _split(test: ast.expr, entry_point: str | None) -> tuple[Mapping[str, Any], 
 
 
 def _call(node: ast.expr, entry_point: str | None) -> Mapping[str, Any] | None:
-    """The request for a call of the submission with literal arguments; None for any other expression."""
+    """Return the request for a call of the submission with literal arguments; None for any other expression."""
     if not isinstance(node, ast.Call) or any(keyword.arg is None for keyword in node.keywords):
         return None
     name = ast.unparse(node.func)
@@ -130,8 +130,10 @@ def _call(node: ast.expr, entry_point: str | None) -> Mapping[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:
-    """The value of a literal, boxed in a tuple (it may be None itself); ``list_node([...])`` and ``tree_node([...])``
-    count as such. None for anything else, and for what cannot travel."""
+    """Return a literal's value in a tuple (since the value may be None); None for anything else.
+
+    ``list_node([...])`` and ``tree_node([...])`` are literals too. Values that cannot be encoded are not.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1 and not node.keywords:
         builder = {"list_node": build_list, "tree_node": build_tree}.get(node.func.id)
         values = _literal(node.args[0])
@@ -147,7 +149,7 @@ def _literal(node: ast.expr) -> tuple[Any] | None:
 
 
 def _remote_names(module: ast.Module) -> set[str]:
-    """Return the names that a test program uses and nobody gives it: the submission's."""
+    """Return the names that a test program uses but neither binds nor is given: the submission's."""
     used, bound = names_of(module)
     modules = {line.removeprefix("import ") for line in module_imports(module).strip().split("; ") if line}
     return {name for name in used if name not in bound | _HELPERS | modules and not hasattr(builtins, name)}
@@ -166,8 +168,8 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
 
 
 def _judged_inside(test: ast.expr, remote: set[str]) -> bool:
-    """Whether the truth of ``test`` is what the submission says about a submission's result, or only its results
-    compared with each other."""
+    """Whether the submission decides the truth of ``test``: by a call about one of its results, or by comparing its
+    results only with each other."""
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote) for value in test.values)
     if isinstance(test, ast.UnaryOp):

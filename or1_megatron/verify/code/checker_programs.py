@@ -1,11 +1,11 @@
-"""Checkers that are programs, for problems with several valid outputs: Python functions and testlib-style binaries.
+"""Runs checkers that are programs, for problems with several valid outputs: Python functions and testlib's binaries.
 
-Both come from the data, not from the submission, and run in a sandbox all the same; the submission's output reaches
-them as data, after its process is gone.
+Both come from the data, not from the submission, and still run in a sandbox. They get the submission's output as data,
+after its process has ended.
 
-- ``python``: source that defines ``check(input, output, answer) -> bool``; texts for standard input and output, and
-  for calls the argument list, the result and the expected value. An exception refuses too: the output could not be
-  read; but a name or attribute that is missing, or a source that does not run, means that the checker is broken.
+- ``python``: source that defines ``check(input, output, answer) -> bool``. It gets texts for standard input and output,
+  and for calls the argument list, the result and the expected value. An exception refuses the output, which could not
+  be read; but a missing name or attribute, or a source that does not run, means that the checker is broken.
 - ``testlib``: C++ that is compiled when the data is loaded (cached by hash), or a ready binary in base64, called as
   ``checker input output answer``. Exit status 0 accepts; 1, 2 and 7 (wrong, badly formed, partial) refuse; any other
   means that the checker failed.
@@ -40,7 +40,7 @@ _ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})
 
 
 class CheckerFailed(Or1Error):
-    """The checker itself gave no verdict; says nothing about the submission."""
+    """The checker itself gave no verdict, which says nothing about the submission."""
 
 
 class CheckerPrograms:
@@ -50,10 +50,10 @@ class CheckerPrograms:
         self._sandbox = sandbox
         self._headers = headers
         self._cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "or1_megatron"
-        self._binaries: dict[str, bytes] = {}  # by the source's hash
+        self._binaries: dict[str, bytes] = {}  # by the hash of the source
 
     def prepare(self, checker: Checker) -> None:
-        """What can be checked before the run: raises ValueError for a checker that does not parse or compile."""
+        """Check a checker before the run. Raises ValueError when it does not parse or compile."""
         if checker.kind == "testlib":
             self._binary(checker)
         elif checker.kind == "python":
@@ -65,12 +65,12 @@ class CheckerPrograms:
                 raise ValueError("checker python: expected its source to define check(input, output, answer)")
 
     def accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
-        """Raises CheckerFailed. Texts, and bytes for what was written; for calls values, and the result encoded."""
+        """Whether the checker accepts the output, which is bytes, or a call's result, encoded. Raises CheckerFailed."""
         if checker.kind == "python":
             found = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
             try:
                 arguments = json.dumps([encode(given), found, encode(expected)])
-            except RecursionError:  # only the output's depth is not the data's
+            except RecursionError:  # of the three only the output can be nested too deeply
                 return False
             return self._python(checker.parameters["source"], arguments)
         files = {"checker": self._binary(checker), "input": given, "output": output, "answer": expected}
@@ -140,7 +140,7 @@ class CheckerPrograms:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Aside and then renamed: several verifiers may compile the same checker at once."""
+    """Write beside the file and rename: several verifiers may compile the same checker at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_bytes(content)

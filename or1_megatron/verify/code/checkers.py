@@ -1,15 +1,15 @@
-"""How an output is compared with what was expected, outside the sandbox. Pure functions, named by the row.
+"""Compares an output with the expected one, outside the sandbox: pure functions, which the row names.
 
 A ground truth's key ``checker`` is one of these names, or an object with ``kind`` and its parameters:
 
-- ``lines`` (default): see ``lines_match``; ``exact``: the very text; ``tokens``: white space does not matter.
-- ``float`` {tolerance, absolute, relative}: tokens, numbers within a tolerance.
+- ``lines`` (default): see ``lines_match``; ``exact``: the same text; ``tokens``: white space does not matter.
+- ``float`` {tolerance, absolute, relative}: tokens, where numbers may differ by a tolerance.
 - ``unordered_lines``, ``unordered_tokens``: in any order, each as often as expected.
 - ``any_of`` {of}: each expected output is a list of accepted ones, judged by the checker ``of``.
-- ``unordered`` (calls): a list as a multiset. ``nested_unordered``: the lists within as well.
+- ``unordered`` (calls): a list in any order. ``nested_unordered``: also the lists in it.
 - ``python`` {source}, ``testlib`` {source or binary, files}: a program, in ``verify.code.checker_programs``.
 
-What comes out of a sandbox is bytes or plain data; anything that cannot be read is simply not equal.
+A sandbox gives bytes or plain data. Anything that cannot be read is not equal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 from or1_megatron.verify.code.codec import decode
 
 FLOAT_TOLERANCE = 1e-6
-"""Of checker ``float`` where the row names none: absolute or relative, as most judges have it."""
+"""The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
 
 _CALL_TOLERANCE = 1e-9
-_MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take our own time
+_MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take us too long
 
 PROGRAM_KINDS = frozenset({"python", "testlib"})
 
@@ -46,7 +46,7 @@ class Checker:
 
 
 def parse_checker(value: Any, calls: bool) -> Checker:
-    """The checker that a row names; None: the default. Raises ValueError naming what was found and expected."""
+    """Return the checker that a row names; the default for None. Raises ValueError saying what was expected."""
     if value is None:
         return Checker("json" if calls else "lines")
     named = {"kind": value} if isinstance(value, str) else value
@@ -77,7 +77,7 @@ def parse_checker(value: Any, calls: bool) -> Checker:
 
 
 def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
-    """Whether a standard output is what was expected (any_of: a list of texts)."""
+    """Whether a standard output is the expected one. For any_of, ``expected`` is a list of texts."""
     if checker.of is not None:
         return any(text_matches(output, one, checker.of) for one in expected)
     check = _TEXT_CHECKS[checker.kind]
@@ -85,7 +85,7 @@ def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
 
 
 def value_matches(found: Any, expected: Any, checker: Checker) -> bool:
-    """Whether a call's result, encoded (``verify.code.codec``), is what was expected."""
+    """Whether a call's result, encoded (``verify.code.codec``), is the expected one."""
     try:
         if checker.of is not None:
             return any(value_matches(found, one, checker.of) for one in expected)
@@ -95,9 +95,9 @@ def value_matches(found: Any, expected: Any, checker: Checker) -> bool:
 
 
 def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
-    """Line by line after stripping both texts: equal tokens, or all tokens equal as exact decimals ("1.0" is "1").
+    """Compare two texts, stripped, line by line: tokens must be equal as text or as exact decimals ("1.0" is "1").
 
-    The rule of LiveCodeBench's harness, except that white space within a line never matters.
+    This is the rule of LiveCodeBench's harness, except that white space within a line never matters.
     """
     if not _as_many_lines(text, expected):
         return False
@@ -117,7 +117,7 @@ def _decimals_equal(found: str, expected: str) -> bool:
 
 
 def _decimal(token: str) -> Decimal | None:
-    """The number that a token spells in ASCII; None for others (Python would also take other scripts' digits)."""
+    """Return the number that a token spells in ASCII, or None (Python would also take other scripts' digits)."""
     if len(token) > _MAX_DECIMAL_CHARS or not token.isascii() or "_" in token:
         return None
     try:
@@ -155,7 +155,7 @@ def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
 
 
 def _as_many_lines(text: str, expected: str) -> bool:
-    """Counted before they are made, for an output may have millions."""
+    """Whether the texts have as many lines. Lines are counted before they are split: there may be millions."""
     return text.strip().count("\n") == expected.strip().count("\n")
 
 
@@ -164,7 +164,7 @@ def _line_tokens(text: str) -> list[list[str]]:
 
 
 def _json_equal(found: Any, expected: Any, _: Mapping[str, Any]) -> bool:
-    """As JSON values: tuples as lists, linked structures as their values, floats to 1e-9, True never 1."""
+    """Compare as JSON values: tuples as lists, linked structures as their values, floats to 1e-9, True never 1."""
     return _equal(as_json(found), expected)
 
 
@@ -183,7 +183,7 @@ def _same_multiset(found: Any, expected: Any, depth: int) -> bool:
 
 
 def _multiset(value: Any, depth: int) -> str:
-    """The value's JSON with its lists, down to ``depth``, in the order of their items' own; -1: all of them."""
+    """Return the value's JSON with its lists sorted by their items' JSON, down to ``depth`` (-1: all of them)."""
     if not isinstance(value, list) or depth == 0:
         return json.dumps(value, sort_keys=True)
     return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
@@ -194,7 +194,7 @@ def _call_floats(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bo
 
 
 def as_json(encoded: Any, sets: bool = False) -> Any:
-    """An encoded value as JSON would hold it: tuples as lists, keys as strings; sets as lists where allowed."""
+    """Return an encoded value as JSON holds it: tuples as lists, keys as strings, sets as lists where allowed."""
     if isinstance(encoded, list):
         return [as_json(item, sets) for item in encoded]
     if not isinstance(encoded, dict):
@@ -210,7 +210,7 @@ def as_json(encoded: Any, sets: bool = False) -> Any:
 
 
 def plain(encoded: Any) -> Any:
-    """An encoded value as exact built-in types, nodes as (tag, values). Raises as ``codec.decode``."""
+    """Return an encoded value as exact built-in types, nodes as (tag, values). Raises as ``codec.decode`` does."""
     return decode(encoded, nodes=False)
 
 

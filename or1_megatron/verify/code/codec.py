@@ -1,7 +1,7 @@
-"""Values as plain JSON and back: what may cross between a submission's process, a test program's and ours.
+"""Turns values into plain JSON and back, to cross between a submission's process, a test program's and ours.
 
-Standard library only and importing nothing of ours: the text of this file is also given to the programs inside the
-sandboxes. Decoding builds exact built-in types (and the two LeetCode structures), never an object of the sender's.
+It imports only the standard library, because the programs inside the sandboxes import it too. Decoding builds exact
+built-in types (and the two LeetCode structures), never an object of the sender's classes.
 
 None, bool, str, list, float and small int stand for themselves; everything else is an object with one key, its tag:
 ``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BIG = 1 << 4096  # beyond it decimal conversion, quadratic in the digits, is worth avoiding and Python may refuse it
+_BIG = 1 << 4096  # above it, decimal conversion is slow (quadratic) and Python may refuse it
 _MAX_NODES = 1_000_000
 
 
@@ -34,7 +34,7 @@ class TreeNode:
 
 
 def encode(value: Any) -> Any:
-    """Raises TypeError for what is not data, ValueError for a linked structure that does not end."""
+    """Encode a value. Raises TypeError for anything but data, ValueError for a linked structure that does not end."""
     if value is None or isinstance(value, (bool, str)):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
@@ -61,8 +61,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(encoded: Any, list_node: Any = ListNode, tree_node: Any = TreeNode, nodes: bool = True) -> Any:
-    """The inverse of encode. ``list_node`` and ``tree_node`` make the nodes; without ``nodes``, a structure is the
-    pair (tag, values). Raises ValueError or TypeError for anything else."""
+    """Decode a value. ``list_node`` and ``tree_node`` make the nodes; without ``nodes``, a structure becomes the pair
+    (tag, values). Raises ValueError or TypeError for anything that was not encoded."""
     if isinstance(encoded, list):
         return [decode(item, list_node, tree_node, nodes) for item in encoded]
     if not isinstance(encoded, dict):
@@ -99,7 +99,7 @@ def build_list(values: Any, list_node: Any = ListNode) -> Any:
 
 
 def build_tree(values: Any, tree_node: Any = TreeNode) -> Any:
-    """From LeetCode's level order: the children of missing nodes are not listed."""
+    """Build a tree from LeetCode's level order, which does not list the children of missing nodes."""
     pending = iter(list(values))
     first = next(pending, None)
     root = None if first is None else tree_node(first)
@@ -125,7 +125,7 @@ def walk_list(node: Any) -> list[Any]:
 
 
 def walk_tree(root: Any) -> list[Any]:
-    """LeetCode's level order: None for a missing child, trailing ones left out."""
+    """Return LeetCode's level order: None for a missing child, but not at the end."""
     values: list[Any] = []
     level = [root]
     for node in level:

@@ -1,9 +1,9 @@
-"""The ground truths of code problems: read, validated at load, and turned into tests that hide what they expect.
+"""Reads the ground truths of code problems, validates them and turns them into tests that hide what they expect.
 
 Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
 
 - ``{inputs, outputs}``: standard input and output; with ``fn_name``, arguments and results of a call.
-- ``{assert_case}``: statements, most of them asserts, over the submission's names.
+- ``{assert_case}``: statements, most of them asserts, that use the submission's names.
 - ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
 - ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
 
@@ -38,7 +38,7 @@ _KINDS = (
 
 
 def parse_code_tests(ground_truth: str) -> CodeTests:
-    """Raises ValueError naming what is wrong: not JSON, unknown kind, no tests, mismatched inputs and outputs, ..."""
+    """Return a row's tests. Raises ValueError: not JSON, unknown kind, no tests, mismatched inputs and outputs, ..."""
     try:
         decoded = from_json(ground_truth)
     except ValueError as error:

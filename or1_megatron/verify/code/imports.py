@@ -1,7 +1,7 @@
-"""The imports that graders put before a submission, added only where they are missed.
+"""Adds the imports that graders put before a submission, where it needs them.
 
-LeetCode's and LiveCodeBench's harnesses execute a long list of star imports first, and models have learnt to rely on
-it: ``List``, ``defaultdict``, ``inf`` unimported. Importing all of them costs each test tens of milliseconds, so only
+LeetCode's and LiveCodeBench's harnesses execute a long list of star imports first, and models rely on it: they use
+``List``, ``defaultdict``, ``inf`` without importing them. All those imports cost tens of milliseconds per test, so only
 the names that a program uses and never binds are imported.
 """
 
@@ -14,18 +14,18 @@ from collections.abc import Mapping, Set
 from functools import cache
 
 RECURSION_LIMIT = 50_000
-"""LiveCodeBench's."""
+"""The recursion limit of LiveCodeBench's harness."""
 
 _MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""In the order of the star imports: where two have the same name the later wins, and modules win over all."""
+"""The order of the star imports: of two equal names the later wins, and modules win over all."""
 
 
 @cache
 def _statements() -> Mapping[str, str]:
-    """Name → the statement that imports it."""
+    """Return, for each name, the statement that imports it."""
     found: dict[str, str] = {}
     for module_name in _MODULES:
         module = importlib.import_module(module_name)
@@ -35,16 +35,16 @@ def _statements() -> Mapping[str, str]:
 
 
 def missing_imports(tree: ast.Module, given: Set[str] = frozenset()) -> str:
-    """Import statements, on one line, for the well-known names that ``tree`` uses and binds nowhere; "" for none.
+    """Return import statements, on one line, for the well-known names that ``tree`` uses and never binds.
 
-    ``given`` are names that it has from elsewhere.
+    ``given`` are names that are bound elsewhere.
     """
     used, bound = names_of(tree)
     return "; ".join(_statements()[name] for name in used if name not in bound | given and name in _statements())
 
 
 def module_imports(tree: ast.Module) -> str:
-    """Imports of the well-known modules that ``tree`` uses as ``module.name`` without importing them, as one line."""
+    """Return, on one line, imports of well-known modules that ``tree`` uses as ``module.name`` but does not import."""
     _, bound = names_of(tree)
     used = {
         node.value.id: None
@@ -56,9 +56,9 @@ def module_imports(tree: ast.Module) -> str:
 
 
 def with_imports(source: str, prefix: str = "") -> str:
-    """The source with what it and ``prefix``, which runs before it, miss imported, and the graders' recursion limit.
+    """Return the source with the graders' recursion limit and the imports that it and ``prefix`` lack.
 
-    The added line comes after the ``from __future__`` statements. Raises SyntaxError.
+    ``prefix`` runs before it. The added line comes after the ``from __future__`` statements. Raises SyntaxError.
     """
     tree = ast.parse(source)
     given = names_of(ast.parse(prefix))[1] if prefix else frozenset()
@@ -72,7 +72,7 @@ def with_imports(source: str, prefix: str = "") -> str:
 
 
 def names_of(tree: ast.AST) -> tuple[list[str], set[str]]:
-    """(names that are read, in order; names that are bound anywhere, a star import binding all of its module's)."""
+    """Return (the names that are read, in order; the names that are bound, also by star imports)."""
     used: dict[str, None] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):

@@ -1,7 +1,7 @@
-"""LiveCodeBench's tests: public ones as JSON, private ones as JSON or as base64 of zlib of a pickle of the JSON text.
+"""Reads LiveCodeBench's tests: public ones in JSON, private ones in JSON or in base64 of zlib of a pickle of JSON text.
 
-The pickle is never loaded: it may hold one string and nothing else, and that string is read off its opcodes, so no
-object can be made and nothing can be called.
+The pickle is never loaded. It may hold one string and nothing else, which is read from its opcodes, so that it can
+neither make an object nor call anything.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEST_BYTES = 1 << 30
-"""Of one problem's private tests, decompressed: the largest in the wild are a few hundred MB."""
+"""The largest size of one problem's private tests, decompressed. Real ones have a few hundred MB at most."""
 
 _STRINGS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"})
 _HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
 
 
 def as_input_output(decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's tests as {inputs, outputs, fn_name?, starter_code?}, public ones first.
+    """Return a row's tests as {inputs, outputs, fn_name?, starter_code?}, public ones first.
 
     Raises ValueError naming the field, what was found and what was expected.
     """
@@ -64,7 +64,7 @@ def _private(text: str) -> Any:
 
 
 def decompress(text: str) -> str:
-    """The text within base64 of zlib of a pickle. Raises ValueError."""
+    """Return the text in base64 of zlib of a pickle. Raises ValueError."""
     try:
         unpacker = zlib.decompressobj()
         pickled = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TEST_BYTES)

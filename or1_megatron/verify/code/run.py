@@ -1,8 +1,8 @@
-"""Runs a problem's tests against a submission, each kind its own way, and says of each test how it ended.
+"""Runs a problem's tests against a submission and says how each of them ended.
 
-Where things are: the submission and one test's input in a sandbox; a test program or a checker in another; what is
-expected, and the comparison, here. A call's answer counts only when it repeats the nonce that went in with the call,
-so what a submission writes beforehand or out of turn is worth nothing.
+The submission and one test's input are in a sandbox, a test program or a checker in another; expected outputs stay
+here, where they are compared. A call's answer counts only when it repeats the nonce that came with the call, so
+anything that a submission writes beforehand or out of turn is ignored.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CALL_SERVER = own_program("call_server")
 _PROGRAM_RUNNER = own_program("program_runner")
 _SHOWN_CHARS = 80
 _OUT_OF_TURN = "wrote to the channel out of turn"
-_PROGRAM_CPU_TIMES = 4  # a test program makes many calls; each has the wall limit, all of them this many CPU limits
+_PROGRAM_CPU_TIMES = 4  # a test program makes many calls: each has the wall time limit, all have this many CPU limits
 
 
 @dataclass(frozen=True, slots=True)
 class TestOutcome:
-    """How one test ended. ``failure``: why the submission failed it; None when it passed, and only then."""
+    """How one test ended. ``failure``: why the submission failed it; None when it passed."""
 
     name: str
     failure: str | None
@@ -45,7 +45,7 @@ class TestOutcome:
 
 
 class CodeRun:
-    """One problem's tests in a sandbox. Its limits are each test's; ``budget_s`` is the wall time of all together."""
+    """Runs tests in a sandbox, whose limits apply to each test; ``budget_s`` is the wall time of all together."""
 
     def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
         self._sandbox = sandbox
@@ -54,7 +54,7 @@ class CodeRun:
         self._budget_s = budget_s
 
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
-        """Test by test, as they are run: stop asking to stop early.
+        """Run test after test and yield each outcome. A caller that stops iterating stops the run.
 
         Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
         """
@@ -111,7 +111,7 @@ class CodeRun:
         return None if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
-        """Between the test program's box and the submission's we only carry lines."""
+        """Carry lines between the test program's sandbox and the submission's."""
         limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
         if key := limits.keys.get("cpu_time"):
             limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
@@ -141,9 +141,9 @@ class CodeRun:
 
 
 class _Calls:
-    """A submission, loaded when first called. One box for all calls, each in a fork of it.
+    """A submission in a sandbox, loaded at the first call. Each call runs in a fork of it.
 
-    With ``program_limits`` the calls are a test program's: one process holds all of them and the objects they make.
+    With ``program_limits`` the calls are a test program's: one process runs them all and holds the objects they make.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Calls:
     ) -> None:
         self._sandbox, self._tests, self._source = sandbox, tests, source
         self._limits = program_limits
-        self._forks = False  # until a box says that it can
+        self._forks = False  # until the call server says that it can
         self._session: Session | None = None
 
     def load(self) -> None:
@@ -169,7 +169,7 @@ class _Calls:
         self._forks = bool(answer.get("forks"))
 
     def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """{value} or {raised}. Raises SessionEnded; the next call then finds a fresh box."""
+        """Return {value}, {raised} or {died}. Raises SessionEnded; the next call then gets a fresh sandbox."""
         if self._session is None:
             self.load()
         try:
@@ -177,7 +177,7 @@ class _Calls:
         except SessionEnded:
             self.close()
             raise
-        if self._limits is None and not self._forks:  # no forks here: the next call gets a box of its own
+        if self._limits is None and not self._forks:  # no forks here: the next call gets a sandbox of its own
             self.close()
         return answer
 
@@ -207,7 +207,7 @@ class _Calls:
 
 
 def _from_program(judge: Session, line: bytes, asked: int) -> bytes:
-    """Return the test program's next line. Once it has been given answers, these are to blame when it ends."""
+    """Return the test program's next line. Once it has had an answer, the submission is to blame when it ends."""
     try:
         return judge.ask(line)
     except SessionEnded as error:
@@ -224,7 +224,7 @@ def _passed_on(answer: Mapping[str, Any]) -> bytes:
 
 
 def _object(line: bytes) -> Mapping[str, Any]:
-    """Of a hostile line: never raises anything but SessionEnded."""
+    """Return the JSON object of a line, which may be hostile. Raises nothing but SessionEnded."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -250,9 +250,9 @@ def _compares(found: Any, test: CallTest) -> bool:
 
 
 def _same_size(found: Any, expected: Any) -> bool:
-    """Whether two encoded values have as many items, all the way down, and so may be equal.
+    """Whether two encoded values have equally many items at every level, and so may be equal.
 
-    Only what passes is decoded: a set of a hundred thousand integers with one hash would keep us for minutes.
+    Only then are they decoded: a set of a hundred thousand integers with one hash would take minutes.
     """
     if isinstance(found, dict) and isinstance(expected, dict):
         ((_, found),), ((_, expected),) = found.items(), expected.items()

@@ -1,4 +1,4 @@
-"""The tests of one code problem, as records: what the submission's process may know, and what stays outside."""
+"""The tests of one code problem, as records: what the submission's process may see, and what it may not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from or1_megatron.verify.code.checkers import Checker
 from or1_megatron.verify.code.codec import encode
 
 Comparison = Literal["json", "wrapped", "python", "identity", "truth"]
-"""How a call's result is judged. json: by the row's checker. wrapped: so, or against the one item of the list that is
-expected (data whose outputs are lists, not texts, often wrap the one result). python: as ``==`` of decoded built-in
-values does. identity: as ``is`` does with True, False and None. truth: by its truth value."""
+"""How a call's result is judged. json: by the row's checker. wrapped: likewise, but the expected list's one item is
+accepted too (data whose outputs are lists, not texts, often wrap the one result). python: by ``==`` of decoded built-in
+values. identity: by ``is`` with True, False or None. truth: by its truth value."""
 
 _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
@@ -30,7 +30,7 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """One call. ``request`` is all that the submission's process learns of it."""
+    """One call. ``request`` is all that the submission's process sees of it."""
 
     name: str
     request: Mapping[str, Any]
@@ -52,7 +52,7 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """All tests of one problem; ``prefix`` is source that stands before the submission's, with no expectation in it.
+    """All tests of one problem. ``prefix``: source that is put before the submission's; it expects nothing.
 
     ``starter``: source whose annotations say which arguments are nodes when the submission's own do not.
     """
@@ -64,7 +64,7 @@ class CodeTests:
 
 
 def call_request(name: str, arguments: list[Any], keywords: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:
-    """What the box is asked. ``typed``: level-order lists become nodes where the function's annotations say so."""
+    """Return the request for a call. ``typed``: level-order lists become nodes where the annotations say so."""
     return {
         "operation": "call",
         "name": name,
@@ -75,6 +75,6 @@ def call_request(name: str, arguments: list[Any], keywords: Mapping[str, Any], t
 
 
 def is_call_name(text: str) -> bool:
-    """Whether ``text`` names what can be called: ``f``, or ``Solution().f``."""
+    """Whether ``text`` names a function: ``f``, or ``Solution().f``."""
     match = _CALL_NAME.fullmatch(text)
     return match is not None and not any(keyword.iskeyword(part) for part in match.groups(""))

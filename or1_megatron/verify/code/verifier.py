@@ -1,9 +1,9 @@
-"""The code verifier: the last fenced Python block of the answer, judged by all tests of the problem.
+"""The code verifier: judges the last fenced Python block of the answer by all tests of the problem.
 
-What is hostile-proof: expected outputs, test programs and checkers never enter the process that runs the submission,
-so nothing in there (stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward
-except by being right (``verify.code.run``). What is not: a submission may recognise a test's *input* and answer from
-memory, as any program may.
+Expected outputs, test programs and checkers never enter the process that runs the submission, so nothing in there
+(stack frames, files, patched comparisons, ``__eq__``, exit codes, forged output) can earn a reward except by being
+right (``verify.code.run``). No verifier can prevent that a submission recognises a test's *input* and answers from
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from or1_megatron.verify.code.tests import CodeTests
 from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
 
 _MAX_SOURCE_CHARS = 200_000
-# Possessive, for without a match each part would be tried at every length: minutes for a line of a million spaces.
+# Possessive: else a line that does not match is tried at every length, minutes for a million spaces.
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([A-Za-z0-9_+-]*+)[^\n`]*+$", re.MULTILINE)
 _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 
@@ -30,9 +30,9 @@ _PYTHON_LABELS = frozenset({"python", "python3", "py", "Python"})
 class CodeVerifier:
     """``interfaces.Verifier`` for ability "code".
 
-    Runs submissions in ``sandbox``, with that sandbox's limits, and closes it; None: the sandbox that ``config`` asks
-    for. A submission that exceeds a limit is wrong (too slow, too large); the verifier has not failed.
-    Raises SandboxUnavailable at construction when no sandbox can be had.
+    Runs submissions in ``sandbox``, with its limits, and closes it at the end. None: the sandbox that ``config`` asks
+    for. A submission that exceeds a limit is wrong, not an error. Raises SandboxUnavailable at construction when no
+    sandbox works.
     """
 
     def __init__(self, config: VerifyConfig, sandbox: Sandbox | None = None) -> None:
@@ -43,14 +43,14 @@ class CodeVerifier:
         self._tests: tuple[str, CodeTests] | None = None
 
     def start(self) -> None:
-        """Nothing is left to do: each program starts in a sandbox of its own."""
+        """Do nothing: each program starts in a sandbox of its own."""
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError when the ground truth holds no tests that can be run, or a checker that cannot."""
+        """Raises ValueError when the ground truth has no usable tests, or an unusable checker."""
         self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Reward 1 when every test passes; ``detail`` has each test's result, and why the first that failed did."""
+        """Give reward 1 when every test passes. ``detail`` has each test's result and why the first one failed."""
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
@@ -75,7 +75,7 @@ class CodeVerifier:
                 outcomes.append(outcome)
                 if self._early_stop and not outcome.passed:
                     break
-        except OSError as error:  # no process, memory or descriptor for a sandbox: says nothing of the submission
+        except OSError as error:  # no process, memory or descriptor for a sandbox: not the submission's fault
             return verdict("error", source, f"the sandbox failed: {error}")
         except CheckerFailed as error:
             return verdict("error", source, str(error))
@@ -83,7 +83,7 @@ class CodeVerifier:
         return verdict("right" if right else "wrong", source, describe(outcomes, len(tests.tests)))
 
     def close(self) -> None:
-        """End what the sandbox holds."""
+        """Close the sandbox."""
         self._sandbox.close()
 
     def _tests_of(self, problem: Problem) -> CodeTests:
@@ -93,7 +93,7 @@ class CodeVerifier:
 
 
 def describe(outcomes: list[TestOutcome], tests: int) -> str:
-    """Every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
+    """Return every test's result (``.`` passed, ``F`` failed, ``-`` not run) and the first failure in words."""
     marks = "".join("." if outcome.passed else "F" for outcome in outcomes).ljust(tests, "-")
     passed = sum(outcome.passed for outcome in outcomes)
     failed = next((f"; {outcome.name}: {outcome.failure}" for outcome in outcomes if not outcome.passed), "")
@@ -101,14 +101,14 @@ def describe(outcomes: list[TestOutcome], tests: int) -> str:
 
 
 def printable(text: str) -> str:
-    """With what a terminal would obey, or no file take (lone surrogates), spelled out: parts are the submission's."""
+    """Spell out characters that a terminal would obey or a file refuse: parts of the text are the submission's."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def last_python_block(text: str) -> str | None:
-    """The source in the last fenced block labelled Python, or, when no block is, in the last without a label.
+    """Return the source in the last fenced block labelled Python, or, without any, in the last one without a label.
 
-    None when there is no such block, or the last one never closes.
+    Returns None when there is no such block, or it never closes.
     """
     blocks: list[tuple[str, str | None]] = []  # (label, source)
     opened: re.Match[str] | None = None
@@ -128,7 +128,7 @@ def last_python_block(text: str) -> str | None:
 
 
 def _syntax_error(source: str) -> str:
-    """Why the source cannot be Python; "" when it parses."""
+    """Say why the source is not Python; "" when it parses."""
     if len(source) > _MAX_SOURCE_CHARS:
         return f"{len(source)} characters of source, more than {_MAX_SOURCE_CHARS}"
     try:

@@ -1,1 +1,1 @@
-"""A user's own verifier, in a process of its own."""
+"""Runs a user's own verifier in a process of its own."""

@@ -1,9 +1,9 @@
-"""A user's own verifier: named in the configuration, kept in a process of its own, and never trusted to return.
+"""A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
 
 ``verify.custom`` maps an ability to ``package.module:name``, or to an entry point of group ``or1_megatron.verifiers``.
-What is named is a class (made without arguments) with the methods of ``interfaces.Verifier``, of which ``verify``
-alone is required, or a function of (problem, response, truncated). Either returns a Verdict, or just the reward:
-0, 1 or a bool. Truncated responses are refused before it is asked, as everywhere (RECIPE section 3).
+That names a class (made without arguments) with the methods of ``interfaces.Verifier``, of which only ``verify`` is
+required, or a function of (problem, response, truncated). Either returns a Verdict, or just the reward: 0, 1 or a bool.
+Truncated responses are refused before it is asked, as everywhere (RECIPE section 3).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class VerifierBroken(UserError, ValueError):
 
 
 class CustomVerifier:
-    """``interfaces.Verifier`` over a child process with a time limit per verdict; a child that exceeds it, or dies,
-    is replaced. Raises VerifierBroken at construction when what ``path`` names cannot be loaded."""
+    """``interfaces.Verifier`` over a child process, which has ``timeout_s`` for each verdict.
+
+    Raises VerifierBroken at construction when the verifier that ``path`` names cannot be loaded.
+    """
 
     def __init__(self, ability: str, path: str, timeout_s: float) -> None:
         self._name = f"verify.custom.{ability}: '{path}'"
@@ -37,10 +39,10 @@ class CustomVerifier:
             raise VerifierBroken(f"{self._name}: {error}") from None
 
     def start(self) -> None:
-        """Nothing is left to do: the child runs already."""
+        """Do nothing: the child runs already."""
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError with what the verifier says against it."""
+        """Raises ValueError with the verifier's objection."""
         try:
             reply = self._ask({"operation": "check", "problem": dataclasses.asdict(problem)})
         except (ChildTimeout, ChildDied) as error:
@@ -49,7 +51,7 @@ class CustomVerifier:
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Status ``timeout`` for a verifier that did not answer in time, ``error`` for one that raised or died."""
+        """Return its verdict: ``timeout`` when it did not answer in time, ``error`` when it raised or died."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)

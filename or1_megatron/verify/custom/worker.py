@@ -1,7 +1,7 @@
-"""The child process that holds a user's verifier for ``verify.custom``. Not imported by anything else.
+"""The child process that holds a user's verifier for ``verify.custom``. Nothing else imports this file.
 
-One JSON object per line: the first line out says whether the verifier, named by argv, could be loaded; then each
-``{"operation": "check" | "verify", "problem", "response"}`` is answered by a verdict's fields, or ``{"raised"}``.
+It speaks one JSON object per line. The first line out says whether the verifier that argv names could be loaded. Then
+each ``{"operation": "check" | "verify", "problem", "response"}`` is answered by a verdict's fields, or ``{"raised"}``.
 The end of the input ends the process.
 """
 
@@ -23,7 +23,7 @@ _MEMORY_BYTES = 16 << 30
 
 
 def load(path: str) -> Any:
-    """The object with ``verify``, or the function, that ``path`` names. Raises ValueError saying what was expected."""
+    """Return the object with ``verify``, or the function, that ``path`` names. Raises ValueError."""
     if ":" in path:
         module_name, _, name = path.partition(":")
         found: Any = importlib.import_module(module_name)
@@ -45,7 +45,7 @@ def load(path: str) -> Any:
 
 
 def checked(result: Any) -> dict[str, Any]:
-    """A verdict's fields. Raises TypeError or ValueError for what is none."""
+    """Return a verdict's fields. Raises TypeError or ValueError for anything that is no verdict."""
     if isinstance(result, bool | int | float) and result in (0, 1):
         return {"reward": float(result), "status": "right" if result else "wrong", "answer": "", "detail": ""}
     if not isinstance(result, Verdict):
@@ -72,7 +72,7 @@ def main() -> None:
     if parent:
         die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a print of the verifier's is no reply
+    os.dup2(2, 1)  # what the verifier prints must not look like a reply
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     def reply(message: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 
     try:
         verifier = load(path)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         reply({"raised": f"cannot be loaded: {type(error).__name__}: {error}"})
         return
     reply({})

@@ -1,4 +1,4 @@
-r"""Answers that need no computer algebra: plain integers and fractions, compared as exact rationals.
+r"""Compares plain integers and fractions as exact rationals, without computer algebra.
 
 This path exists for speed, so it decides only where it cannot be wrong: ``-12``, ``3/4``, ``\frac{3}{4}`` and
 ``-\dfrac{3}{4}`` with ASCII digits. Decimals, separators, units and everything else are left to ``verify.math.reader``.
@@ -17,7 +17,7 @@ _FRAC = re.compile(rf"(-?)\\[dt]?frac\{{(-?{_DIGITS})\}}\{{({_DIGITS})\}}")
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact value of a plain integer or fraction; None for anything else, division by zero included."""
+    """Return the exact value of a plain integer or fraction; None for anything else and for division by zero."""
     if _INTEGER.fullmatch(text):
         return Fraction(int(text))
     if match := _SLASH.fullmatch(text):
@@ -33,7 +33,7 @@ def rational(text: str) -> Fraction | None:
 
 
 def decide(golds: Sequence[str], answer: str) -> bool | None:
-    """Whether ``answer`` equals one of the golds; None where that takes more than this.
+    """Whether ``answer`` equals one of the golds; None where this file cannot tell.
 
     It never differs from ``reader.judge``, which is slower; a test holds the two together.
     """

@@ -1,9 +1,9 @@
-r"""The math verifier: what follows the reasoning, its last box, compared with the golds by what they are.
+r"""The math verifier: compares the last box after the reasoning with the golds, by their types.
 
-What follows ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
-0. The last box wins. The answer is right when it is one of the golds as a string, or says the same as one by the rules
-of ``verify.math.reader`` (docs/math_verifier.md), which leave to Math-Verify 0.9.0 what they cannot read, each side
-wrapped in ``\boxed{}``. Without any box Math-Verify's own extraction decides what the answer is.
+The text after ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
+0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``verify.math.reader``
+(docs/math_verifier.md). Where these cannot read a side, Math-Verify 0.9.0 compares them, each wrapped in ``\boxed{}``.
+Without any box Math-Verify's own extraction finds the answer.
 
 Plain integers and fractions are decided here (``verify.math.exact``); everything else in a child process that is killed
 and replaced at its time limit.
@@ -24,10 +24,10 @@ from or1_megatron.verify.child_process import ChildDied, ChildProcess, ChildTime
 from or1_megatron.verify.math.exact import decide, rational
 
 _UNBOXED_CHARS = 2000
-"""Of an answer without a box, Math-Verify sees this much of the end: its extraction is super-linear in the length."""
+"""Without a box Math-Verify gets the last characters only: its extraction takes more than linear time."""
 
 _BOX_CHARS = 4000
-"""A longer box is no short answer; the golds of the data have a few hundred characters at most."""
+"""A longer box is wrong; the golds of the data have a few hundred characters at most."""
 
 _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
 
@@ -52,7 +52,7 @@ class MathVerifier:
         return self._process.pid
 
     def start(self) -> None:
-        """Begin to start the child process."""
+        """Start the child process, without waiting for it."""
         self._process.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
@@ -74,7 +74,7 @@ class MathVerifier:
                 )
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Reward 1 only for a response that ended by itself, closed its reasoning and answered with a gold."""
+        """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold."""
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
@@ -112,7 +112,7 @@ class MathVerifier:
         return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
 
     def close(self) -> None:
-        """End the child process; the verifier starts another when used again."""
+        """End the child process. The next request starts another."""
         self._process.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class MathVerifier:
         return reply
 
     def _golds_of(self, problem: Problem) -> list[str]:
-        if self._golds[0] != problem.ground_truth:  # a group's responses come close together: keep the last one
+        if self._golds[0] != problem.ground_truth:  # a group's responses come in a row
             self._golds = (problem.ground_truth, parse_golds(problem.ground_truth))
         return self._golds[1]
 
 
 def parse_golds(ground_truth: str) -> list[str]:
-    """The acceptable answers of a math problem's ground truth. Raises ValueError saying what was expected."""
+    """Return the acceptable answers of a math problem. Raises ValueError saying what was expected."""
     try:
         golds = from_json(ground_truth)
     except ValueError:

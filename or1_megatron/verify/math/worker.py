@@ -1,8 +1,8 @@
-r"""The child process that judges answers for ``MathVerifier``. Not imported by anything else.
+r"""The child process that judges answers for ``MathVerifier``. Nothing else imports this file.
 
-An answer is read and compared by ``verify.math.reader``. Math-Verify is asked where that cannot read one of the two,
-unless the gold is a plain number or words: what cannot be read is neither. It also finds the answer in a text without a
-box.
+``verify.math.reader`` reads an answer and compares it. Where it cannot read one of the two sides, Math-Verify is asked,
+unless the gold is a plain number or words, which an unreadable answer cannot be. Math-Verify also finds the answer in a
+text without a box.
 
 Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
 ``{"right": bool, "answer": str, "how": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
@@ -44,7 +44,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
-    _parse_boxed("\\frac{1}{2}")  # imports and builds the parser, which is slow: before "ready", not within a limit
+    _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
 
     replies.write("{}\n")
     replies.flush()
@@ -59,7 +59,7 @@ def main() -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
         if "exhausted" in reply:
-            return  # what is left of the heap is not worth keeping
+            return  # a fresh process is better than what is left of this heap
 
 
 def _verify(request: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _second_opinion(gold: str, answer: str) -> Judgement:
-    """Math-Verify's, where the reader has none."""
+    """Return Math-Verify's judgement, where the reader has none."""
     from math_verify import verify
 
     if states_number_or_words(gold) or leaves_open(answer):
@@ -100,7 +100,7 @@ def _is_usable(gold: str) -> bool:
 
 @lru_cache(maxsize=512)  # the M responses to a problem share its golds
 def _parse_boxed(content: str) -> Sequence[Any]:
-    """Wrapped in a box because a bare gold can change its meaning when parsed (RECIPE section 8)."""
+    """Parse in a box, because a bare gold can change its meaning when parsed (RECIPE section 8)."""
     return _parse(f"\\boxed{{{content}}}")
 
 
@@ -111,7 +111,7 @@ def _parse(text: str) -> Sequence[Any]:
 
 
 def _text_of(extracted: Sequence[Any]) -> str:
-    """The string form that Math-Verify puts last; "" when it extracted nothing."""
+    """Return the string form, which Math-Verify puts last; "" when it extracted nothing."""
     return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
 
 

@@ -1,4 +1,4 @@
-"""The pool's workers as processes of this machine: no Ray, and up in the time that Python's imports take."""
+"""The pool's workers as processes of this machine. They need no Ray and start as fast as Python imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from or1_megatron.verify.pool.worker import Claim, Judged, receive, send
 class LocalWorker:
     """``pool.queue.Worker`` over a child process, which starts here and dies with the thread that makes it.
 
-    Its pipes are read on a thread of its own, which ends when the child does.
+    A thread reads its pipes, and ends when the child does.
     """
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
@@ -57,11 +57,11 @@ class LocalWorker:
         return answer
 
     def _end(self) -> None:
-        """The end of its input; it closes its verifiers."""
+        """Close its input and wait; the child then closes its verifiers."""
         close_pipes(self._child)
         self._child.wait()
 
 
 def local_workers(config: VerifyConfig, abilities: frozenset[str]) -> Callable[[], LocalWorker]:
-    """For ``VerifierPool``: what makes its workers."""
+    """Return what makes the workers of a ``VerifierPool``."""
     return lambda: LocalWorker(config, abilities)

@@ -1,8 +1,8 @@
-"""The pool that spreads samples over verifier processes: Ray actors over several nodes, local processes on one.
+"""Spreads samples over verifier processes: Ray actors on several nodes, local processes on one.
 
-``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each worker has one feeder task that takes what is
-queued and gives it to its worker: an idle worker pulls, so the work goes to whoever is free. It takes as many samples
-at once as should be done within ``CALL_S``, so that quick ones share a call and slow ones hold nobody up.
+``VerifierPool`` belongs to one asyncio loop, the RolloutManager's. Each worker has one feeder task, which takes samples
+from the queue when the worker is idle. It takes as many at once as should be done within ``CALL_S``, so that quick ones
+share a call and slow ones delay nobody.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from or1_megatron.types import Completion, Problem, Verdict
 from or1_megatron.verify.pool.worker import Claim, Judged
 
 MAX_BATCH = 16
-"""Samples in one call of a worker: a few milliseconds of work to amortise a call's overhead of about one."""
+"""Largest number of samples in a call: some milliseconds of work, against a call's overhead of about one."""
 
 CALL_S = 0.2
-"""What one call of a worker should take."""
+"""How long one call of a worker should take."""
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
@@ -30,24 +30,24 @@ _RECENT = 0.2  # weight of the newest sample in the mean time of an ability's ve
 
 
 class WorkerLost(Or1Error):
-    """A worker died or raised; the message says how. What it was given has no verdict."""
+    """A worker died or raised; the message says how. The samples of its call have no verdict."""
 
 
 class Worker(Protocol):
-    """One process that judges, on its way up since it was made; ``ready`` comes first. Its calls raise WorkerLost."""
+    """One process that judges. It starts when it is made; ``ready`` comes first. All its calls raise WorkerLost."""
 
     async def ready(self) -> None:
-        """Returns when the verifiers are built; WorkerLost says why they could not be."""
+        """Return when the verifiers are built. WorkerLost says why they could not be."""
         ...
 
     async def verify_batch(self, claims: Sequence[Claim]) -> Judged: ...
 
     async def close(self) -> None:
-        """End in order what the verifiers have started; only ``kill`` comes after it."""
+        """End cleanly what the verifiers have started. Only ``kill`` may follow."""
         ...
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         ...
 
 
@@ -58,17 +58,17 @@ class _Pending:
     group: Hashable = None
     attempts: int = 0
     failed_at: int | None = None
-    """The slot whose worker failed on it."""
+    """The slot of the worker that failed on it."""
 
 
 class VerifierPool:
     """``config.workers`` workers, each made by ``make_worker``, behind one awaitable call.
 
-    A worker that dies, or does not return in time (``call_timeout_s``; None: ``config.budget_s`` and a minute for each
-    sample of the call), is replaced; its samples are tried once more, each alone and by another worker where there is
-    one, so that one sample that kills its verifier takes no other with it, and then get status ``error``. ``retries``
-    counts the second tries. A worker that has grown beyond ``config.worker_memory_bytes`` is replaced between two
-    calls; ``recycled`` counts those.
+    A worker that dies is replaced, and so is one that takes longer than ``call_timeout_s`` (None: ``config.budget_s``
+    and a minute for each sample of the call). Its samples are tried once more, each alone and by another worker where
+    there is one, so that a sample that kills its verifier takes no other with it. A sample that fails twice gets status
+    ``error``. ``retries`` counts the second tries. A worker that has grown beyond ``config.worker_memory_bytes`` is
+    replaced between two calls; ``recycled`` counts those.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class VerifierPool:
         self._make_worker = make_worker
         self._call_timeout_s = call_timeout_s
         self._samples: list[_Pending] = []
-        self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, undecoded ones included
-        self._mean_s: dict[str, float] = {}  # by ability: of one verdict
+        self._missing: Counter[Hashable] = Counter()  # by group: samples without a verdict, also those not decoded yet
+        self._mean_s: dict[str, float] = {}  # by ability: the mean time of one verdict
         self._room = asyncio.Semaphore(config.max_pending)
         self._wake = asyncio.Condition()
         self._workers = [make_worker() for _ in range(config.workers)]
@@ -94,8 +94,7 @@ class VerifierPool:
         self._feeders: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until every worker is up. Raises RuntimeError with what a verifier's construction raised, or that
-        a worker took too long."""
+        """Wait until every worker is ready. Raises RuntimeError when a verifier could not be built or took too long."""
         calls = [asyncio.wait_for(worker.ready(), _START_TIMEOUT_S) for worker in self._workers]
         try:
             await asyncio.gather(*calls)
@@ -109,10 +108,10 @@ class VerifierPool:
     async def verify(
         self, problem: Problem, completion: Completion, group: Hashable = None, group_size: int = 0
     ) -> Verdict:
-        """The verdict on one completion. Never raises for what the response holds or does.
+        """Return the verdict on one completion. Never raises because of what the response holds or does.
 
-        Of the samples that wait, those go first whose ``group`` lacks the fewest verdicts of its ``group_size``.
-        Waits while ``config.max_pending`` others do.
+        Samples whose ``group`` lacks the fewest verdicts of its ``group_size`` go first. Blocks while
+        ``config.max_pending`` others wait.
         """
         if problem.ability not in self._abilities:
             raise ValueError(
@@ -133,7 +132,7 @@ class VerifierPool:
 
     @property
     def pending(self) -> int:
-        """Samples that wait for a worker."""
+        """The number of samples that wait for a worker."""
         return len(self._samples)
 
     async def close(self) -> None:
@@ -143,7 +142,7 @@ class VerifierPool:
         await asyncio.gather(*self._feeders, return_exceptions=True)
         self._feeders = []
         calls = [asyncio.wait_for(worker.close(), _CLOSE_S) for worker in self._workers]
-        await asyncio.gather(*calls, return_exceptions=True)  # one that is busy or dead is killed as it is
+        await asyncio.gather(*calls, return_exceptions=True)  # a busy or dead one is killed next
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -161,7 +160,7 @@ class VerifierPool:
             self._wake.notify_all()
 
     async def _take(self, slot: int) -> list[_Pending]:
-        """What this slot's worker should do next: see ``_choose``."""
+        """Wait for samples and return those that this slot's worker should do next; see ``_choose``."""
         async with self._wake:
             await self._wake.wait_for(lambda: any(self._may_take(slot, sample) for sample in self._samples))
             batch = self._choose(slot)
@@ -170,7 +169,7 @@ class VerifierPool:
             return batch
 
     def _choose(self, slot: int) -> list[_Pending]:
-        """A fair share of the queue that should be done within ``CALL_S``, groups that lack least first.
+        """Return a fair share of the queue that should be done within ``CALL_S``, groups that lack least first.
 
         A sample on its second try comes alone.
         """
@@ -197,7 +196,7 @@ class VerifierPool:
             batch = await self._take(slot)
             limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
-                if slot in self._unready:  # its start is no part of the call's time
+                if slot in self._unready:  # its start does not count as the call's time
                     await asyncio.wait_for(self._workers[slot].ready(), _START_TIMEOUT_S)
                     self._unready.discard(slot)
                 claims = [sample.claim for sample in batch]
@@ -206,7 +205,7 @@ class VerifierPool:
                 for sample in batch:
                     sample.verdict.cancel()
                 raise
-            except (WorkerLost, TimeoutError) as error:  # it died, hung or raised: its result, not ours
+            except (WorkerLost, TimeoutError) as error:  # it died, hung or raised
                 self._replace(slot)
                 await self._again(slot, batch, error)
             else:
@@ -227,7 +226,7 @@ class VerifierPool:
         self._unready.add(slot)
 
     async def _retire(self, slot: int) -> None:
-        """Replace an idle worker; what its verifiers have started is ended in order, if that can be."""
+        """Replace an idle worker. It is closed first, to end what its verifiers have started."""
         try:
             await asyncio.wait_for(self._workers[slot].close(), _GRACE_S)
         except (WorkerLost, TimeoutError):  # it is killed next

@@ -1,4 +1,4 @@
-"""The pool's workers as Ray actors, spread over the cluster's nodes. The only Ray user in this package."""
+"""The pool's workers as Ray actors, spread over the cluster's nodes. Only this file of the package uses Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VerifierActor:
         self._bench = Bench(config, abilities)
 
     def ready(self) -> bool:
-        """Returns when construction succeeded; raises what it raised otherwise."""
+        """Return when construction succeeded; raise what it raised otherwise."""
         return True
 
     def verify_batch(self, claims: Sequence[Claim]) -> Judged:
@@ -55,7 +55,7 @@ class RayWorker:
 def ray_workers(
     config: VerifyConfig, abilities: frozenset[str], options: Mapping[str, Any] | None = None
 ) -> Callable[[], RayWorker]:
-    """For ``VerifierPool``: what makes its workers. ``options`` go to every actor (run id, node affinity, ...)."""
+    """Return what makes the workers of a ``VerifierPool``. ``options`` go to every actor (node affinity, ...)."""
     chosen = {"num_cpus": 0, "scheduling_strategy": "SPREAD", **(options or {})}
     return lambda: RayWorker(config, abilities, chosen)
 

@@ -1,10 +1,10 @@
-"""What one worker of the pool does: hold a verifier per ability and judge batches. Its process is somebody else's.
+"""What one worker of the pool does: it holds a verifier per ability and judges batches.
 
-``pool.ray`` puts it into an actor; ``pool.local`` starts this file as a program. Then messages go over standard input
-and output, each a length (8 bytes, little-endian) and a pickle: in (config, abilities, the parent's pid) first,
-answered by None when the verifiers are built; then batches of claims, each answered by what ``verify_batch`` returns.
-An answer that is an exception was raised; the end of the input ends the process. Both ends are ours: no submission
-runs here.
+``pool.ray`` puts a ``Bench`` into an actor; ``pool.local`` starts this file as a program. Messages then go over
+standard input and output, each a length (8 bytes, little-endian) and a pickle. The first one in is (config, abilities,
+the parent's pid), answered by None when the verifiers are built. Batches of claims follow, each answered by the result
+of ``verify_batch``, or by the exception that it raised. The end of the input ends the process. Pickle is safe here:
+both ends are ours, and no submission runs in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from or1_megatron.types import Problem, Verdict
 from or1_megatron.verify.registry import build_verifiers
 
 Claim = tuple[Problem, str, bool]
-"""(problem, response text, truncated): what a verifier needs of a completion, without its token arrays."""
+"""(problem, response text, truncated): the part of a completion that a verifier needs, without token arrays."""
 
 Judged = tuple[list[Verdict], int]
 """Verdicts in the order of the claims, and the process's resident memory in bytes."""
@@ -41,7 +41,7 @@ class Bench:
         return verdicts, int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def close(self) -> None:
-        """End what the verifiers have started."""
+        """End the processes that the verifiers have started."""
         for verifier in self._verifiers.values():
             verifier.close()
 
@@ -64,11 +64,11 @@ def receive(pipe: BinaryIO) -> Any:
 def main() -> None:
     inlet, outlet = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # a stray print is no answer
+    os.dup2(2, 1)  # a stray print must not look like an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         config, abilities, parent = receive(inlet)
-        die_with_parent(parent)  # while it judges, it would not see that the parent is gone
+        die_with_parent(parent)  # a busy worker would not notice that its input has ended
         bench = Bench(config, abilities)
     except EOFError:
         return

@@ -195,7 +195,7 @@ class Launched:
         """
         events = self._cgroup.events() if self._cgroup is not None else Events()
         if events.kills and not events.memory:
-            raise SandboxFailure("killed for want of memory on this node, within its own limit")
+            raise SandboxFailure("killed because this node ran out of memory; the program was within its own limit")
         if events.kills:
             return "memory"
         if cpu_s >= self.limits.cpu_s:

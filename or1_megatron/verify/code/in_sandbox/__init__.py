@@ -1,6 +1,6 @@
-"""Programs that run inside a sandbox. We give it their text and never import them; they need the standard library only.
+"""Programs that run inside a sandbox. It gets their text; we never import them. They need only the standard library.
 
-Beside each lies ``codec.py``, which it imports.
+Each finds ``codec.py`` beside it, which it imports.
 """
 
 from __future__ import annotations

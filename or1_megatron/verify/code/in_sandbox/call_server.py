@@ -1,11 +1,11 @@
 """Holds a submission and answers calls to it.
 
 It reads lines from standard input, each a fresh nonce and a JSON object: first the set-up {prefix, source, starter,
-fork}, answered when the submission has been loaded, then calls, one at a time. An answer must repeat the nonce, so what
-is written before a call is asked answers nothing.
+fork}, answered when the submission has been loaded, then calls, one at a time. An answer must repeat the nonce, so
+nothing that is written before a call can answer it.
 
-The submission can write to the answers' channel, as it can do anything in this process; all it can say there is what
-its own call returned. Nothing here knows what was expected.
+The submission can write to the answers' channel, as it can do anything in this process. But all it can say there is
+what its own call returned: nothing here knows what was expected.
 
 Operations: ``call`` (function or method, arguments encoded), ``attribute``, ``length``, ``items`` of an object that a
 call returned and that is not data (it stays here, known by number). With ``fork`` each call runs in a fork of the
@@ -24,12 +24,12 @@ from types import ModuleType
 
 import codec  # type: ignore[import-not-found]
 
-TYPE_CHECKING = False  # typing's own is not worth its import
+TYPE_CHECKING = False  # importing typing would take time
 if TYPE_CHECKING:
     from typing import Any
 
 MUTABLE = (list, dict, set, bytearray)
-ANSWERED = 42  # how a fork that has answered exits
+ANSWERED = 42  # the exit status of a fork that has answered
 EXPRESSION = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 
@@ -38,7 +38,7 @@ class Submission:
         self.starter = setup["starter"]
         self.objects: list[Any] = []
         self.module = ModuleType("submission")
-        sys.modules["submission"] = self.module  # dataclasses and pickle look their module up
+        sys.modules["submission"] = self.module  # dataclasses and pickle look up their module
         names = self.names = self.module.__dict__
         names.update(ListNode=codec.ListNode, TreeNode=codec.TreeNode)
         names.update(list_node=self.make_list, tree_node=self.make_tree)
@@ -68,7 +68,7 @@ class Submission:
         return {"object": len(self.objects) - 1}
 
     def find(self, expression: str) -> Any:
-        """``f``: the function f or method f of class Solution; ``C().f``: that method, or a bare function f."""
+        """Find ``f``: the function f or method f of class Solution; ``C().f``: that method, or a function f."""
         match = EXPRESSION.fullmatch(expression)
         assert match is not None
         owner, name = match.groups()
@@ -99,13 +99,13 @@ class Submission:
         if back is not None and value is None:  # an empty structure
             value = []
         answer = {"value": self.encode(value, keep)}
-        if keep:  # what the call did to its arguments, for tests that look at them afterwards
+        if keep:  # for tests that look at the arguments after the call
             answer["changed"] = [self.changed(item) for item in arguments]
             answer["changed_keywords"] = {name: self.changed(item) for name, item in keywords.items()}
         return answer
 
     def changed(self, argument: Any) -> Any:
-        """[the argument's state after the call] where it is one that a call can change."""
+        """Return [the argument's state after the call] for an argument that a call can change, else None."""
         if not isinstance(argument, MUTABLE) and not hasattr(argument, "val"):
             return None
         try:
@@ -114,7 +114,7 @@ class Submission:
             return None
 
     def nodes_from_annotations(self, function: Any, name: str, arguments: list[Any]) -> str | None:
-        """Turn level-order lists into nodes where the signature says so; which node is returned, if one is."""
+        """Turn level-order lists into nodes where the signature says so. Returns a node result's annotation."""
         annotations = self.annotations(function)
         if not any("Node" in item for item in annotations.values()) and self.starter:
             annotations = self.starter_annotations(name) or annotations
@@ -189,7 +189,7 @@ def serve(submission: Submission, lines: Any, channel: int, fork: bool, keep: bo
             continue
         _, status, usage = os.wait4(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code != ANSWERED:  # nobody is kept waiting for an answer that will not come
+        if code != ANSWERED:  # no answer will come
             reply(channel, nonce, {"died": code, "cpu_s": usage.ru_utime + usage.ru_stime})
 
 

@@ -38,6 +38,6 @@ def complaint(error: BaseException) -> str:
 
 
 channel = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what the checker prints is no answer
+os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # what the checker prints must not look like an answer
 sys.setrecursionlimit(100_000)
 os.write(channel, json.dumps(verdict(*json.load(sys.stdin))).encode())

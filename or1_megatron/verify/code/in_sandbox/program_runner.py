@@ -1,8 +1,8 @@
 """Runs a test program against a submission that is in another sandbox.
 
 The test program sees stand-ins for what it tests. Using one asks over the channel (standard output) and waits for the
-answer (standard input), which is plain data, decoded here into exact built-in types. Nothing of the submission's ever
-runs in this process, so neither its ``__eq__`` nor anything else of it takes part in a comparison.
+answer (standard input), which is plain data, decoded here into exact built-in types. No code of the submission runs in
+this process, so neither its ``__eq__`` nor anything else of it takes part in a comparison.
 
 Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
 {"passed": true}, or {"failed": words, "at": the line of the test program}.
@@ -84,9 +84,9 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Do to the caller's argument what the call did to its copy.
+        """Do to the caller's argument what the call did to its copy, but not within an assert.
 
-        Not within an assert: in ``assert f(x) == expected(x)`` a submission would change what it is compared with.
+        In ``assert f(x) == expected(x)`` a submission would change what it is compared with.
         """
         if state is None or self.in_assert:
             return
@@ -101,7 +101,7 @@ class Channel:
 
 
 class StandIn:
-    """For something of the submission's, which is in another process."""
+    """Stands for something in the submission's process."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -119,7 +119,7 @@ class StandIn:
 
 
 class Remote(StandIn):
-    """A function, class or object of the submission. It can be called and looked into, never compared."""
+    """Stands for a function, class or object. It can be called and looked into, but not compared."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -147,7 +147,7 @@ class Remote(StandIn):
 
 
 class Member(StandIn):
-    """``object.name``: a method when called, else data that is fetched when it is compared or used."""
+    """Stands for ``object.name``: a method when it is called, else data, fetched when it is compared or used."""
 
     def _value(self) -> Any:
         return self._channel.ask({"operation": "attribute", **self._operation})
@@ -215,7 +215,7 @@ def run(setup: dict[str, Any]) -> None:
 
 
 def failing_line(error: BaseException, lines: list[str]) -> str:
-    """The last line of the test program that the exception passed through."""
+    """Return the last line of the test program that the exception passed through."""
     number, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "test_program.py":

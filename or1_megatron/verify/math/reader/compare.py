@@ -1,4 +1,4 @@
-"""Whether two readings say the same: one rule for each pair of types."""
+"""Compares two readings, by one rule for each pair of types."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _ascending(relation: Relation) -> tuple[list[str], list[Reading]] | None:
 
 
 def _assigned(relation: Relation) -> tuple[str, Reading] | None:
-    """(name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
+    """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
     if relation.operators[0] == "in" and len(relation.operators) == 1 and relation.heads[0]:
         return relation.heads[0], relation.sides[1]
     if set(relation.operators) != {"="}:
@@ -171,7 +171,7 @@ def _assigned(relation: Relation) -> tuple[str, Reading] | None:
 
 
 def _is_measure(side: Reading) -> bool:
-    """``|AB|`` or ``S_1 : S_2``: the name of a length or of a ratio."""
+    """Whether a side names a length or a ratio: ``|AB|``, ``S_1 : S_2``."""
     if isinstance(side, Ratio):
         return all(part.op == "sym" or set(symbols(part)) for part in side.parts)
     if not (isinstance(side, Quantity) and side.tree.op == "abs"):
@@ -189,7 +189,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
 
 
 def _values(relation: Relation, as_gold: bool) -> list[Reading]:
-    """The values that a relation states: of ``x = 5`` the 5; of ``a \\approx b`` a, and for a gold b as well."""
+    """Return the values that a relation states: 5 for ``x = 5``; a for ``a \\approx b``, and for a gold also b."""
     if relation.operators[-1] == "~":
         exact = relation.sides[:-1]
         if relation.heads[0] and len(exact) == 1:
@@ -298,7 +298,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
-    """Whether each value has a variable of its own, and not only a number, as the roots x_1 and x_2 have."""
+    """Whether the names are different variables, and not one variable with numbers, as for the roots x_1 and x_2."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
@@ -316,13 +316,13 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
     if answer.brackets == "{}" or gold.brackets == "{}":
         return False
     left = list(ours.values()) if ours else gold.items
-    # Against a tuple an answer's values stand in the order of their names, not in the order it chose to list them.
+    # Against a tuple an answer's values count in the order of their names, not in the order that it lists them.
     right = [value for _, value in sorted(theirs.items())] if theirs else answer.items
     return _all_same(left, right)
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """Without what is said twice."""
+    """Return the items without repetitions."""
     kept: list[Reading] = []
     for item in items:
         if not any(compare(other, item) for other in kept):
@@ -331,7 +331,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched(ours: Sequence[_T], theirs: Sequence[_T], equal: Callable[[_T, _T], bool]) -> bool:
-    """Whether the two hold the same items, each as often. Equality is transitive enough for a greedy match."""
+    """Whether the two hold the same items, each equally often. A greedy match does: equality is transitive enough."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)
@@ -352,4 +352,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""By the type of either side, in this order: the rules for whole readings, and those for readings that are spread."""
+"""Rules by the type of either side, in this order: for whole readings, then for readings that were spread."""

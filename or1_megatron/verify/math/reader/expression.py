@@ -1,4 +1,4 @@
-r"""Tokens to an expression tree: the LaTeX of school and competition mathematics, and nothing that has to be guessed.
+r"""Parses tokens into an expression tree: the LaTeX of school and competition mathematics, without any guessing.
 
 Conventions where LaTeX leaves a choice: ``x^10`` is a tenth power (typed by hand); ``1/2x`` is ``(1/2)x``; ``\sin 2x``
 takes the product, up to the next function; ``2\frac13`` and ``2 1/3`` are mixed numbers; two numbers side by side are
@@ -17,7 +17,7 @@ _CLOSERS = {"(": ")", "[": "]", "lfloor": "rfloor", "lceil": "rceil", "\\{": "\\
 
 
 def parse(items: list[Token]) -> Node:
-    """The tree of one expression without relations and commas. Raises Unreadable."""
+    """Return the tree of one expression without relations and commas. Raises Unreadable."""
     parser = _Parser(items)
     tree = parser.sum()
     if token := parser.peek():
@@ -182,7 +182,7 @@ class _Parser:
         return self.primary()
 
     def argument(self) -> Node:
-        r"""A macro's argument: braced, or one token; of ``\frac12`` each digit is one."""
+        r"""Read a macro's argument: in braces, or one token; in ``\frac12`` each digit is one."""
         if self.take("{"):
             tree = self.sum()
             self.expect("}")
@@ -194,7 +194,7 @@ class _Parser:
         return self.primary()
 
     def raw_argument(self) -> str:
-        """A subscript's letters, as a name."""
+        """Read a subscript's letters as a name."""
         if not self.take("{"):
             token = self.peek()
             if token is None:
@@ -235,7 +235,7 @@ class _Parser:
         return chosen or Node("sym", name=letter)
 
     def chosen(self, letter: str) -> Node | None:
-        """C_n^k, C^k_n: combinations; A and P: arrangements."""
+        """Read C_n^k or C^k_n as combinations, A and P as arrangements."""
         start = self.at
         parts: dict[str, Node] = {}
         for _ in range(2):
@@ -300,7 +300,7 @@ class _Parser:
         return Node("root", (self.argument(), index))
 
     def series(self, name: str) -> Node:
-        """A sum or product: compared by its parts, never evaluated."""
+        """Read a sum or product, which is compared by its parts and never evaluated."""
         bounds = {}
         for _ in range(2):
             token = self.peek()
@@ -336,7 +336,7 @@ class _Parser:
         return Node(name, (argument,) if base is None else (argument, base))
 
     def extend(self, argument: Node) -> Node:
-        """``2x`` of ``\\sin 2x``: what stands side by side, up to the next function, bracket or sign."""
+        """Read on to ``2x`` in ``\\sin 2x``: factors side by side, up to the next function, bracket or sign."""
         while self.starts_factor() and not self.is_next("(", "[", "|", *FUNCTIONS):
             argument = self.juxtaposed(argument)
         if self.is_next("/") and (following := self.peek(1)) and following.kind == "number":

@@ -1,7 +1,7 @@
-r"""Whether an answer says what a gold says: both are read, then compared by what they are.
+r"""Judges whether an answer says what a gold says: it reads both and compares them by their types.
 
-The policy, class by class and with its reasons, is docs/math_verifier.md. Where either side cannot be read,
-``Unreadable`` leaves the question to the caller; only equal texts are decided without reading.
+The policy, class by class and with its reasons, is in docs/math_verifier.md. Where a side cannot be read, the functions
+raise ``Unreadable``; only equal texts are decided without reading.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_CHARS = 2000
 class Judgement:
     right: bool
     how: str
-    """What the two were compared as."""
+    """The types that the two were compared as."""
 
 
 def judge(gold: str, answer: str) -> Judgement:
-    """Whether ``answer`` is right where ``gold`` is. Raises Unreadable where that cannot be told here."""
+    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read."""
     if max(len(gold), len(answer)) > _MAX_CHARS:
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
     cleaned = _cleaned(gold), _cleaned(answer)
@@ -56,7 +56,7 @@ def is_readable(gold: str) -> bool:
 
 
 def states_number_or_words(gold: str) -> bool:
-    """Whether the gold is a number written out, or words: then an answer that cannot be read is not it."""
+    """Whether the gold is a number written out, or words. An answer that cannot be read is neither."""
     try:
         found = _reading(gold, True)
     except (Unreadable, RecursionError):
@@ -65,7 +65,7 @@ def states_number_or_words(gold: str) -> bool:
 
 
 def leaves_open(answer: str) -> bool:
-    """Whether an answer has words that hedge, deny or bound what stands beside them, or struck-out parts."""
+    """Whether an answer has struck-out parts, or words that hedge, negate or bound what stands beside them."""
     try:
         words = set(re.findall(r"[a-z]+", _cleaned(answer).lower()))
     except Unreadable:
@@ -81,7 +81,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _judge_readings(gold: str, answer: str) -> Judgement:
-    """Both ways to read commas between digits are tried: ``1,234`` can be one number or two."""
+    """Try both ways to read commas between digits: ``1,234`` can be one number or two."""
     rename = _renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
     said: Judgement | None = None
@@ -106,7 +106,7 @@ def _judge_readings(gold: str, answer: str) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """Where the gold has a unit, a letter right behind the answer's number may be one: ``7 m``."""
+    """Judge with a letter right behind the answer's number read as a unit (``7 m``), where the gold has a unit."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -135,7 +135,7 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
 
 
 def _squeezed(cleaned: str) -> str:
-    """Without white space, but for the space between two numbers or words."""
+    """Remove white space except between two numbers or words."""
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"[«»]", " ", cleaned))
 
 
@@ -146,7 +146,7 @@ def _name(reading: Reading) -> str:
 
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """The answer's name of a free integer, or of a function's argument, turned into the gold's."""
+    """Return what renames the answer's free integer, or its function's argument, to the gold's; None for neither."""
     for pattern in (
         r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}",
         r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=",

@@ -1,4 +1,4 @@
-r"""Notations that are told by their spelling alone, and small helpers over readings and trees.
+r"""Rules for notations that the spelling alone shows, and small helpers over readings and trees.
 
 Each rule takes the cleaned gold and answer and says whether they agree, or None where the notation is not used.
 """
@@ -26,7 +26,7 @@ _LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
 
 
 def based(cleaned: str) -> tuple[str, int] | None:
-    """(digits, base) of ``1011_2``."""
+    """Return (digits, base) of ``1011_2``."""
     text = re.sub(r"[\s«»]", "", cleaned)
     found = _BASE.fullmatch(text)
     if found is None:
@@ -37,7 +37,7 @@ def based(cleaned: str) -> tuple[str, int] | None:
 
 
 def bases(gold: str, answer: str, _: SameValue) -> bool | None:
-    """The digits in the stated base; a base that is left out is the question's, or ten for a plain gold."""
+    """Compare digits in the stated base. A base that is left out is the question's, or ten for a plain gold."""
     ours, theirs = based(gold), based(answer)
     if ours is None and theirs is None:
         return None
@@ -50,7 +50,7 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Times of day: by 12 or 24 hours; a missing am or pm is the question's."""
+    """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
     found = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
     if not (found[0] and found[1]):
         return None
@@ -59,7 +59,7 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
-    """(half of the day or None, time on a 12-hour dial)."""
+    """Return (half of the day or None, time on a 12-hour dial)."""
     hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
     half = None if not match[4] else int("p" in match[4])
     if hour > 12 or hour == 0:
@@ -68,7 +68,7 @@ def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
 
 
 def choices(gold: str, answer: str, same_value: SameValue) -> bool | None:
-    """A letter of a multiple choice, with or without the value that stands behind it."""
+    """Compare letters of a multiple choice, with or without the value behind them."""
     ours, theirs = _choice(gold), _choice(answer)
     if ours is None:
         return None
@@ -88,7 +88,7 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """``ABD`` and ``A, B, D``: letters in rising order."""
+    """Compare several letters, in rising order: ``ABD``, ``A, B, D``."""
     texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
     if not all(_LETTERS.fullmatch(text) for text in texts):
         return None
@@ -105,7 +105,7 @@ RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
 
 
 def branches(tree: Node) -> tuple[Node, Node]:
-    r"""An expression with ``\pm`` as its two values; all its signs change together."""
+    r"""Return the two values of an expression with ``\pm``. All its signs change together."""
     return _branch(tree, upper=True), _branch(tree, upper=False)
 
 
@@ -125,7 +125,7 @@ def _head(text: str) -> str:
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:
-    """Name to value, where every item is ``name = value`` and the names differ by more than their subscripts."""
+    """Return name to value where every item is ``name = value`` with a name of its own, else None."""
     named: dict[str, Reading] = {}
     for item in group.items:
         if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):

@@ -1,4 +1,4 @@
-r"""One value with what stands around it: a unit, a currency, a percent sign, a noun, lead-in words, "minus"."""
+r"""Reads one value and what stands around it: a unit, a currency, a percent sign, a noun, lead-in words, "minus"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Quantity:
 
 
 def read_quantity(items: list[Token]) -> Quantity:
-    """Raises Unreadable where words say more than a unit, a noun or a lead-in."""
+    """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
     if compound := _compound(items):
         return compound
     items = without_lead_in(items)
@@ -90,7 +90,7 @@ def _degrees(tree: Node) -> Node | None:
 
 
 def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
-    """What the words behind a number say: (unit, "") or (None, noun)."""
+    """Return what the words behind a number say: (unit, "") or (None, noun)."""
     unit = _unit(items)
     if unit is not None:
         return unit, ""
@@ -103,7 +103,7 @@ def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
 
 
 def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
-    """``cm``, ``cm^2``, ``square cm``, ``km/h``, ``kilometers per hour``."""
+    """Read a unit: ``cm``, ``cm^2``, ``square cm``, ``km/h``, ``kilometers per hour``."""
     at, factors, sign = 0, [], 1
     while at < len(items):
         power = 1
@@ -140,7 +140,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
 
 
 def _compound(items: list[Token]) -> Quantity | None:
-    """``2 hours 30 minutes``: numbers and units of one dimension by turns, largest first."""
+    """Read ``2 hours 30 minutes``: numbers and units of one dimension in turn, largest first."""
     if len(items) < 4 or len(items) % 2:
         return None
     pairs = list(zip(items[::2], items[1::2], strict=True))

@@ -1,4 +1,4 @@
-r"""Sets of real numbers, however they are written: intervals and unions, inequalities, ``x \ne 1``, ``\mathbb{R}``."""
+r"""Reads sets of real numbers in any notation: intervals and unions, inequalities, ``x \ne 1``, ``\mathbb{R}``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUMBER_SETS = {
 
 
 def covered(reading: Reading) -> tuple[Interval, ...] | None:
-    """The spans that a reading covers, lowest first; None for what is no set of reals."""
+    """Return the intervals that a reading covers, lowest first; None when it is no set of reals."""
     if isinstance(reading, NumberSet):
         spans = _NUMBER_SETS.get(reading.name)
         return spans if spans is None or not reading.without else _punctured(reading.without)
@@ -46,7 +46,7 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def names_of(reading: Reading) -> frozenset[str]:
-    """The variables that the inequalities of a reading speak of."""
+    """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
         return frozenset(head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
@@ -86,7 +86,7 @@ def _part(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
-    """All spans in order; those that touch are one."""
+    """Return all intervals in order, with those that touch joined."""
     if any(part is None for part in parts):
         return None
     spans = [span for part in parts if part for span in part]
@@ -134,7 +134,7 @@ def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
-    """``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
+    """Read ``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
     if relation.operators == ("in",) and relation.heads[0]:
         return covered(relation.sides[1])
     sides = [side.tree for side in relation.sides if isinstance(side, Quantity)]

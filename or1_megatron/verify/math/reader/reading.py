@@ -1,7 +1,7 @@
-r"""Tokens to a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
+r"""Reads tokens as a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
 
-Reading is by structure alone, outermost first: unions, then commas and joining words, then relations, then one bracket
-around everything, then a quantity. What is left over is words, where the text has any, and otherwise unreadable.
+It goes by structure alone, outermost first: unions, then commas and joining words, then relations, then one bracket
+around everything, then a quantity. Anything else is words, where the text has any, and otherwise unreadable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Union:
 
 @dataclass(frozen=True)
 class NumberSet:
-    """``\\mathbb{R}`` and its relatives, without the numbers of ``without``."""
+    """``\\mathbb{R}`` and the like, without the numbers of ``without``."""
 
     name: str
     without: tuple[Reading, ...] = ()
@@ -114,7 +114,7 @@ _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "an
 
 
 def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
-    """The typed answer that a cleaned text holds. Raises Unreadable."""
+    """Return the typed answer that a cleaned text holds. Raises Unreadable."""
     words = plain(cleaned)
     if words in _NOTHING:
         return Empty()
@@ -134,7 +134,7 @@ def spelling(items: Sequence[Token]) -> str:
 
 
 def _depths(items: Sequence[Token]) -> list[int]:
-    """The depth of brackets around each token; a half-open interval's brackets close each other."""
+    """Return the depth of brackets around each token. A half-open interval's brackets close each other."""
     depth, found = 0, []
     for token in items:
         if token.kind != "word" and token.text in _CLOSE:
@@ -148,7 +148,7 @@ def _depths(items: Sequence[Token]) -> list[int]:
 
 
 def _split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """The parts between separators outside all brackets, and the separators."""
+    """Return the parts between separators outside all brackets, and the separators."""
     parts: list[list[Token]] = [[]]
     separators = []
     for token, depth in zip(items, _depths(items), strict=True):
@@ -161,7 +161,7 @@ def _split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[
 
 
 def _unqualified(items: list[Token]) -> list[Token]:
-    """Without what only says where the answer holds: "for all n", "where n is ...", ", k in Z"."""
+    """Drop the parts that only say where the answer holds: "for all n", "where n is ...", ", k in Z"."""
     depths = _depths(items)
     for index, token in enumerate(items):
         if token.kind == "word" and token.text in QUALIFIERS and depths[index] <= 1 and index > 0:
@@ -309,7 +309,7 @@ def _bracketed(items: list[Token]) -> Reading | None:
 
 
 def _environment(items: list[Token]) -> Reading | None:
-    """A matrix, a system of equations, or a piecewise value."""
+    """Read a matrix, a system of equations, or a piecewise value."""
     wrapped = ""
     if items[0].text in ("[", "(", "\\{") and len(items) > 1 and items[1].text == "begin":
         wrapped = items[0].text

@@ -1,4 +1,4 @@
-r"""When two values are the same answer: equal numbers, in a form that was asked for, with units that agree."""
+r"""Decides when two values are the same answer: equal numbers, worked out as far as asked, with units that agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FAMILIES = (
 
 
 def is_numeral(tree: Node) -> bool:
-    """A number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
+    """Whether it is a number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
     if tree.op == "neg":
         return tree.args[0].op != "neg" and is_numeral(tree.args[0])
     if tree.op in ("num", "mixed"):
@@ -54,8 +54,8 @@ def _is_power_of_ten(tree: Node) -> bool:
 def is_worked_out(gold: Node, answer: Node) -> bool:
     """Whether the answer leaves no more to be worked out than the gold does.
 
-    Against a plain number only a numeral will do. Against a closed form, a function of constants is refused unless
-    the gold has one of its family: a question's sin 15° must not be its own answer.
+    For a plain number only a numeral will do. For a closed form, a function of constants is refused unless the gold has
+    one of its family: the sin 15° of a question must not be its own answer.
     """
     if is_numeral(gold):
         return is_numeral(answer)
@@ -69,7 +69,7 @@ def _constant_functions(tree: Node) -> set[str]:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether the answer's value is the gold's, unit and percent sign considered."""
+    """Whether the answer has the gold's value, with regard to units and percent signs."""
     if answer.approximated and not (gold.approximated or _decimals(gold.tree)):
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
@@ -90,7 +90,7 @@ def _noun(text: str) -> str:
 
 
 def _decimals(tree: Node) -> int:
-    """Digits behind the decimal point of a decimal; 0 for everything else."""
+    """Return the number of digits behind a decimal point; 0 for anything but a decimal."""
     inner = tree.args[0] if tree.op == "neg" else tree
     return len(inner.name.partition(".")[2]) if inner.op == "num" and re.fullmatch(r"\d*\.\d+", inner.name) else 0
 
@@ -125,7 +125,7 @@ def _same_with_units(gold: Quantity, answer: Quantity) -> bool:
 
 
 def _same_with_one_unit(gold: Quantity, answer: Quantity) -> bool:
-    """A unit left out is the question's. An angle without one is in degrees, or in radians where it has a pi."""
+    """Compare where one side has no unit: it is the question's. For an angle it is degrees, or radians with a pi."""
     unit = gold.unit or answer.unit
     assert unit is not None
     bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)

@@ -1,4 +1,4 @@
-r"""Readings that stand for several values, written out: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
+r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from or1_megatron.verify.math.reader.value import operations
 
 
 def spread(reading: Reading) -> Reading:
-    r"""``\pm`` as two values; ``x = 1, 2`` and ``x = \pm 1`` as lists of relations with one name."""
+    r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
         return Several(tuple(Quantity(tree, reading.unit, reading.noun) for tree in notation.branches(reading.tree)))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
@@ -29,7 +29,7 @@ def spread(reading: Reading) -> Reading:
 
 
 def pointwise(relation: Relation) -> Several | None:
-    """``(x, y) = (3, 4)`` as ``x = 3, y = 4``."""
+    """Return ``(x, y) = (3, 4)`` as ``x = 3, y = 4``; None for any other relation."""
     if relation.operators != ("=",):
         return None
     left, right = relation.sides
@@ -43,7 +43,7 @@ def pointwise(relation: Relation) -> Several | None:
 
 
 def _unnamed(item: Reading) -> Reading:
-    """The point of ``(p, q) = (2, 3)`` in a list of points."""
+    """Return the point of ``(p, q) = (2, 3)``, for a list of points."""
     if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Several):
         return item.sides[1] if pointwise(item) else item
     return item

@@ -1,8 +1,8 @@
-r"""Dress off: one spelling for what LaTeX and Unicode can write in many ways, and the tokens of what is left.
+r"""Cleans a text, so that what LaTeX and Unicode can write in many ways has one spelling, and splits it into tokens.
 
-``clean`` removes what carries no meaning (styles, spacing, dollar signs, ``\left``) and nothing else: a sign inside a
-text macro stays a sign. Words inside text macros come out between « and », so that the units of ``5 \text{ cm}`` are
-not taken for the product of c and m.
+``clean`` removes only what carries no meaning (styles, spacing, dollar signs, ``\left``): a sign inside a text macro
+stays a sign. Words inside text macros are put between « and », so that the units of ``5 \text{ cm}`` are not taken for
+the product of c and m.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from or1_megatron.verify.math.reader.units import KNOWN_WORDS
 
 
 class Unreadable(Or1Error):
-    """The text is none of the notations that are known here; nothing is said of what it means."""
+    """The text is in none of the known notations, which says nothing about its meaning."""
 
 
 _UNICODE = {
@@ -161,7 +161,7 @@ _NOT_GROUPING = re.compile(r"\D")
 
 
 def clean(raw: str, commas_group: bool = True) -> str:
-    """``raw`` without its dress. ``commas_group``: whether ``1,234`` is one number (else two).
+    """Return ``raw`` in one spelling. ``commas_group``: whether ``1,234`` is one number (else two).
 
     Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
     """
@@ -169,7 +169,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ")
     text = _GROUPED.sub(lambda found: _ungrouped(found, commas_group), text)
-    text = re.sub(r"\\$", "", text)  # of a control space, its space trimmed
+    text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
     text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
     text = text.replace("{,}", ",").replace(r"\left.", "").replace(r"\right.", "")
     text = re.sub(r"\\(?:text)?color\s*\{[a-z]+\}|\\color\s*[a-z]+(?=\d)", " ", text)
@@ -189,7 +189,7 @@ def _ungrouped(found: re.Match[str], commas_group: bool) -> str:
 
 
 def _macros(text: str, depth: int) -> str:
-    """Text and style macros resolved, the others in one spelling."""
+    """Resolve text and style macros and give the others one spelling."""
     if depth > 20:
         raise Unreadable("nested too deep")
     out, position = [], 0
@@ -222,7 +222,7 @@ def _spelled(name: str) -> str:
 
 
 def _argument(text: str, start: int) -> int | None:
-    """Index of the brace that closes the argument after ``start``; None where none follows."""
+    """Return the index of the brace that closes the argument after ``start``; None where no argument follows."""
     opening = re.compile(r"\s*\{").match(text, start)
     if opening is None:
         return None
@@ -233,14 +233,14 @@ def _argument(text: str, start: int) -> int | None:
 
 
 def _words(content: str) -> str:
-    """Runs of two or more letters marked as words; everything else as it is."""
+    """Mark runs of two or more letters as words, and one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
     content = re.sub(r"(?<![\\A-Za-z«])[A-Za-z][A-Za-z'.-]*[A-Za-z](?![A-Za-z»])", r" «\g<0>» ", content)
     return re.sub(r"(?<![\\A-Za-z«])[mgshlL](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 
 def plain(cleaned: str) -> str:
-    """A cleaned text as a person reads it: no markers, no braces, lower case, single spaces."""
+    """Return a cleaned text as a person reads it: no markers, no braces, lower case, single spaces."""
     text = re.sub(r"[«»{}]", " ", cleaned)
     return re.sub(r"\s+", " ", re.sub(r"\s*,\s*", ", ", text)).strip(" .").lower()
 
@@ -297,7 +297,7 @@ _NAMES = FUNCTIONS | {"sqrt", "mod", "bmod", "pmod", "pi", "infty", "inf"}
 
 
 def tokens(cleaned: str) -> list[Token]:
-    """Raises Unreadable at a character that no notation here has (a Cyrillic letter, a circled digit, a ``?``)."""
+    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a circled digit, a ``?``)."""
     found: list[Token] = []
     position, spaced = 0, False
     while position < len(cleaned):

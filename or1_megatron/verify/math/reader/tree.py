@@ -1,4 +1,4 @@
-"""The expression tree, and what a numeral is worth."""
+"""The expression tree, and the value of a numeral."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def number_node(value: Fraction | int) -> Node:
 
 
 def number_of(spelling: str) -> Fraction:
-    """A numeral's exact value: decimals, ``1.5e3``, repeating decimals by bar, dot or three-fold repetition."""
+    """Return a numeral's exact value: decimals, ``1.5e3``, repeating decimals by bar, dot or three-fold repetition."""
     if len(spelling) > _MAX_DIGITS:
         raise Unreadable("a numeral of thousands of digits")
     if barred := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?", spelling):

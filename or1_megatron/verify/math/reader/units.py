@@ -1,4 +1,4 @@
-"""What words mean in a final answer: units and their sizes, number words, and words that make an answer no answer."""
+"""The meaning of words in a final answer: units and their sizes, number words, and words that make it no answer."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ HEDGES = frozenset(
         "none",
     ]
 ) | set(NUMBER_WORDS)
-"""Words that change what a number beside them says. With one of them, nothing is read as a number."""
+"""Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
 LEAD_INS = frozenset(
     [
@@ -238,4 +238,4 @@ KNOWN_WORDS = frozenset(
     | set(_COMMON.split())
     | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way"}
 ) - {"a", "an"}
-"""What a bare run of letters must be to be a word and not a product of variables."""
+"""A bare run of letters that is one of these is a word, not a product of variables."""

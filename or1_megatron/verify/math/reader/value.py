@@ -1,9 +1,9 @@
-r"""Whether two expressions are the same: exactly where both are rational, else by precise values at sample points.
+r"""Compares two expressions: exactly where both are rational, else by precise values at sample points.
 
 Rational values are exact, whatever their size up to a budget, so that ``2^{1000}`` and ``2^{1000}-1`` differ. Other
 constants are compared at 60 digits and, when they agree, at 300. Expressions in variables are compared at fixed
-irrational-looking points, positive and of mixed sign. What is too large to evaluate (``9^{9^9}``) is equal only when
-it is written the same way up to the order of terms and factors.
+irrational-looking points, positive and of mixed sign. An expression that is too large to evaluate (``9^{9^9}``) is
+equal only to one that is written the same way, up to the order of terms and factors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from functools import lru_cache
 import mpmath
 
 from or1_megatron.errors import Or1Error
-from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node
 
 _MAX_BITS = 200_000
@@ -27,7 +26,7 @@ _DIGITS = (60, 300)
 
 
 class TooLarge(Or1Error):
-    """The value has more digits than are computed here."""
+    """The value has more digits than we compute."""
 
 
 class Undefined(Or1Error):
@@ -35,14 +34,14 @@ class Undefined(Or1Error):
 
 
 def symbols(tree: Node) -> frozenset[str]:
-    """The variables of an expression; i and e are constants."""
+    """Return the variables of an expression; i and e are constants."""
     if tree.op == "sym":
         return frozenset() if tree.name in ("i", "e") else frozenset({tree.name})
     return frozenset().union(*map(symbols, tree.args))
 
 
 def operations(tree: Node) -> Iterator[str]:
-    """Every operation's name in the tree."""
+    """Yield the name of every operation in the tree."""
     yield tree.op
     for argument in tree.args:
         yield from operations(argument)
@@ -50,7 +49,7 @@ def operations(tree: Node) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def rational(tree: Node) -> Fraction | None:
-    """The exact value where it is rational and small enough by the rules of arithmetic alone; None otherwise."""
+    """Return the exact value where arithmetic alone gives a rational one that is small enough; None otherwise."""
     try:
         return _rational(tree)
     except (ZeroDivisionError, TooLarge):
@@ -120,7 +119,7 @@ def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def evaluate(tree: Node, point: Mapping[str, mpmath.mpf]) -> mpmath.mpc:
-    """The value at a point, at mpmath's current precision. Raises TooLarge, Undefined, or Unreadable."""
+    """Return the value at a point, at mpmath's current precision. Raises TooLarge or Undefined."""
     try:
         value = _value(tree, point)
     except (ZeroDivisionError, ValueError, OverflowError, mpmath.libmp.NoConvergence) as error:
@@ -177,7 +176,7 @@ def _counting(function: Callable[..., mpmath.mpc]) -> Callable[..., mpmath.mpc]:
 
 
 def _logarithm(of: mpmath.mpc, base: mpmath.mpc | None = None) -> mpmath.mpc:
-    """Raises Undefined for zero. ``base`` None: the natural one."""
+    """Return the logarithm, natural for ``base`` None. Raises Undefined for zero."""
     if of == 0:
         raise Undefined("the logarithm of zero")
     return mpmath.log(of) if base is None else mpmath.log(of) / mpmath.log(base)
@@ -224,7 +223,7 @@ _POSITIVE = ("0.73205", "1.41523", "2.23711", "0.31871", "1.77245", "3.14592", "
 
 
 def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
-    """(must agree also where complex, point): three points of positive values, two of mixed signs."""
+    """Yield (whether values must agree even where complex, point): three positive points, two of mixed signs."""
     for shift in range(5):
         signs = [1] * len(names) if shift < 3 else [(-1) ** (index + shift) for index in range(len(names))]
         yield (
@@ -237,9 +236,9 @@ def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
 
 
 def canonical(tree: Node) -> str:
-    """One spelling for trees that differ in the order of terms and factors, and in signs and quotients' notation."""
+    """Return one spelling for trees that differ only in the order of terms and factors, or in how signs are written."""
     if (value := rational(tree)) is not None:
-        return f"{value.numerator:x}/{value.denominator:x}"  # hexadecimal: long decimals are slow and refused
+        return f"{value.numerator:x}/{value.denominator:x}"  # hexadecimal, because Python refuses long decimals
     if tree.op in ("add", "mul"):
         return f"{tree.op}({','.join(sorted(_flat(tree, tree.op)))})"
     if tree.op == "neg":
@@ -256,7 +255,7 @@ def _flat(tree: Node, op: str) -> list[str]:
 
 
 def same(left: Node, right: Node) -> bool:
-    """Whether two expressions are equal for all values of their variables, as far as that is decided here."""
+    """Whether two expressions are equal for all values of their variables, as far as we can tell."""
     if left == right:
         return True
     exact_left, exact_right = rational(left), rational(right)
@@ -345,7 +344,7 @@ def proportional(left: Node, right: Node, positive: bool = False) -> bool:
 
 
 def real(tree: Node) -> mpmath.mpf | None:
-    """A constant's real value at 60 digits; None for what has none. Infinity is one."""
+    """Return a constant's real value at 60 digits, or None. Infinity is a value."""
     if tree.op == "infty":
         return mpmath.inf
     if tree.op == "neg" and tree.args[0].op == "infty":
@@ -355,6 +354,6 @@ def real(tree: Node) -> mpmath.mpf | None:
     try:
         with mpmath.workdps(70):
             value = evaluate(tree, {})
-    except (TooLarge, Undefined, Unreadable):
+    except (TooLarge, Undefined):
         return None
     return mpmath.re(value) if abs(mpmath.im(value)) < mpmath.mpf(10) ** -50 else None
