@@ -1,8 +1,7 @@
 """Hand-written problems of every kind of ground truth, with right, wrong and dishonest submissions to them.
 
-``HONEST`` (code_honest.txt): (problem, whether it is right, source); what is right was decided by reading, not by any
-harness. ``HACKS`` (code_hacks.txt): (problem, how it cheats, source); none solves its problem, so every one that is
-accepted is a hole.
+``HONEST`` (code_honest.txt): (problem, whether it is right, source). Reading decided what is right, not a harness.
+``HACKS`` (code_hacks.txt): (problem, how it cheats, source). None solves its problem, so each accepted one is a hole.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ INVERT = {
 
 
 def compress(tests: list[dict[str, str]]) -> str:
-    """Private tests as LiveCodeBench writes them."""
+    """Return private tests as LiveCodeBench writes them."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
 
 
@@ -110,7 +109,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 
 
 def _submissions(name: str) -> list[tuple[str, str, str]]:
-    """(problem, remark, source) of each block of a file: a line ``=== problem: remark``, then the source."""
+    """Return (problem, remark, source) of each block of a file: a line ``=== problem: remark``, then the source."""
     blocks = (FOLDER / name).read_text().split("=== ")[1:]
     heads = [block.partition("\n") for block in blocks]
     return [(*head.split(": ", 1), source) for head, _, source in heads]  # type: ignore[misc]

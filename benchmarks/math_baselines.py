@@ -1,4 +1,4 @@
-r"""Other rules that judge a boxed answer against a gold, to stand beside ours. Written here from their descriptions.
+r"""Other rules that judge a boxed answer by a gold, to compare with ours. They were written from their descriptions.
 
 ``math_verify`` is the recipe's way: Math-Verify on the box, text equality first, the gold wrapped in a box.
 ``hendrycks`` is the string normaliser of the MATH benchmark's authors. ``deepscaler`` is the two-step rule of
@@ -30,7 +30,7 @@ def hendrycks(gold: str, answer: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    """Spacing, styles, units behind a number and percent signs off; one spelling for fractions and roots."""
+    """Remove spacing, styles, units behind a number and percent signs; give fractions and roots one spelling."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
@@ -136,7 +136,7 @@ RULES: dict[str, Rule] = {"Math-Verify": math_verify, "Hendrycks": hendrycks, "D
 
 
 class Bounded:
-    """A rule in a child process; what takes longer than the limit is refused and the child replaced."""
+    """A rule in a child process. An answer that takes longer than the limit is refused, and the child replaced."""
 
     def __init__(self, name: str, limit_s: float = 5.0) -> None:
         self.name, self.limit_s = name, limit_s
@@ -151,7 +151,7 @@ class Bounded:
         self._ours.recv()
 
     def __call__(self, golds: Sequence[str], answer: str) -> tuple[bool, float]:
-        """(accepted, the child's CPU seconds)."""
+        """Return (accepted, the child's CPU seconds)."""
         try:
             self._ours.send((tuple(golds), answer))
             if self._ours.poll(self.limit_s):

@@ -4,9 +4,9 @@ A file is read line by line: ``@ class`` starts a class, ``= gold`` (several acc
 and each ``+ answer`` or ``- answer`` below is a right or a wrong answer to it, raw, as it stands in the final box.
 What counts as right is written in docs/math_verifier.md.
 
-A third is frozen: rules are tuned on tuning.txt, and reported on frozen.txt. Which gold is in which file is not a
-choice: within each class, golds ordered by their SHA-256 take turns of three, the first of each turn being frozen. All
-answers to a gold lie in one file, so that no rule can be tuned on a frozen gold's other answers.
+A third is frozen: rules are tuned on tuning.txt and reported on frozen.txt. Nobody chose which gold is in which file:
+within each class, golds are ordered by their SHA-256, and the first of every three is frozen. All answers to a gold are
+in one file, so that no rule can be tuned on a frozen gold's other answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pair:
 
 
 def load(part: Part) -> list[Pair]:
-    """The pairs of one part, in the file's order.
+    """Return the pairs of one part, in the file's order.
 
     Raises:
         ValueError: a line is none of the four kinds, or an answer stands before any gold.
@@ -42,7 +42,7 @@ def load(part: Part) -> list[Pair]:
 
 
 def parse(lines: Iterable[str], name: str) -> list[Pair]:
-    """The pairs that the lines of a file say; ``name`` is the file's, for errors."""
+    """Return the pairs in the lines of a file. ``name`` is the file's, for errors."""
     pairs: list[Pair] = []
     kind, golds = "", ()
     for number, line in enumerate(lines, 1):
@@ -59,6 +59,6 @@ def parse(lines: Iterable[str], name: str) -> list[Pair]:
 
 
 def frozen_golds(golds: Sequence[tuple[str, ...]], kind: str) -> set[tuple[str, ...]]:
-    """Which of one class's golds the hash freezes: the first, fourth, seventh ... in the order of their hashes."""
+    """Return the golds of one class that are frozen: the first, fourth, seventh ... in the order of their hashes."""
     ordered = sorted(golds, key=lambda gold: hashlib.sha256(" || ".join((kind, *gold)).encode()).hexdigest())
     return set(ordered[::3])

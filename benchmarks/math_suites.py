@@ -1,7 +1,7 @@
-"""Other people's tests of math rules, read off their sources as labelled pairs; nothing of theirs is run or kept.
+"""Reads other people's tests of math rules from their sources, as labelled pairs. It runs and keeps nothing of theirs.
 
-Read are pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods that assign two texts and assert, or
-assert not, that a call of them is true.
+It reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods that assign two texts and assert, or
+assert not, that a call with them is true.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_CHARS = 400
 
 
 def suite_pairs(folder: Path) -> list[Pair]:
-    """The pairs of all ``*test*.py`` below the folder, each once, where gold and prediction are one formula each."""
+    """Return the pairs of all ``*test*.py`` below the folder, each once, where both sides are one formula."""
     pairs = []
     for path in sorted(folder.rglob("*test*.py")):
         try:
@@ -33,7 +33,7 @@ def suite_pairs(folder: Path) -> list[Pair]:
 
 
 def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
-    """(gold, answer, verdict) of one node."""
+    """Return (gold, answer, verdict) of each case in one node."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize" and len(node.args) > 1:
         names = ast.unparse(node.args[0]).replace("'", "").split(",")
         if [name.strip(" ()") for name in names[:2]] == ["gold", "pred"] and len(names) == 3:
@@ -66,7 +66,7 @@ def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:
 
 
 def _formula(text: str) -> str | None:
-    r"""What a text that is one ``$...$``, or one box in it, holds."""
+    r"""Return the content of a text that is one ``$...$``, or one box in it."""
     inner = re.fullmatch(r"\s*(?:\$\$?|\\\[|\\\()?([^$]*?)(?:\$\$?|\\\]|\\\))?\s*", text, re.DOTALL)
     if inner is None:
         return None

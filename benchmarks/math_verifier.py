@@ -1,13 +1,13 @@
-r"""How often the math verifier errs, in both directions, beside three other rules, and how many verdicts it gives.
+r"""Measures how often the math verifier errs, in both directions, beside three other rules, and how fast it is.
 
     python benchmarks/math_verifier.py [--suite NAME=DIR ...] [--errors]
 
-``--suite``: a folder with other people's tests of such rules (``math_suites`` says which are read), each a further set,
-with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip download
---no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH data set's
-normaliser. Only where gold and answer are each one formula. ``--errors`` prints the errors on the tuning part and the
-suites, and never those on the frozen third. Verdicts per second are per second of CPU time, of the verifier and its
-child together.
+``--suite``: a folder with other people's tests of such rules (``math_suites`` says which it can read). Each becomes a
+set of its own, with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip
+download --no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH
+data set's normaliser. Only cases where gold and answer are each one formula count. ``--errors`` prints the errors on
+the tuning part and the suites, but never those on the frozen third. Verdicts per second are per second of CPU time, of
+the verifier and its child together.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _problem(pair: Pair) -> Problem:
 
 
 def error_rates(title: str, pairs: Sequence[Pair], judges: dict[str, Accepts], show: bool) -> dict[str, Any]:
-    """Shares of right answers refused and of wrong ones accepted, by judge; ours beside Math-Verify's."""
+    """Return the shares of right answers refused and of wrong ones accepted, by judge."""
     refused, accepted = {}, {}
     for name, accepts in judges.items():
         errors = [pair for pair in pairs if accepts(pair) != pair.right]
@@ -93,7 +93,7 @@ def error_rates(title: str, pairs: Sequence[Pair], judges: dict[str, Accepts], s
 
 
 def throughput(verifier: MathVerifier, other: Bounded, pairs: Sequence[Pair], rounds: int) -> dict[str, Any]:
-    """Verdicts per CPU second: plain numbers, and the labelled answers, ours and Math-Verify by turns."""
+    """Return verdicts per CPU second on plain numbers and on the labelled answers; ours and Math-Verify take turns."""
     numbers = [Pair("number", (str(n * 37 % 1009),), str(n * 37 % 1009 + (n % 2)), n % 2 == 0) for n in range(1000)]
     rates: dict[str, list[float]] = {}
     for _ in range(rounds):

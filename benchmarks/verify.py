@@ -2,8 +2,8 @@
 
     python benchmarks/verify.py --livecodebench CHECKOUT --verl CHECKOUT
 
-The submissions are hand-written (code_corpus.py): what is right was decided by reading. The peers' code is not part of
-this repository: give checkouts of theirs. Their submissions run with no sandbox; run this where that is harmless.
+The submissions are hand-written (code_corpus.py), and reading them decided which are right. The peers' code is not part
+of this repository: give checkouts of theirs. They run submissions without a sandbox; run this where that is harmless.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TESTS = 30
 STDIN = {"inputs": [f"{n}\n" for n in range(TESTS)], "outputs": [f"{n * n}\n" for n in range(TESTS)]}
 CALLS = {"inputs": [f"{n}" for n in range(TESTS)], "outputs": [f"{n * n}" for n in range(TESTS)], "fn_name": "f"}
 OURS_ALONE = frozenset({"fraction_tolerant", "divisors", "pair", "split", "permute", "reverse", "depth"})
-"""Problems with a checker or with nodes: both peers have neither, and read the row without."""
+"""Problems with a checker or with nodes. Both peers have neither, and ignore them."""
 
 SPEED = (("stdin", STDIN, "n = int(input())\nprint(n * n)"), ("call", CALLS, "def f(n):\n    return n * n"))
 
@@ -84,7 +84,7 @@ class Peer:
 
 
 def for_peers(truth: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The row in the one form that both read, their checker being their own; None for kinds that they do not have."""
+    """Return the row in the form that both peers read, without its checker; None for kinds that they do not have."""
     if "private_test_cases" in truth:
         truth = as_input_output(truth)
     if "inputs" not in truth or not all(isinstance(item, str) for item in truth["outputs"]):
@@ -93,7 +93,7 @@ def for_peers(truth: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def verdicts(graders: list[Any], cases: list[tuple[str, str, str]]) -> list[dict[str, bool | None]]:
-    """For each case each grader's verdict; None where it has no such kind."""
+    """Return each grader's verdict on each case; None where it has no such kind."""
     found = []
     for problem, _, source in cases:
         given = for_peers(PROBLEMS[problem])
@@ -106,7 +106,7 @@ def verdicts(graders: list[Any], cases: list[tuple[str, str, str]]) -> list[dict
 
 
 def speeds(graders: list[Any], repetitions: int) -> dict[str, dict[str, float]]:
-    """Tests per second of one grader that judges one submission at a time, by kind: medians."""
+    """Return the median of tests per second, by kind and grader, judging one submission at a time."""
     found: dict[str, dict[str, float]] = {}
     for kind, truth, source in SPEED:
         walls: dict[str, list[float]] = {grader.name: [] for grader in graders}
@@ -148,7 +148,7 @@ def report(
     hack_rows: list[dict[str, bool | None]],
     honest: list[tuple[str, str, str]],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(figures, settings): agreement with what was read, hacks accepted, and every disagreement in words."""
+    """Return (figures, settings): agreement with the reading, hacks accepted, and every disagreement in words."""
     figures: dict[str, Any] = {}
     listed: dict[str, list[str]] = {}
     for name in honest_rows[0]:

@@ -1,9 +1,9 @@
-"""One peer's grader in a process of its own, for benchmarks/verify.py; the peers' code is not part of this repository.
+"""Runs one peer's grader in its own process, for benchmarks/verify.py. The peers' code is not part of this repository.
 
     python verify_peer.py livecodebench|verl CHECKOUT
 
-Lines in: {"truth": {inputs, outputs, fn_name?}, "source", "answer"}; ``answer`` is the file that the reply,
-{"accepted", "wall_s"}, is written to: the submissions run unconfined and may write to any open descriptor.
+Lines in: {"truth": {inputs, outputs, fn_name?}, "source", "answer"}. The reply, {"accepted", "wall_s"}, goes to the
+file ``answer``: the submissions run unconfined and may write to any open descriptor.
 Each submission is judged in a fork that is killed after a minute.
 """
 
@@ -24,7 +24,7 @@ LIMIT_S = 60
 
 
 def livecodebench(checkout: str) -> Callable[[Mapping[str, Any], str], bool]:
-    """The harness as its own evaluation calls it: all results above zero is a pass."""
+    """Return a call of the harness as its own evaluation makes it: all results above zero is a pass."""
     sys.path.insert(0, checkout)
     import numpy as np
     from lcb_runner.evaluation.compute_code_generation_metrics import evaluate_generations_by_problem
@@ -38,7 +38,7 @@ def livecodebench(checkout: str) -> Callable[[Mapping[str, Any], str], bool]:
 
 
 def verl(checkout: str) -> Callable[[Mapping[str, Any], str], bool]:
-    """``prime_code.compute_score``. pyext, which it needs, cannot be installed on Python 3.11: a stand-in."""
+    """Return a call of ``prime_code.compute_score``. It needs pyext, which Python 3.11 cannot install: a stand-in."""
 
     class RuntimeModule:
         @staticmethod
@@ -85,7 +85,7 @@ def main() -> None:
                 os.waitpid(child, 0)
                 break
             time.sleep(0.005)
-        with contextlib.suppress(ProcessLookupError):  # what a submission left of the grader's helpers
+        with contextlib.suppress(ProcessLookupError):  # what remains of the grader's helpers
             os.killpg(child, signal.SIGKILL)
         if not Path(request["answer"]).exists():
             Path(request["answer"]).write_text(json.dumps({"accepted": False, "wall_s": LIMIT_S}))

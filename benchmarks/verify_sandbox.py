@@ -1,8 +1,8 @@
-"""What a sandbox costs per start, and tests per second and core.
+"""Measures what a sandbox costs per start, and tests per second and core.
 
     python benchmarks/verify_sandbox.py [--repeats 200]
 
-Starts: bare Python and each tier in turn, on the same trivial program that reads a number and prints its double, in one
+Bare Python and each tier take turns to run the same trivial program, which reads a number and prints its double, in one
 process on one core.
 """
 
@@ -32,7 +32,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def starts(repeats: int) -> dict[str, Any]:
-    """Overhead of each tier over bare Python, and tests per second of one core with a fresh sandbox each."""
+    """Return the overhead of each tier over bare Python, and tests per second of one core with a fresh sandbox each."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sandboxes = {}
     for tier in TIERS:

@@ -1,11 +1,11 @@
-"""A soak of the verifiers: many mixed samples, 5% of them hostile, through the pool of local processes, in each tier.
+"""Soaks the verifiers: many mixed samples, 5% of them hostile, through the pool of local processes, in each tier.
 
     python benchmarks/verify_soak.py [--samples 10000] [--second 2000] [--workers 2]
 
-Half of the samples are math, half code (programs, calls, asserts): right, wrong, truncated, without an answer. Counted
-are samples without a verdict, verdicts other than by construction, and afterwards what is left: processes (this one is
-made the reaper of orphans, so that none escapes the count), sandbox folders, cgroups. Memory and descriptors are the
-verifiers', at a tenth of the way and at the end. Then some hundred of the samples through 1, 2 and 4 workers.
+Half of the samples are math, half code (programs, calls, asserts): right, wrong, truncated, without an answer. The soak
+counts samples without a verdict, verdicts other than by construction, and what is left afterwards: processes (this one
+becomes the reaper of orphans, so that none escapes the count), sandbox folders, cgroups. It takes the verifiers' memory
+and descriptors at a tenth of the way and near the end. Some hundred samples also go through 1, 2 and 4 workers.
 
 The first tier gets ``--samples``, the second ``--second``.
 """
@@ -72,7 +72,7 @@ MAY_BE = {
 
 @dataclass
 class Tally:
-    """What is taken down on the way."""
+    """What the soak records on the way."""
 
     statuses: list[str]
     resident_bytes: list[int]
@@ -81,7 +81,7 @@ class Tally:
 
 
 def sample(number: int) -> tuple[Problem, Completion, str]:
-    """(problem, completion, kind) of the soak's n-th sample."""
+    """Return (problem, completion, kind) of the soak's n-th sample."""
     kind = "hostile" if number % 20 == 7 else ("right", "wrong", "right", "none", "cut")[number // 2 % 5]
     if number % 2:
         truth, right, wrong = CODE[number // 10 % len(CODE)]
@@ -102,7 +102,7 @@ def sample(number: int) -> tuple[Problem, Completion, str]:
 
 
 def verifiers() -> list[psutil.Process]:
-    """The pool's processes and their Math-Verify children."""
+    """Return the pool's processes and their Math-Verify children."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -114,7 +114,7 @@ def verifiers() -> list[psutil.Process]:
 
 
 async def judged(samples: int, workers: int, tier: str, marks: frozenset[int], timeout_s: float = TIMEOUT_S) -> Tally:
-    """Return verdicts on the first ``samples``; memory is taken when as many as one of ``marks`` are judged."""
+    """Judge the first ``samples``. Memory is recorded when as many as one of ``marks`` are judged."""
     config = VerifyConfig(
         workers=workers, timeout_s=timeout_s, memory_bytes=512 << 20, max_pending=64, sandbox=tier, processes=32
     )
@@ -146,7 +146,7 @@ async def judged(samples: int, workers: int, tier: str, marks: frozenset[int], t
 
 
 def left_behind() -> set[str]:
-    """Processes below this one, and folders and cgroups of verifiers that are gone."""
+    """Return processes below this one, and folders and cgroups of verifiers that are gone."""
     processes = psutil.Process().children(recursive=True)
     found = {f"{child.pid} {child.name()}" for child in processes if child.status() != psutil.STATUS_ZOMBIE}
     places = [*Path(tempfile.gettempdir()).glob("or1-sandbox-*"), *Path("/sys/fs/cgroup").glob("**/or1-verify/*-*")]
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what is orphaned becomes ours, and is counted
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become our children, and are counted
     figures: dict[str, Any] = {}
     by_workers = [asyncio.run(judged(arguments.compared, count, TIERS[0], frozenset())).statuses for count in (1, 2, 4)]
     figures["the same verdicts through 1, 2 and 4 workers"] = figure(by_workers[0] == by_workers[1] == by_workers[2])

@@ -1,9 +1,9 @@
 # ruff: noqa: E501  (programs as they would be written)
 """Hostile submissions: each would like to pass without knowing the answer, or to do harm on the way.
 
-``READING``: look for an answer that cannot be computed, ``SECRET``. ``ATTACKS``: of the doubling problem; none prints
-42 as its output, so a verdict "right" is a hole. ``SLOW`` ones use up their time limit. Each of ``PROBES`` prints the
-list of what it could reach, which must be empty.
+``READING`` ones look for ``SECRET``, an answer that cannot be computed. ``ATTACKS`` answer the doubling problem; none
+prints 42 as its output, so a verdict "right" is a hole. ``SLOW`` ones use up their time limit. Each of ``PROBES`` prints
+the list of what it could reach, which must be empty.
 """
 
 from __future__ import annotations

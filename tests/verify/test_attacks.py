@@ -1,7 +1,7 @@
-"""The sandbox under attack, in every tier that this machine has: nothing is accepted, nothing stays, the next works.
+"""Attacks on the sandbox, in every tier that this machine has: none is accepted, nothing stays, the next run works.
 
-The attacks are those that we know of (``attacks``), not a proof that there are no others; kernels' own faults are out
-of reach here, and so are judgements by checkers and test programs, which the code verifier's tests attack.
+The attacks are those that we know (``attacks``), which does not prove that there are no others. Bugs of the kernel are
+not tested here, nor checkers and test programs, which the code verifier's tests attack.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def answer(source: str) -> str:
 
 
 def left_behind() -> list[str]:
-    """Living children of this process, and what lies in the folder for temporary files, of sandboxes."""
+    """Return living children of this process, and its sandboxes' folders in the folder for temporary files."""
     processes = [child.name() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return processes + [path.name for path in Path(tempfile.gettempdir()).glob(f"or1-sandbox-{os.getpid()}-*")]
 
@@ -71,7 +71,7 @@ def before() -> list[str]:
 
 
 def verdicts(sandbox: Sandbox, sources: dict[str, str], output: str) -> dict[str, str]:
-    """Of each source where ``output`` is asked for, two at a time, each followed by an honest one that must pass."""
+    """Judge each source, two at a time, each followed by an honest one that must pass. ``output`` is expected."""
     verifier = CodeVerifier(VerifyConfig(), sandbox)
 
     def judge(source: str) -> str:
@@ -97,7 +97,7 @@ def test_what_does_not_end_is_ended(sandbox: Sandbox, before: list[str]) -> None
     with ThreadPoolExecutor(3) as pool:
         results = pool.map(lambda source: sandbox.run(python(source), b"21\n", SHORT), SLOW.values())
     endings = {name: (result.ending, result.output) for name, result in zip(SLOW, results, strict=True)}
-    # what a tier refuses (forks, so the bomb; a whole second of work) may also end by an error; none ends well
+    # a tier may also refuse it (forks), so that it ends by an error; none ends well
     assert {
         name: ending for name, ending in endings.items() if ending[0] == "exited" and name not in ("spin in C",)
     } == {}

@@ -1,4 +1,4 @@
-"""Checkers, each from both sides; the programs among them in real sandboxes.
+"""Checkers, each with accepted and refused outputs; those that are programs run in real sandboxes.
 
 Not proven here: testlib itself (its header is not part of this repository; the compiled checker keeps its protocol).
 """

@@ -1,7 +1,7 @@
-"""Hostile results of calls: what a submission can hand back where its value is compared, whatever kind the test is of.
+"""Hostile results of calls: what a submission can return where its value is compared, in tests of every kind.
 
-Each is judged wrong, by an answer of the verifier's and not by an exception in it, and the verifier judges on. Not
-shown: what a submission does to its sandbox (test_attacks), and checkers that would run what they are given.
+Each is judged wrong, without an exception in the verifier, which judges on. Not shown: what a submission does to its
+sandbox (test_attacks), and checkers that would run what they are given.
 """
 
 from __future__ import annotations

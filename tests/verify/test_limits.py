@@ -1,4 +1,4 @@
-"""What is said of a program that met a limit: which limit, its value and its configuration key, in every tier.
+"""Verdicts on programs that met a limit name the limit, its value and its configuration key, in every tier.
 
 Not shown: cgroups v2 where this machine has v1, and a node's budget that runs out (test_sandbox).
 """
@@ -66,7 +66,7 @@ CALLS = {
 
 @pytest.fixture(scope="module", params=("bubblewrap", "landlock"))
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """With the configuration's keys. CPU time and wall time are set apart, so that each is met alone on any machine."""
+    """A sandbox with the configuration's keys. CPU and wall time limits are far apart, so that each is met alone."""
     try:
         made = open_sandbox(VerifyConfig(sandbox=request.param, memory_bytes=96 << 20, processes=12))
     except SandboxUnavailable as error:

@@ -1,7 +1,7 @@
 """The sandbox's promises to honest programs and to its callers, in every tier that this machine has.
 
-What hostile programs make of it is in test_attacks. As an ordinary user: test_attacks. Not shown: cgroups v2
-where this machine has v1, and aarch64.
+Hostile programs, and runs as an ordinary user, are in test_attacks. Not shown: cgroups v2 where this machine has v1,
+and aarch64.
 """
 
 from __future__ import annotations
