@@ -32,7 +32,7 @@ Overrides = dict[str, Any]
 
 
 class Expectation(Section):
-    """What the claim predicts of two arms: a comparison of a metric's mean over a window of the run."""
+    """A prediction of the claim about two arms: a comparison of a metric's mean over a window of the run."""
 
     says: str
     metric: str

@@ -1,1 +1,1 @@
-"""What people look at: the console during a run, its responses, its picture."""
+"""Views of a run: the console while it trains, figures, and the HTML page."""

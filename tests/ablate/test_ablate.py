@@ -1,6 +1,6 @@
-"""Ablations: what makes two arms the same run, what differs between arms, and what seeds' outcomes say of a claim.
+"""Ablations: which arms share a run, how arms differ, and what the outcomes of seeds say about a claim.
 
-Not proven here: anything about training; ``or1 ablate N --smoke`` runs an ablation's arms for a step each.
+Not proven here: anything about training; ``or1 ablate N --smoke`` runs each arm of an ablation for one step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_an_arm_that_two_ablations_share_is_one_run(found: dict[int, Ablation]) 
 
 
 def test_means_and_intervals_by_hand() -> None:
-    """Of 1, 2, 3 the mean is 2 and s is 1: the half width is 4.303 * 1 / sqrt(3) = 2.484."""
+    """The mean of 1, 2, 3 is 2 and s is 1, so the half width is 4.303 * 1 / sqrt(3) = 2.484."""
     found = estimate([1.0, 2.0, 3.0])
     assert (found.mean, found.seeds) == (2.0, 3)
     assert found.half_width == pytest.approx(2.4843, abs=1e-4)
@@ -123,7 +123,7 @@ def test_not_lower_by_more_than_a_margin() -> None:
 
 
 def test_columns_that_no_run_reports() -> None:
-    """Seconds of training leave evaluations out; a row without the metric has no distance, and the swing skips it."""
+    """Seconds of training exclude evaluations; a row without the metric has no distance, and the swing skips it."""
     rows = [
         {"step": 0, "time/step": 5.0, "time/evaluate": 4.0},
         {"step": 1, "time/step": 2.0, "m": 1.0},
@@ -157,7 +157,7 @@ def test_equal_time_by_hand() -> None:
 
 
 def test_a_page_at_equal_wall_time(found: dict[int, Ablation], tmp_path: Path) -> None:
-    """Of two arms the second takes half the time for the same curve."""
+    """The second arm takes half the time for the same curve."""
     arms = arms_of(found[15], "small")
     rows = {
         arm.name: {
@@ -208,7 +208,7 @@ def test_the_page_says_what_was_claimed_and_what_was_not_run(found: dict[int, Ab
 def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(
     found: dict[int, Ablation], tmp_path: Path
 ) -> None:
-    """Of two arms one is finished; the other's configuration names a model that is not there."""
+    """One arm is finished; the configuration of the other names a model that does not exist."""
     arms = arms_of(found[10], "small", {"model.hf": str(tmp_path / "none")})[:2]
     runs = runs_of(arms, (1,), tmp_path)
     runs[0].dir.mkdir(parents=True)
@@ -237,7 +237,7 @@ time.sleep(60)
 
 
 def test_a_campaign_that_is_ended_ends_its_run_first(tmp_path: Path) -> None:
-    """The run has time to save; no other is begun."""
+    """The run has time to save; no other run starts."""
     arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path)]
     campaign = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE_S

@@ -35,7 +35,7 @@ NASTY = "</script><script>window.broken = 1</script> <b>&amp;</b> \u202e\x1b[2J 
 
 
 def tokenizer_of_bytes(folder: Path, texts: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level tokenizer without merges, so that a character of n bytes is n tokens; <eos> is special."""
+    """Write a byte-level tokenizer without merges, so that a character of n bytes is n tokens; <eos> is special."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def tokenizer_of_bytes(folder: Path, texts: Sequence[str] = ()) -> Tokenizer:
 
 
 def group(name: str, outcomes: Sequence[tuple[str, str]], tokenizer: Tokenizer, source: str = "sums") -> Group:
-    """One group of (response, verdict status)."""
+    """Return a group of (response, verdict status)."""
     problem = Problem(name, source, "math", (Message("user", f"What is {name}? {NASTY}"),), '["7"]', {}, "f:1")
     completions, verdicts = [], []
     for i, (text, status) in enumerate(outcomes):
@@ -62,7 +62,7 @@ def group(name: str, outcomes: Sequence[tuple[str, str]], tokenizer: Tokenizer, 
 
 
 def trained(one: Group) -> tuple[AdvantagedGroup, TokenScores]:
-    """(with advantages +-1, scores: 0.25 above the engine's, entropies 0, 1, 2, ...)."""
+    """Return (the group with advantages +-1, scores of 0.25 above the engine's and entropies 0, 1, 2, ...)."""
     sign = np.where(one.rewards > 0, 1.0, -1.0).astype(np.float32)
     log_probs = tuple(c.log_probs + np.float32(0.25) for c in one.completions)
     entropies = tuple(np.arange(c.token_ids.size, dtype=np.float32) for c in one.completions)
@@ -70,8 +70,8 @@ def trained(one: Group) -> tuple[AdvantagedGroup, TokenScores]:
 
 
 def write_run(root: Path, steps: int = 4, stage_steps: int = 2, problems: int = 3) -> Path:
-    """Steps 1 to ``steps``, from ``stage_steps`` + 1 on in stage "long"; the same problems in every step, 4 samples
-    each: p0 all wrong and truncated, p1 half right, p2 all right from step 2 on."""
+    """Write a run of ``steps`` steps, from ``stage_steps`` + 1 on in stage "long". Every step has the same problems, 4
+    samples each: p0 all wrong and truncated, p1 half right, p2 all right from step 2 on."""
     folder = RunFolder(root)
     folder.create()
     tokenizer = tokenizer_of_bytes(folder.hf)

@@ -1,4 +1,4 @@
-"""The console's words, line by line in plain mode; the live bar only as far as that it comes and goes."""
+"""The console's lines in plain mode; of the live bar only that it appears and disappears."""
 
 from __future__ import annotations
 

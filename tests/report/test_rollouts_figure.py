@@ -1,4 +1,4 @@
-"""``or1 rollouts`` and the picture of a run, on small real run folders. How the picture looks, no test says."""
+"""``or1 rollouts`` and the figure of a run, on small real run folders. Not proven here: how the figure looks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Prob
 
 
 def group(name: str, texts: list[tuple[str, str]]) -> Group:
-    """One group of (response text, verdict status)."""
+    """Return a group of (response text, verdict status)."""
     problem = Problem(
         name, "train-math-x", "math", (Message("user", f"Compute [bold]{name}[/bold]."),), '["7"]', {}, "f:1"
     )
@@ -135,7 +135,7 @@ def write_metrics(run: Path, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 20])
 def test_the_picture_is_svg_with_every_curve_inside(run: Path, steps: int) -> None:
-    """Parsed as XML: the held-out points are where they were computed by hand, and nothing lies outside the picture."""
+    """Parsed as XML: the held-out points are where they were computed by hand; nothing is outside the figure."""
     write_metrics(run, steps)
     draw_run(run, run / "run.svg")
     root = ElementTree.parse(run / "run.svg").getroot()

@@ -1,6 +1,6 @@
-"""``or1 report``: what the page holds, from run folders that the real store wrote, read back without a browser.
+"""``or1 report``: the page of run folders that the real store wrote, read back without a browser.
 
-That a browser can draw it, ``test_run_page_browser.py`` tests; how it looks, no test says.
+``test_run_page_browser.py`` tests that a browser can draw it. Not proven here: how it looks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A run to spoil."""
+    """A run that the test may change."""
     return write_run(tmp_path / "own")
 
 
 def unpacked(page: str, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(header, columns) of a packet: the format read by hand."""
+    """Return (header, columns) of a packet, without our reader."""
     found = re.search(rf'<script type="text/plain" id="data-{name}">([A-Za-z0-9+/=]*)</script>', page)
     assert found is not None, name
     whole = gzip.decompress(base64.b64decode(found[1]))
@@ -180,8 +180,8 @@ def test_the_same_runs_give_the_same_page(run: Path, tmp_path: Path) -> None:
 
 
 def test_choice_covers_what_is_rare() -> None:
-    """10,000 rows: of 40 chosen every step, both rewards, the one truncated in a hundred and the small source; and in
-    each half of the steps of all kinds."""
+    """Of 10,000 rows 40 are chosen. They cover every step, both rewards, the one truncated in a hundred and the small
+    source, and each half of the steps has all kinds."""
     rng = np.random.default_rng(0)
     columns = {
         "run": np.zeros(10_000, np.int32),
@@ -217,7 +217,7 @@ def test_named_rows_come_once_and_in_order() -> None:
 
 
 def test_the_page_keeps_its_size(run: Path, tmp_path: Path) -> None:
-    """Texts go first, those chosen last; then rows, whole steps of them. Each time a note says so."""
+    """Texts are left out first, the last chosen first, then rows by whole steps. A note says so each time."""
     page, whole = report([run], tmp_path / "r.html")
     bare = report([run], tmp_path / "r.html", texts=0)[1].size_bytes
     limit = (whole.size_bytes + bare) // 2 + 10_000

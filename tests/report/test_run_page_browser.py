@@ -1,6 +1,6 @@
-"""The page of ``or1 report`` in a real Chromium: it draws itself, asks for nothing, and its controls do what they say.
+"""The page of ``or1 report`` in a real Chromium: it draws itself, requests nothing, and its controls work.
 
-Skipped where there is none (``make browser`` installs one). How it looks is for people; other browsers are not tried.
+Skipped without a browser (``make browser`` installs one). Not proven here: how it looks, and other browsers.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A run to spoil."""
+    """A run that the test may change."""
     return write_run(tmp_path / "own")
 
 
 @pytest.fixture(scope="module")
 def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the first run."""
+    """The page of the first run."""
     path = tmp_path_factory.mktemp("page") / "one.html"
     write_report([runs[0]], path, texts=20, ids=["p1/2/0"])
     return path
@@ -71,7 +71,7 @@ def go(browser: Chromium, tab: str) -> None:
 
 
 def pick(browser: Chromium, selector: str, value: str) -> None:
-    """Set a control and tell it so."""
+    """Set a control and send its events."""
     browser.evaluate(
         f"(() => {{ const node = document.querySelector({selector!r}); node.value = {value!r}; "
         "for (const kind of ['input', 'change']) node.dispatchEvent(new Event(kind, {bubbles: true})); })()"
@@ -84,7 +84,7 @@ def text(browser: Chromium, selector: str) -> str:
 
 
 def assert_quiet(browser: Chromium, page: Path) -> None:
-    """Neither errors nor warnings, and nothing was asked for but the page itself."""
+    """Check that there were no errors or warnings, and no requests but for the page itself."""
     assert browser.complaints == []
     assert {url.partition("#")[0] for url in browser.requests} <= {page.as_uri()}
 
@@ -92,7 +92,7 @@ def assert_quiet(browser: Chromium, page: Path) -> None:
 def test_every_part_draws_itself_and_asks_for_nothing(
     browser: Chromium, runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Two runs of stages of their own, at two widths, light and dark; nothing is wider than the window."""
+    """Two runs with different stages, at two widths, light and dark; nothing is wider than the window."""
     path = tmp_path / "both.html"
     write_report(list(runs), path, texts=4)
     for width, dark in ((1400, False), (420, True)):
@@ -226,7 +226,7 @@ def test_filters(opened: Chromium, page: Path) -> None:
 
 
 def test_a_response_with_its_tokens(browser: Chromium, page: Path) -> None:
-    """Found by its address; every token is there and nothing of it is obeyed; shades follow the numbers."""
+    """Opened by its address: every token is shown, none of its text is interpreted, and shades follow the numbers."""
     show(browser, page, "#rollouts/0/p1/2/0")
     browser.wait_for("document.querySelectorAll('.tokens b').length")
     turned = f"x=0 {NASTY}<eos>".replace("\u202e", "◌")
@@ -281,7 +281,7 @@ def test_a_cell_of_the_migration_lists_its_responses(opened: Chromium, page: Pat
 
 
 def big_run(root: Path, responses: int) -> Path:
-    """Ten steps of the same responses, but for their step."""
+    """Write ten steps that differ only in the step."""
     folder = RunFolder(root)
     folder.create()
     tokenizer = tokenizer_of_bytes(folder.hf)

@@ -1,4 +1,4 @@
-"""RunRecord: a run that is interrupted and resumed leaves one record of each step. Without W&B."""
+"""RunRecord: an interrupted and resumed run has one record of each step. Not proven here: W&B."""
 
 from __future__ import annotations
 

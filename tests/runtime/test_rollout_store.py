@@ -1,6 +1,6 @@
-"""RolloutStore: what is written comes back, in the background, within its bytes.
+"""RolloutStore writes in the background, keeps to its bytes, and reads back what was written.
 
-Does not prove behaviour on a network file system, nor at the size of a 32B step.
+Not proven here: a network file system, or the size of a 32B step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_the_policy_made_of_the_trained_tokens(tmp_path: Path) -> None:
-    """Policy less engine, in float16; null for a rejected group, and where not every token was counted."""
+    """Policy minus engine, in float16; null for a rejected group, and if not every token has a score."""
     kept, rejected = make_group("a", (1, 0)), make_group("b", (0, 0))
     scores = TokenScores(
         (np.full(5, -0.75, np.float32), np.full(3, -1.0, np.float32)),
@@ -126,8 +126,8 @@ def test_what_the_policy_made_of_the_trained_tokens(tmp_path: Path) -> None:
     assert [row["entropies"] for row in rows] == [None, None, [0, 1, 2, 3, 4], None]
 
 
-def test_files_of_before_a_field_was_are_read(tmp_path: Path) -> None:
-    """A nullable one is null there; any other is missed by name."""
+def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
+    """A missing nullable field is null; the error names any other."""
     table = to_table(1, "short", [make_group("a", (1, 0))], [])
     path = tmp_path / "step_000001.parquet"
     pq.write_table(table.drop_columns(["entropies", "log_prob_differences"]), path)
@@ -248,7 +248,7 @@ def test_the_thread_ends_with_close(tmp_path: Path) -> None:
 
 
 def test_kill_while_writing_keeps_earlier_steps(tmp_path: Path) -> None:
-    """kill -9 in the middle of endless writing: every file that has its final name is whole."""
+    """After kill -9 of an endless writer every file with its final name is whole."""
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from test_rollout_store import *\n"

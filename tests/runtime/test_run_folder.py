@@ -1,6 +1,6 @@
 """RunFolder, its lock and CheckpointKeeper on real folders and processes.
 
-Does not prove the lock across hosts: that is the network file system's business.
+Not proven here: the lock across hosts, which depends on the network file system.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_every_mth_step_stays(tmp_path: Path) -> None:
 
 
 def test_newest_is_complete_and_leftovers_go(tmp_path: Path) -> None:
-    """What kills can leave: a save cut off, a deletion half done, a pointer half written, replacements at any point."""
+    """Kills can leave a partial save, deletion or pointer, and a replacement at any point."""
     keeper = CheckpointKeeper(tmp_path / "checkpoints", keep_last=2, keep_best=True)
     assert keeper.newest() is keeper.newest_intact() is None
     keeper.clean()  # no folder yet: nothing to do
@@ -140,7 +140,7 @@ def test_newest_is_complete_and_leftovers_go(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
-    """By one that was written aside; a second time over what a kill left of the first."""
+    """A checkpoint written under another name takes its place, also if a kill left part of an earlier replacement."""
     keeper = CheckpointKeeper(tmp_path, keep_last=1, keep_best=False)
     make_checkpoint(keeper, 5)
     (tmp_path / "step_000005.replaced").mkdir()
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest intact one is gone on from; what is wrong with the newer ones is said, and nothing of them is lost."""
+    """The run resumes from the newest intact one. The log says what is wrong with newer ones, which are kept."""
     keeper = CheckpointKeeper(tmp_path, keep_last=2, keep_best=True)
     for step in (1, 2, 3, 4):
         make_checkpoint(keeper, step)
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_files_are_compared_once_per_start(tmp_path: Path) -> None:
-    """What is altered afterwards is found by the next start."""
+    """The next process finds what was altered afterwards."""
     keeper = CheckpointKeeper(tmp_path, keep_last=2, keep_best=True)
     folder = make_checkpoint(keeper, 1)
     assert keeper.newest_intact() == folder
@@ -203,7 +203,7 @@ def test_saved_refuses_a_checkpoint_without_manifest(tmp_path: Path) -> None:
 
 
 def test_truncate_after_leaves_each_step_once(tmp_path: Path) -> None:
-    """A run killed at step 7 resumes at 5: what it had recorded of 6 and 7 goes, with the torn line of 8."""
+    """A run killed at step 7 resumes at 5: the records of 6 and 7 are deleted, with the torn line of 8."""
     run = RunFolder(tmp_path)
     run.create()
     rows = [{"step": 0, "eval/accuracy": 0.25}, *({"step": s, "reward/mean": s / 10} for s in range(1, 8))]

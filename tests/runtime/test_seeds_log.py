@@ -15,7 +15,7 @@ from or1_megatron.runtime.seeds import derive_seed, seed_everything
 
 
 def test_derived_seeds_are_fixed_distinct_and_fit() -> None:
-    """The first number is pinned: another version that changed it would change every run."""
+    """The first number is fixed, since a change of it would change every run."""
     assert derive_seed(1, "rollout", 0) == 1417674222
     seeds = [derive_seed(*key) for key in product(range(8), ("rollout", "rank"), range(64))]
     assert len(set(seeds)) == len(seeds)

@@ -1,4 +1,4 @@
-"""Stop signals and dying parents, with real processes. Nothing here proves what Slurm or Kubernetes send, or when."""
+"""Stop signals and dying parents, with real processes. Not proven here: when Slurm or Kubernetes send which signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step timer on a clock that the test turns. It does not say how exact the machine's clock is."""
+"""The step timer on a clock that the test sets. Not proven here: the precision of the machine's clock."""
 
 from __future__ import annotations
 

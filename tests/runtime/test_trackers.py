@@ -1,4 +1,4 @@
-"""Trackers write what they are given, at once, and survive kills and full disks. W&B itself is not exercised."""
+"""Trackers write what they are given, at once, and survive kills and full disks. Not proven here: W&B."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trac
 
 
 def test_jsonl_rows(tmp_path: Path) -> None:
-    """By json.loads of the standard library; NumPy scalars are numbers, what is not finite is null."""
+    """Read by json.loads of the standard library: NumPy scalars are numbers, non-finite values are null."""
     path = tmp_path / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(1, {"reward/mean": 0.5, "policy/grad_norm": float("nan"), "tokens": np.float32(0.25)})
@@ -91,7 +91,7 @@ def test_kill_while_writing_keeps_every_row_that_was_logged(tmp_path: Path) -> N
 
 
 def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard itself makes of the folder's event files."""
+    """Return the scalars of the folder's event files as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -126,7 +126,7 @@ def test_dev_full_is_named(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_up_keeps_what_was_there(tmp_path: Path) -> None:
-    """A real full file system (a tmpfs of 16 KiB): whole rows stay, the torn one is taken back, space helps."""
+    """A real full file system (a tmpfs of 16 KiB): whole rows stay, the torn one is cut off, and more space helps."""
     small = tmp_path / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)]

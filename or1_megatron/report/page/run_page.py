@@ -44,7 +44,7 @@ _ROWS_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Written:
-    """What a page holds: ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
+    """The size of a page. It lists ``rows`` of ``all_rows`` responses, ``texts`` of them in full."""
 
     size_bytes: int
     rows: int

@@ -1,4 +1,4 @@
-"""Which responses a page lists, and which it shows in full: the same for the same runs on every machine."""
+"""The choice of responses that a page lists and shows in full: the same for the same runs on every machine."""
 
 from __future__ import annotations
 
