@@ -36,7 +36,7 @@ class Rank:
         self.mesh: Mesh = build_mesh(parallel, seed=1)
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype=dtype), parallel, CONFIG, self.mesh)  # type: ignore[arg-type]
         between = 2 * parallel.context if parallel.context > 1 else 1
-        self._batch = pack(problem.samples(), BatchLayout(self.mesh.data, 64, 8, sequence_alignment=between))
+        self._batch = pack(problem.samples(), BatchLayout(self.mesh.data, 128, 8, sequence_alignment=between))
 
     def update(self) -> list[float]:
         report = self.policy.update(
