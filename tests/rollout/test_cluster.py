@@ -6,16 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
 from or1_megatron.rollout import cluster, reaper
 
 DRIVER = """
-import os, sys, time
+import os, sys
 import ray
 from or1_megatron.rollout import cluster
 cluster.start_ray(None, "cluster-test")
@@ -49,16 +49,9 @@ def start_driver(**environment: str) -> tuple[subprocess.Popen[str], Path]:
     raise AssertionError("the driver ended before Ray was up")
 
 
-def wait_until_gone(session: Path, timeout_s: float) -> list[str]:
-    deadline = time.monotonic() + timeout_s
-    while (left := reaper.session_processes(session)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
-
-
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_no_process_survives_the_driver(how: str) -> None:
-    """kill -9 of the driver, or stop_ray: raylet, GCS, agents and actors are gone within 15 s.
+    """kill -9 of the driver, or stop_ray: raylet, GCS, agents and actors go.
 
     RAY_ADDRESS names a cluster that does not exist: with address None it must be ignored.
     Does not prove it for a node that loses power, nor for vLLM's own worker processes under tensor parallelism.
@@ -71,7 +64,7 @@ def test_no_process_survives_the_driver(how: str) -> None:
         driver.communicate("\n", timeout=60)
         assert driver.returncode == 0
     driver.wait(timeout=60)
-    assert wait_until_gone(session, 15.0) == []
+    wait_until(lambda: not reaper.session_processes(session), "the processes of the session to end")
 
 
 def test_unreachable_address_is_a_clear_error() -> None:

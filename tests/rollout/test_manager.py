@@ -6,6 +6,7 @@ The engines' model is random, so the problems' gold answers are made to be right
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
+from waiting import wait_until
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
@@ -34,9 +36,10 @@ def rollouts(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
 
 def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -> None:
     """120 requests, more than the engines hold at once (2 * 36). Verdicts' mathematics is tested in verify."""
+    started_s = time.time()
     rollouts.roll_out(PROMPTS, 24, SAMPLING, seed=1)
     rollouts.wait_decoded()
-    assert rollouts.progress() == (120, 120)
+    wait_until(lambda: rollouts.progress() == (120, 120), "the manager to tell its progress")
     groups, report = rollouts.collect()
     assert [group.prompt.problem.id for group in groups] == [p.problem.id for p in PROMPTS]
     for group in groups:
@@ -53,7 +56,7 @@ def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -
     assert report.response_tokens == sum(len(c.token_ids) for c in completions)
     assert report.prompt_tokens == 120 * 3
     assert max(report.engine_busy_s) <= report.decode_s + 1e-6 <= sum(report.engine_busy_s) + 1e-5
-    assert report.decode_s <= report.wall_s + 0.05
+    assert report.decode_s <= report.wall_s <= time.time() - started_s
     assert report.verifier_retries == 0
 
 
@@ -90,6 +93,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
     first_is_even = ByValue(lambda group: len(group.completions[0].token_ids) % 2 == 0)  # as about half of them are
     more = [prompt([2, 5 + index, 27], name=f"problem{index}") for index in range(20)]
     for expected_rejected in (0.0, 0.9):
+        started_s = time.time()
         rollouts.roll_out(more, 6, SAMPLING, 5, RefillRule(3, first_is_even, expected_rejected))
         rollouts.wait_decoded()
         groups, report = rollouts.collect()
@@ -97,7 +101,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
         assert len(groups) < 20 and sum(map(first_is_even, groups)) == 3 and first_is_even(groups[-1])
         assert idle(engine_pool) and report.surplus_responses > 0
         assert report.response_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
-        assert 0 < report.decode_s <= report.wall_s + 0.05
+        assert 0 < report.decode_s <= time.time() - started_s  # what is thrown away may be decoded after the result
     rollouts.roll_out(more[:3], 6, SAMPLING, 5, RefillRule(4, first_is_even))
     assert len(rollouts.collect()[0]) == 3  # all that there are
 
@@ -111,7 +115,7 @@ def test_abandoned_roll_outs_leave_nothing(rollouts: RolloutsClient, engine_pool
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
     groups, report = rollouts.collect()
     assert len(groups) == 5 and report.surplus_responses == 0
-    assert report.decode_s <= report.wall_s + 0.05
+    assert report.decode_s <= report.wall_s
 
 
 def test_one_roll_out_at_a_time(rollouts: RolloutsClient) -> None:
