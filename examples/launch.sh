@@ -6,7 +6,7 @@
 # What is where (each is checked first):
 #   MODEL        the base model's HF folder                 DATA   folder of the training problems
 #   EVAL         folder of the evaluation sets              RUNS   where runs are written; shared by all nodes
-#   LAYOUT       a file of configs/layouts, without .yaml; the recipe's own if not set
+#   LAYOUT       a layout's name (`or1 recipes` lists them); the recipe's own if not set
 # Nodes:
 #   NNODES       how many (1)                               NODE_RANK    this one's number, from 0
 #   MASTER_ADDR  name or address of node 0                  MASTER_PORT  of the rendezvous (29500)
@@ -16,7 +16,7 @@
 #   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (180)
 #   DRY_RUN=1    print the plan and what is not there yet; start nothing
 #
-# Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to go on); else failed.
+# Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to resume); else failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -45,7 +45,7 @@ mkdir -p "$RUNS" && [[ -w $RUNS ]] || die "RUNS=$RUNS cannot be written"
 
 arguments=("$recipe" --set "run.stage=$stage" "$@")
 ((NNODES == 1)) || arguments+=(--set "cluster.ray_address=$MASTER_ADDR:$ray_port" --set "cluster.nodes=$NNODES")
-# Node 0 looks into everything; the others need not read the data too.
+# Node 0 checks everything; the others need not read the data too.
 if [[ ${DRY_RUN:-} == 1 ]] || ((NODE_RANK > 0)); then look=--dry-run; else look=--check; fi
 or1 train "${arguments[@]}" "$look" || exit 2
 ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
@@ -61,14 +61,14 @@ cleanup() {
 trap cleanup EXIT
 
 if ((NNODES > 1)); then
-  # Ray's head asks for a token as soon as it finds one anywhere; so all nodes are told of the same one.
+  # Ray's head asks for a token as soon as it finds one anywhere, so all nodes get the same one.
   export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$RUNS/ray_token}
   if [[ $RAY_AUTH_MODE == token && -z ${RAY_AUTH_TOKEN:-} && ! -s $RAY_AUTH_TOKEN_PATH ]] && ((NODE_RANK == 0)); then
     (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH.$$")
     ln "$RAY_AUTH_TOKEN_PATH.$$" "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || true # another job's may be there first
     rm "$RAY_AUTH_TOKEN_PATH.$$"
   fi
-  # In a session of its own and deaf to the signals that mean "save": engines must live until the ranks have saved.
+  # In a session of its own, ignoring the signals that mean "save": engines must live until the ranks have saved.
   if ((NODE_RANK == 0)); then where=(--head --port "$ray_port"); else where=(--address "$MASTER_ADDR:$ray_port"); fi
   for ((tries = 1; NODE_RANK > 0; tries++)); do # a worker may be there before the head
     (exec 3<>"/dev/tcp/$MASTER_ADDR/$ray_port") 2>/dev/null && break
@@ -90,8 +90,8 @@ else
   meeting=(--standalone)
 fi
 
-# torchrun's own answer to a signal is to kill each rank's process group. So it is deaf to them, and they go to the ranks
-# alone, which save and end; what has not ended after the grace period is killed.
+# On a signal torchrun would kill each rank's process group. So it ignores signals, and they go to the ranks alone, which save
+# and end; what has not ended after the grace period is killed.
 (
   trap '' TERM USR1 INT HUP
   exec torchrun "${meeting[@]}" --nproc-per-node $((ranks / NNODES)) --max-restarts 0 --signals-to-handle SIGQUIT \
@@ -121,7 +121,7 @@ done
 agent=""
 [[ -z ${guard:-} ]] || kill "$guard" 2>/dev/null || true
 if [[ -n $stopped ]]; then
-  echo "launch.sh: stopped by SIG$stopped; run the same again to go on" >&2
+  echo "launch.sh: stopped by SIG$stopped; run the same again to resume" >&2
   exit 3
 fi
 exit "$status"

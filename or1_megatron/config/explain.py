@@ -37,7 +37,7 @@ it the default is ours.
 
 
 def explain(wanted: str | None = None) -> str:
-    """Return what is to be said of a key, of all keys of a section, or (None) of all keys, as Markdown.
+    """Return the explanation of a key, of a section's keys, or (None) of all keys, as Markdown.
 
     Args:
         wanted: a dotted key or section, or its last parts: ``optimizer.lr``, ``stages.0.steps``, ``loss``.
@@ -78,7 +78,7 @@ def _shown(path: tuple[str, ...]) -> str:
 
 
 def _entry(key: Key) -> Iterator[str]:
-    """The lines of one key."""
+    """Yield the lines of one key."""
     text, unit, recipe = _document(key)
     kind = _kind(key.owner.model_json_schema()["properties"][key.path[-1]])
     if re.match(r"(list of )?(integer|number)", kind):
@@ -97,7 +97,7 @@ def _changes(key: Key) -> str:
 
 
 def _document(key: Key) -> tuple[str, str, str]:
-    """(text, unit, recipe) of a key's docstring; empty where it says nothing."""
+    """Return (text, unit, recipe) of a key's docstring; empty where it says nothing."""
     documented = (_docstrings(owner).get(key.path[-1]) for owner in key.owner.__mro__ if issubclass(owner, Section))
     found = next((text for text in documented if text), "")
     text, _, recipe = " ".join(found.split()).partition(" Recipe: ")
@@ -107,7 +107,7 @@ def _document(key: Key) -> tuple[str, str, str]:
 
 @functools.cache
 def _docstrings(owner: type[Section]) -> dict[str, str]:
-    """The docstrings of a section's own attributes."""
+    """Return the docstrings of a section's own attributes."""
     found = {}
     declaration = ast.parse(inspect.getsource(owner)).body[0]
     assert isinstance(declaration, ast.ClassDef)
@@ -119,7 +119,7 @@ def _docstrings(owner: type[Section]) -> dict[str, str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in words: ``integer above 0``."""
+    """Return a JSON schema in words: ``integer above 0``."""
     match schema:
         case {"anyOf": choices}:
             return " or ".join(_kind(choice) for choice in choices if choice.get("type") != "null")

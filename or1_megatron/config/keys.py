@@ -41,7 +41,7 @@ def keys_of(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[Ke
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a field's type is, or is a tuple of; (None, False) for a plain value."""
+    """Return the section that a field's type is, and whether it is a list of them; (None, False) for a plain value."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
     for argument in typing.get_args(annotation):
@@ -52,13 +52,13 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean X or Y?`` for the known names nearest to ``name``; empty where none is near."""
+    """Return ``; did you mean X or Y?`` for the known names nearest to ``name``; empty where none is near."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def nearest_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """``; did you mean a.b?`` for an unknown key: a sibling of that name first, then a key from any section."""
+    """Return ``; did you mean a.b?`` for an unknown key: a sibling with a similar name, else a key of any section."""
     known = [key.path for key in keys_of(schema)]
     above = tuple("*" if part.isdecimal() else part for part in parts[:-1])
     siblings = {key[-1]: ".".join((*parts[:-1], key[-1])) for key in known if key[:-1] == above}

@@ -49,13 +49,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, its bases, then ``overrides`` (``a.b=value``, value in YAML; ``stages.0.steps=3`` indexes a list).
 
     Raises:
-        ConfigError: all that is wrong with keys and values, one line each, naming file:line and the dotted key.
+        ConfigError: a line for each wrong key or value, with file:line and the dotted key.
     """
     return load_as(Config, path, overrides)
 
 
 def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
-    """As ``load_config``, for a file of another schema; None: its defaults and the overrides."""
+    """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides."""
     data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
     for override in overrides:
         _override(data, origins, override)
@@ -70,12 +70,12 @@ def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = 
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back equal."""
+    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads back equal."""
     return dump(config.model_dump(mode="json"))
 
 
 def value_of(config: Config, key: str) -> str:
-    """The value of one dotted key: a plain one as it is, a section or list as YAML.
+    """Return the value of one dotted key: a plain value as it is, a section or list as YAML.
 
     Raises:
         ConfigError: there is no such key.
@@ -91,7 +91,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """``path`` laid over its bases. ``above`` are the files that led here, to see a cycle."""
+    """Read ``path`` over its bases. ``above`` are the files that led here, to detect a cycle."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")
@@ -118,7 +118,7 @@ def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any
 def _lay_over(
     below: dict[str, Any], over: Mapping[str, Any], below_origins: Origins, origins: Origins, key: tuple[str, ...]
 ) -> None:
-    """Merge ``over`` into ``below`` in place: mappings key by key, everything else replaced."""
+    """Merge ``over`` into ``below`` in place: mappings key by key; other values replace."""
     for name, value in over.items():
         child = (*key, name)
         if isinstance(value, dict) and isinstance(below.get(name), dict):
@@ -162,7 +162,7 @@ def _list_index(at: Any, part: str, parent: str, where: str) -> int:
 
 
 def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[BaseModel]) -> str:
-    """One validation error as ``file:line: dotted.key: found ..., expected ...``."""
+    """Return a validation error as ``file:line: dotted.key: found ..., expected ...``."""
     parts = tuple(str(part) for part in details["loc"])
     key = ".".join(parts)
     known_above = next((origins[parts[:n]] for n in range(len(parts), 0, -1) if parts[:n] in origins), path)
@@ -178,7 +178,7 @@ def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[Ba
 
 
 def _shown(value: Any) -> str:
-    """A value with its type in YAML's words, cut to a line."""
+    """Return a value with its type in YAML's words, cut to a line."""
     names = {bool: "true/false", int: "integer", float: "number", str: "string", list: "list", dict: "mapping"}
     text = json.dumps(value)
     if value is None:

@@ -97,7 +97,7 @@ class ParallelConfig(Section):
         return self.pipeline * self.virtual_pipeline
 
     def chunk_layers(self, layers: int) -> tuple[range, ...]:
-        """The decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
+        """Return the decoder layers of each chunk, in the model's order; chunk i lies on pipeline stage i % PP.
 
         Raises:
             ValueError: a model of ``layers`` layers cannot be cut so.

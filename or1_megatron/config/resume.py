@@ -31,10 +31,10 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     "safety.*",
     "track.*",
 )
-"""Dotted keys (``*``: any part) that a resumed run may have otherwise than the run it resumes. All else must agree."""
+"""Dotted keys (``*``: any part) whose value may differ from that of the run that is resumed."""
 
 NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness",)
-"""Exceptions to RESUMABLE_CHANGES: what the run comes to depends on them."""
+"""Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""
 
 NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     *RESUMABLE_CHANGES,
@@ -43,8 +43,8 @@ NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
     "optimizer.*",
     "evaluate.*",
 )
-"""What a stage that begins in a run of its own may have otherwise than the run of the stage before, beside its own
-entry in ``stages`` and later ones. Not the model, the data and the seed: the data's cursor goes on."""
+"""Keys whose value may differ from that of the previous stage's run, beside the stage's own entry in ``stages`` and
+later ones. Model, data and seed may not: the data cursor continues."""
 
 _ABSENT: Final = "absent"
 
@@ -85,7 +85,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """A line for each key that differs and may not."""
+    """Return a line for each key that differs and may not."""
     before, after = _flat(old), _flat(new)
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
@@ -96,7 +96,7 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
 
 
 def _flat(config: Config) -> dict[str, str]:
-    """Dotted key to JSON text of every leaf; an empty list or mapping is a leaf."""
+    """Return the JSON text of every leaf by its dotted key; an empty list or mapping is a leaf."""
 
     def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

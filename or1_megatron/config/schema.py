@@ -352,7 +352,7 @@ class Config(Section):
         return self
 
     def repeats(self, stage: StageConfig) -> tuple[int, ...]:
-        """How often each source of ``data.train`` appears per epoch of ``stage``."""
+        """Return how often each source of ``data.train`` appears per epoch of ``stage``."""
         return tuple(
             source.repeat if stage.mixture is None else stage.mixture[source.title] for source in self.data.train
         )

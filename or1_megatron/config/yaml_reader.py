@@ -1,7 +1,7 @@
-"""YAML as this project reads it: no key twice, ``1e-6`` is a number, environment variables, where each key stood.
+"""YAML as this project reads it: no key twice, ``1e-6`` is a number, environment variables, the line of each key.
 
 Plain YAML 1.1 takes the last of two equal keys, reads ``1e-6`` as a string, ``on`` as true and ``2024-01-01`` as a
-date. A config file must not surprise like that.
+date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESOLVERS: Final = (
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", "-+.0123456789"),
 )
-"""Which unquoted words are more than strings (YAML 1.2's core rules, less inf and nan)."""
+"""The unquoted words that are not strings (YAML 1.2's core rules without inf and nan)."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,7 +43,7 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], Origins]:
-    """The mapping in ``path``, environment filled in, and where each key stood.
+    """Return the mapping in ``path``, environment filled in, and the origin of each key.
 
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, not a mapping, a key twice, an unset variable.
@@ -66,13 +66,13 @@ def read_file(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 def read_value(text: str, where: str, environment: Mapping[str, str] = os.environ) -> Any:
-    """One value in YAML, environment filled in; ``where`` names its place in an error (ConfigError)."""
+    """Read one value in YAML, environment filled in; ``where`` names its place in an error (ConfigError)."""
     node = _compose(text, where)
     return None if node is None else _Reader(where, environment, {}).value(node, ())
 
 
 def dump(data: Mapping[str, Any] | Sequence[Any]) -> str:
-    """YAML that ``read_file`` reads back equal, in the order of ``data``; ``${`` in strings is kept from expanding."""
+    """Return YAML that ``read_file`` reads back equal, in the order of ``data``; ``${`` in strings is escaped."""
     return yaml.dump(_escaped(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

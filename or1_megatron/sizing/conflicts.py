@@ -26,13 +26,13 @@ def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, devi
 
 
 def padded_sequence(config: Config, stage: StageConfig) -> int:
-    """Longest prompt + T, rounded up to the 2 * CP * TP tokens that a packed row is a multiple of."""
+    """Return the longest prompt + T in tokens, rounded up to a multiple of 2 * CP * TP, as packed rows are."""
     multiple = 2 * config.parallel.context * config.parallel.tensor
     return -(-(config.data.max_prompt_tokens + stage.max_response_tokens) // multiple) * multiple
 
 
 def kv_tokens(config: Config, shape: Shape) -> int | None:
-    """Tokens that one engine's KV cache holds; None where vLLM sizes it."""
+    """Return the tokens that one engine's KV cache holds; None where vLLM sizes it."""
     if config.rollout.kv_cache_bytes is None:
         return None
     cut = min(config.rollout.tensor_parallel, shape.kv_heads)
@@ -40,7 +40,7 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
-    """Why a model of this shape cannot be cut so; nothing when it can."""
+    """Yield why a model of this shape cannot be divided so; nothing when it can."""
     tensor = parallel.tensor
     experts = shape.experts
     divided = [("num_attention_heads", shape.heads)]
@@ -165,8 +165,8 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """What needs tokens that the clip closes. At N_SGD = 1 rho is 1 and none is, unless it is against the log-probs of
-    an older version (``rl.loss.old_is_the_policy``)."""
+    """Switches that act on clipped tokens alone: at N_SGD = 1 the ratio is 1 and no token is clipped, unless the ratio
+    is to the log-probs of an older version (``rl.loss.old_is_the_policy``)."""
     algorithm = config.algorithm
     if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return

@@ -63,7 +63,7 @@ def check_reference(folder: Path, hf: Mapping[str, Any]) -> None:
 
 
 def _count_rows(path: Path, split: str | None, key: str) -> int:
-    """Problems of one set, before anything is filtered out of it. Lines that are not blank, or rows."""
+    """Return how many problems a set has before any filter: rows, or lines that are not blank."""
     if path.is_dir():
         return sum(_count_rows(file, None, key) for file in files_of(path, split))
     if is_hub_id(path):

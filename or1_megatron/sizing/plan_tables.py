@@ -128,7 +128,7 @@ def _data_rows(found: Plan) -> Iterator[Row]:
 
 
 def _by_stage(name: str, values: Sequence[str], found: Plan) -> Iterator[Row]:
-    """One row where all stages agree, else one for each."""
+    """Yield one row where all stages agree, else one for each."""
     if len(set(values)) == 1:
         yield name, values[0]
         return

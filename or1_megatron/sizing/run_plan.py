@@ -175,7 +175,7 @@ def _evaluation(config: Config, settings: EvaluationConfig, held_out: Sequence[i
 
 
 def _evaluations_within(config: Config, index: int, every: int) -> int:
-    """Multiples of ``every`` among the stage's steps; the run's last step is evaluated as a whole instead."""
+    """Count the multiples of ``every`` among the stage's steps; the run's last step is not one: training ends there."""
     before = sum(stage.steps for stage in config.stages[:index])
     last = before + config.stages[index].steps - (index == len(config.stages) - 1)
     return last // every - before // every if every else 0

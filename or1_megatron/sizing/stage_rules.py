@@ -1,4 +1,4 @@
-"""What a stage's plateau, refill and evaluation need of the rest of the configuration, and its batches of the data."""
+"""Conflicts of a stage's plateau, refill, evaluation and batch size with the rest of the configuration and the data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from or1_megatron.schemas.metrics import is_metric
 
 
 def stage_conflicts(config: Config) -> Iterator[str]:
-    """Why these stages cannot work with this evaluation and algorithm, a line each; nothing when they can."""
+    """Yield a line for each reason why the stages cannot work with this evaluation and algorithm."""
     for stage in config.stages:
         if stage.refill_prompts and not config.algorithm.advantage.reject_uniform_groups:
             yield (
@@ -48,13 +48,13 @@ def stage_conflicts(config: Config) -> Iterator[str]:
 
 
 def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> float:
-    """Prompts of an epoch of ``stage``, repeats and weights counted; ``problems`` of each source of data.train."""
+    """Return the prompts of an epoch of ``stage``, with repeats and weights, for ``problems`` of each source."""
     sources = zip(problems, config.repeats(stage), config.data.train, strict=True)
     return sum(count * repeat * source.weight for count, repeat, source in sources)
 
 
 def problem_conflicts(config: Config, problems: Sequence[int]) -> Iterator[str]:
-    """Stages that draw more prompts a step than there are problems, a line each."""
+    """Yield a line for each stage that draws more prompts per step than there are problems."""
     for stage in config.stages:
         there = _within_reach(config, stage, problems)
         if stage.prompts_per_step > there:
@@ -76,5 +76,5 @@ def problem_warnings(config: Config, problems: Sequence[int]) -> Iterator[str]:
 
 
 def _within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) -> int:
-    """Problems of the stage's sources, each once."""
+    """Return the number of problems in the stage's sources, each counted once."""
     return sum(count for count, repeat in zip(problems, config.repeats(stage), strict=True) if repeat)

@@ -19,7 +19,7 @@ class PlacementError(UserError, ValueError):
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """One place per engine, on the GPUs of consecutive trainer ranks; None where Ray may choose (CPU, or separate).
+    """Return a place for each engine on the GPUs of consecutive ranks; None where Ray chooses (CPU, or separate).
 
     Collective over the trainer's ranks on GPUs.
 
