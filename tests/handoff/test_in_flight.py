@@ -20,6 +20,7 @@ from rigs import TamperedTrainer, in_engine, perturbed, scores
 
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
+from or1_megatron.rollout.engine import VllmEngine
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.types import Completion, Request, Sampling
 
@@ -97,10 +98,12 @@ def old_kv_cache(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Ite
     policy = request.param
 
     def choose(policy: str) -> None:
+        def change(engine: VllmEngine) -> None:
+            config = engine._settings.config.model_copy(update={"old_kv_cache": policy})
+            engine._settings = replace(engine._settings, config=config)
+
         for handle in engine_pool.handles:
-            in_engine(
-                handle, lambda engine: setattr(engine, "_settings", replace(engine._settings, old_kv_cache=policy))
-            )
+            in_engine(handle, change)
 
     choose(policy)
     yield policy
