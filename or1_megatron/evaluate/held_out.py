@@ -15,8 +15,11 @@ from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, S
 
 
 class HeldOut:
-    """Implements ``interfaces.Evaluator``. Its seed is its own and always the same, so that the same weights are judged
-    alike at every call, and the training stream is not touched."""
+    """Implements ``interfaces.Evaluator``.
+
+    Its seed is its own and always the same: the same weights get the same result, and the training stream is not
+    touched.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class HeldOut:
         """
         Args:
             sets: prompts by the name of their set.
-            max_response_tokens: where the settings name none: the final stage's T, whatever stage training is in.
+            max_response_tokens: used where the settings give none: the final stage's T, in every stage of training.
 
         Raises:
             ValueError: a set is empty, or there is none.
@@ -44,7 +47,7 @@ class HeldOut:
         self._clock = clock
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """avg@k of every set; raises what the roll-out raises, and VerificationFailing."""
+        """Return avg@k of every set. Raises what the roll-out raises, and VerificationFailing."""
         return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
@@ -64,7 +67,7 @@ class HeldOut:
 
 
 def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
-    """Several sets as one result: the mean over sets, whatever their sizes; times and problems are summed."""
+    """Return several sets as one result: the mean over sets, whatever their sizes; times and problems are summed."""
     if len(results) == 1:
         return next(iter(results.values()))
     each = list(results.values())
@@ -83,7 +86,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
 
 
 def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float) -> EvaluationResult:
-    """The result of one evaluation roll-out; a verdict that failed counts as wrong."""
+    """Return the result of one evaluation roll-out; a verdict that failed counts as wrong."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     truncated = np.concatenate([group.truncated for group in groups])
     lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])

@@ -1,4 +1,4 @@
-"""What an evaluation came to: scores with intervals, by response length and by context budget, beside the report's."""
+"""The scores of an evaluation, with intervals, by response length and by context budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BINS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Responses of ``low`` up to and without ``high`` tokens."""
+    """The responses of ``low`` to ``high`` - 1 tokens."""
 
     low: int
     high: int
@@ -29,6 +29,8 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationScores:
+    """The scores over [P][n] responses."""
+
     problems: int
     samples: int
     average: Score
@@ -41,7 +43,7 @@ class EvaluationScores:
     by_length: Sequence[LengthBin]
     """Bins of about equal counts, the paper's figure 5."""
     by_budget: Mapping[int, float]
-    """avg@k if every response longer than so many tokens had been cut off there, the paper's figure 8."""
+    """avg@k if longer responses had been cut off at so many tokens, the paper's figure 8."""
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -51,7 +53,7 @@ class EvaluationScores:
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
-    """Of [P][n] responses. ``limit_tokens``: the context that they were given; budgets beyond it say nothing new."""
+    """Compute the scores of [P][n] responses. ``limit_tokens`` is their response limit: larger budgets say no more."""
     rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = rewards.shape[1]
@@ -71,7 +73,7 @@ def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Eva
 
 
 def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None:
-    """Raise EvaluationError when too many verdicts failed: the score would speak of the verifier."""
+    """Raise EvaluationError when too many verdicts failed: the score would measure the verifier."""
     failed = outcome.statuses.get("error", 0) + outcome.statuses.get("timeout", 0)
     if failed > max_error_fraction * outcome.problems * outcome.samples:
         raise EvaluationError(
@@ -82,7 +84,7 @@ def check_verdicts(outcome: EvaluationScores, max_error_fraction: float) -> None
 
 
 def _by_length(responses: Sequence[Response]) -> list[LengthBin]:
-    """Bins between quantiles; fewer where many responses have one length."""
+    """Return bins between quantiles; fewer where many responses have one length."""
     known = [(response.tokens, response.reward) for response in responses if response.tokens is not None]
     if not known:
         return []

@@ -3,12 +3,11 @@
 avg@k is the mean reward of k samples per problem. pass@k is the chance that one of k samples is right, estimated
 without bias from n >= k samples of which c were right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
-Two intervals, since two things are drawn. ``samples``: the same problems, other samples, which is what a second run of
-the same evaluation would vary by: 1.96 standard deviations of the estimate under each problem's own chance of success,
-taken as (c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not taken for certain.
-``problems``: another set of problems like these as well, which is what a claim about a skill needs; a percentile
-bootstrap over problems. It is the wider one, as a rule. (Resampling a problem's own samples instead would bias pass@k
-downwards: a drawn set repeats samples.)
+There are two intervals. ``samples`` is for other samples of the same problems, as in a second run of the same
+evaluation: 1.96 standard deviations of the estimate under each problem's own chance of success, which is taken as
+(c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not certain. ``problems`` is for another
+set of such problems too, as a claim about a skill needs: a percentile bootstrap over problems, usually the wider one.
+(Resampling a problem's own samples instead would bias pass@k downwards: a drawn set repeats samples.)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NORMAL: Final = 1.96
 
 Rewards = NDArray[np.float64]  # [P, n]
 Counts = NDArray[np.float64]  # [...]
-Estimates = NDArray[np.float64]  # [n + 1]: of a problem, by how many of its n samples were right
+Estimates = NDArray[np.float64]  # [n + 1]: a problem's estimate, by how many of its n samples were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A figure in [0, 1] with its 95% intervals."""
+    """A score in [0, 1] with its 95% intervals."""
 
     value: float
     samples: Interval
@@ -46,7 +45,7 @@ class Score:
 
 
 def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
-    """The unbiased estimate of pass@k of each of ``right`` [...] successes in n. ValueError unless 1 <= k <= n."""
+    """Return the unbiased estimate of pass@k for ``right`` [...] successes in n. ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     # C(wrong, k) / C(n, k) as a product of k factors; where fewer than k are wrong, one of them is 0
@@ -58,19 +57,19 @@ def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
 
 
 def average(rewards: Rewards) -> Score:
-    """avg@n."""
+    """Return avg@n."""
     n = rewards.shape[1]
     return _score(rewards, np.arange(n + 1) / n)
 
 
 def passed(rewards: Rewards, k: int) -> Score:
-    """pass@k."""
+    """Return pass@k."""
     n = rewards.shape[1]
     return _score(rewards, pass_at(np.arange(n + 1.0), n, k))
 
 
 def _score(rewards: Rewards, estimates: Estimates) -> Score:
-    """Problems with the same number of right samples are alike: all is counted in a histogram over that number."""
+    """Compute the score from a histogram over the number of right samples: problems with the same number are alike."""
     count = len(rewards)
     shares = np.bincount(rewards.sum(axis=1).astype(int), minlength=len(estimates)) / count  # [n + 1]
     value = float(shares @ estimates)
@@ -81,7 +80,7 @@ def _score(rewards: Rewards, estimates: Estimates) -> Score:
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """[n + 1]: of a problem's estimate over other n samples of it, by how many of these were right."""
+    """Return [n + 1], the variance of a problem's estimate over other n samples, by how many of these were right."""
     n = len(estimates) - 1
     found = np.arange(n + 1)
     chance = ((found + 0.5) / (n + 1))[:, None]
