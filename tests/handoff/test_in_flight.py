@@ -142,5 +142,5 @@ def test_spans_agree_with_their_versions_weights(
         assert [span.version for span in completion.versions] == [2]
         assert by_version(request, completion, models)[2] < 1e-4
     again = requests(6, seed=9500)  # the old prompts' blocks are no longer to be found
-    for request, completion in zip(again, decode(handle, again, DEADLINE_S), strict=True):
+    for request, completion in zip(again, decode(handle, again), strict=True):
         assert by_version(request, completion, models)[2] < 1e-4
