@@ -1,4 +1,4 @@
-"""Where engines run when they share the trainer's GPUs."""
+"""Place engines on the trainer's GPUs when they share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlacementError(UserError, ValueError):
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return a place for each engine on the GPUs of consecutive ranks; None where Ray chooses (CPU, or separate).
+    """Return one place per engine, on the GPUs of consecutive trainer ranks; None where Ray chooses (CPU, or separate).
 
     Collective over the trainer's ranks on GPUs.
 
