@@ -77,7 +77,7 @@ class ChildProcess:
     def __init__(
         self, module: str, *arguments: str, timeout_s: float, path: Sequence[str] = (), stderr: int | None = None
     ) -> None:
-        self.timeout_s = timeout_s
+        self._module, self._timeout_s = module, timeout_s
         self._start = lambda parent: start_module(module, *arguments, str(parent), path=path, stderr=stderr)
         self._lock = threading.Lock()
         self._child: Any = None
@@ -112,7 +112,7 @@ class ChildProcess:
             try:
                 self._child.stdin.write(json.dumps(request).encode() + b"\n")
                 self._child.stdin.flush()
-                return self._reply(self.timeout_s)
+                return self._reply(self._timeout_s)
             except (ChildTimeout, ChildDied, BrokenPipeError) as error:
                 ending = self._stop()
                 self._launch()
@@ -143,7 +143,7 @@ class ChildProcess:
         try:
             reply = self._reply(_START_TIMEOUT_S)
         except (ChildTimeout, ChildDied) as error:
-            reply = {"raised": f"{error}; {self._stop()}"}
+            reply = {"raised": f"`python -m {self._module}` did not start: {error}; {self._stop()}"}
         if "raised" in reply:
             self._stop()
             raise ChildUnusable(reply["raised"])

@@ -137,3 +137,11 @@ def walk_tree(root: Any) -> list[Any]:
     while values and values[-1] is None:
         values.pop()
     return values
+
+
+def complaint(error: BaseException) -> str:
+    """Return an exception in words."""
+    try:
+        return (type(error).__name__ + ": " + str(error))[:300]
+    except Exception:  # raised by its own __str__
+        return type(error).__name__

@@ -162,13 +162,6 @@ def spelled(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) and "[" not in repr(annotation) else repr(annotation)
 
 
-def complaint(error: BaseException) -> str:
-    try:
-        return (type(error).__name__ + ": " + str(error))[:300]
-    except Exception:  # of its __str__
-        return type(error).__name__
-
-
 def reply(channel: int, nonce: str, answer: dict[str, Any]) -> None:
     rest = (json.dumps({**answer, "nonce": nonce}) + "\n").encode()
     while rest:
@@ -183,7 +176,7 @@ def serve(submission: Submission, lines: Any, channel: int, fork: bool, keep: bo
             try:
                 reply(channel, nonce, submission.answer(json.loads(text), keep))
             except (Exception, SystemExit, KeyboardInterrupt) as error:
-                reply(channel, nonce, {"raised": complaint(error), "type": type(error).__name__})
+                reply(channel, nonce, {"raised": codec.complaint(error), "type": type(error).__name__})
             if fork:
                 os._exit(ANSWERED)
             continue
@@ -206,7 +199,7 @@ def main() -> None:
     try:
         submission = Submission(setup)
     except (Exception, SystemExit) as error:
-        reply(channel, nonce, {"raised": complaint(error), "type": type(error).__name__})
+        reply(channel, nonce, {"raised": codec.complaint(error), "type": type(error).__name__})
         return
     forks = setup["fork"] and can_fork()
     reply(channel, nonce, {"value": None, "forks": forks})

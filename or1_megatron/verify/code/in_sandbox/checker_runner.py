@@ -24,17 +24,13 @@ def verdict(source: str, arguments: str) -> dict[str, Any]:
         exec(compile(source, "checker.py", "exec"), checker.__dict__)
         check = checker.check
     except BaseException as error:
-        return {"broken": complaint(error)}
+        return {"broken": codec.complaint(error)}
     try:
         return {"accepted": bool(check(*[codec.decode(item) for item in json.loads(arguments)]))}
     except (NameError, ImportError, AttributeError) as error:
-        return {"broken": complaint(error)}
+        return {"broken": codec.complaint(error)}
     except BaseException as error:
-        return {"accepted": False, "raised": complaint(error)}
-
-
-def complaint(error: BaseException) -> str:
-    return (type(error).__name__ + ": " + str(error))[:300]
+        return {"accepted": False, "raised": codec.complaint(error)}
 
 
 channel = os.dup(1)

@@ -208,8 +208,7 @@ def run(setup: dict[str, Any]) -> None:
             marked = AssertMarker().visit(statement)
             exec(compile(ast.Module([marked], []), "test_program.py", "exec"), names)
         except BaseException as error:
-            words = (type(error).__name__ + ": " + str(error))[:300]
-            CHANNEL.send({"failed": words, "at": failing_line(error, setup["program"].splitlines())})
+            CHANNEL.send({"failed": codec.complaint(error), "at": failing_line(error, setup["program"].splitlines())})
             return
     CHANNEL.send({"passed": True})
 
