@@ -75,6 +75,7 @@ if ((NNODES > 1)); then
     ((tries < 300)) || die "no Ray head answers at $MASTER_ADDR:$ray_port; see $RUNS/ray_node_0.log"
     sleep 1
   done
+  export RAY_worker_niceness=${RAY_worker_niceness:-0} # Ray's own default of 15 starves engines beside other programs
   log=$RUNS/ray_node_$NODE_RANK.log started=0
   for ((tries = 0; tries < 3 && started == 0; tries++)); do # on a busy machine it may give up
     : >"$log"

@@ -66,6 +66,8 @@ def start_ray(address: str | None, run_id: str) -> None:
         "log_to_driver": False,  # an actor's errors come back with its answers; its log is in Ray's session folder
     }
     if address is None:
+        # Ray starts its workers at niceness 15: beside any other busy program an engine would get 3% of a core.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
         _check_answers(address)

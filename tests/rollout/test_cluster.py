@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from waiting import wait_until
 
 from or1_megatron.rollout import cluster, reaper
@@ -65,6 +66,16 @@ def test_no_process_survives_the_driver(how: str) -> None:
         assert driver.returncode == 0
     driver.wait(timeout=60)
     wait_until(lambda: not reaper.session_processes(session), "the processes of the session to end")
+
+
+def test_actors_have_the_priority_of_the_driver(ray_cluster: None) -> None:
+    """At Ray's default niceness of 15 engines nearly stop beside any other busy program."""
+
+    @ray.remote(num_cpus=0)
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_unreachable_address_is_a_clear_error() -> None:
