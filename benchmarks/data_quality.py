@@ -169,7 +169,7 @@ def _name(edit: Edit) -> str:
 
 
 def judged(pairs: list[Labelled], config: DuplicatesConfig) -> list[bool]:
-    """Of each variant, whether the steps take it for a copy of its own base."""
+    """Return for each variant whether the steps take it for a copy of its own base."""
     texts = [pair.base for pair in pairs] + [pair.variant for pair in pairs]
     rows = [Candidate(str(n), "s", "math", text, "", '["1"]', (), {}, {}, str(n)) for n, text in enumerate(texts)]
     found = [False] * len(pairs)

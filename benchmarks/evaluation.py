@@ -62,7 +62,7 @@ def settings(seed: int) -> EvaluationSettings:
 
 
 def pickled(data: Path, samples: int, seed: int) -> list[bytes]:
-    """Of each engine: its half of the requests that the evaluation makes."""
+    """Return each engine's half of the requests that the evaluation makes, pickled."""
     template = ChatTemplate(load_tokenizer(MODEL))
     prompts = [Prompt(problem, template.token_ids(problem.messages)) for problem in load_problems(data)]
     how = Sampling(1.0, 1.0, 96)
@@ -108,7 +108,7 @@ def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: Evaluati
 
 
 def own_cpu_s() -> float:
-    """Of this process and of its children that have ended: verifiers' processes."""
+    """Return the CPU seconds of this process and of its children that have ended (the verifiers)."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 

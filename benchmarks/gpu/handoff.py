@@ -138,7 +138,7 @@ def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: in
 
 
 def copy_seconds(size_bytes: int) -> float:
-    """Of one copy on the device."""
+    """Return the seconds of one copy on the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -64,7 +64,7 @@ class MegatronTensor:
     """Shape of the stack: layers, experts; () for a tensor that is not stacked."""
     index: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the entry, rows first."""
+    """The entry's shape, rows first."""
     sources: tuple[HFSource, ...]
     layer: int | None
 

@@ -149,7 +149,7 @@ def test_first_alike_is_that_of_all_pairs() -> None:
 
 
 def test_embeddings_of_a_local_model_find_the_same_program(tmp_path: Path) -> None:
-    """Of the chosen ability only: the math rows pass, though they are equal."""
+    """The step looks at the chosen ability only: the math rows pass, though they are equal."""
     texts = ["Compute 1+2.", "Compute 7*(3+4)-20.", "Compute 1+2."]
     rows = [candidate(n, text, "code") for n, text in enumerate(texts)]
     rows += [candidate(3, "Compute 1+2."), candidate(4, "Compute 1+2.")]

@@ -241,7 +241,7 @@ def test_refusals() -> None:
 
 
 def weights_of(batch: Batch) -> dict[int, float]:
-    """Of each sample's counted tokens, all alike."""
+    """Return the weight of each sample's counted tokens; within a sample all are equal."""
     found: dict[int, float] = {}
     for row in (row for rank in batch.ranks for row in rank):
         for k, sample in enumerate(row.sample_index):

@@ -63,7 +63,7 @@ def test_steps_that_change_on_a_resume() -> None:
 
 
 VALUES = [0.1, 0.3, 0.5, 0.5, 0.5, 0.7, 0.7, 0.6]
-"""Of the worked example: blocks of two have the means 0.2, 0.5, 0.6, 0.65."""
+"""The worked example's values: blocks of two have the means 0.2, 0.5, 0.6, 0.65."""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_ledger_state_is_a_copy() -> None:
 
 
 def test_pass_rates_outside_bounds() -> None:
-    """Of p0 2 of 4, p1 1 of 4, p2 4 of 4, p3 0 of 4."""
+    """Right answers: p0 2 of 4, p1 1 of 4, p2 4 of 4, p3 0 of 4."""
     ledger = PassRateLedger()
     ledger.record(
         0, [group_of([1, 1, 0, 0]), group_of([1, 0, 0, 0], j=1), group_of([1] * 4, j=2), group_of([0] * 4, j=3)]

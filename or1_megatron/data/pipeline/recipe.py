@@ -23,7 +23,7 @@ class BuildSource(Section):
     """Stands in ``data_source``; the file's or folder's name if not given. Layouts with a source or difficulty of
     their own add it, as in train-math-numinamath1.5_olympiads."""
     split: str | None = None
-    """Of a folder or hub id, e.g. train."""
+    """The split of a folder or hub id, e.g. train."""
     subset: str | None = None
     """Configuration of a hub id."""
     select: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -109,7 +109,7 @@ class SampledModel(Section):
     concurrent: Positive = 64
     """Requests under way at the endpoint."""
     timeout_s: PositiveFloat = 600.0
-    """Of one request to the endpoint."""
+    """Deadline of one request to the endpoint."""
     tries: Positive = 4
 
     @model_validator(mode="after")
@@ -132,7 +132,7 @@ class DifficultyConfig(Section):
     max_prompt_tokens: Positive = 2048
     max_response_tokens: Positive = 32768
     timeout_s: PositiveFloat = 5.0
-    """Of one verdict."""
+    """Deadline of one verdict."""
     workers: Positive = 1
     """Verifiers at once."""
     seed: NonNegative = 1
@@ -143,7 +143,7 @@ class JudgesConfig(Section):
 
     models: tuple[SampledModel, ...] = Field(min_length=1)
     votes: Positive = 16
-    """Of each model."""
+    """Votes of each model per problem."""
     keep_at_least: Positive = 9
     """Votes for the problem, of all models together."""
     temperature: PositiveFloat = 1.0
@@ -151,7 +151,7 @@ class JudgesConfig(Section):
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
     retries: NonNegative = 2
-    """Of a vote that cannot be read."""
+    """How often a vote that cannot be read is asked again."""
     max_unreadable: Fraction = 0.5
     """A judge of whose votes more than this share cannot be read is no judge: the build stops and says so."""
     seed: NonNegative = 1
