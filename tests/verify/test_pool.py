@@ -144,7 +144,7 @@ def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_caller_gets_its_own_verdict(kind: str, small_ray: None) -> None:
+def test_each_caller_gets_its_own_verdict(kind: str, ray_cluster: None) -> None:
     """200 at once, labels by construction."""
 
     async def body(pool: VerifierPool) -> None:
@@ -176,7 +176,7 @@ def test_one_hang_does_not_hold_up_the_others(deadly: dict[str, str], tmp_path: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_verifier_is_replaced_and_its_samples_retried(
-    kind: str, deadly: dict[str, str], tmp_path: Path, small_ray: None
+    kind: str, deadly: dict[str, str], tmp_path: Path, ray_cluster: None
 ) -> None:
     async def body(pool: VerifierPool) -> None:
         killed = await pool.verify(problem("1", "deadly"), completion(f"once {tmp_path / 'was here'}"))
@@ -258,7 +258,7 @@ def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_ends_the_workers(kind: str, small_ray: None) -> None:
+def test_close_ends_the_workers(kind: str, ray_cluster: None) -> None:
     started: list[psutil.Process] = []
 
     async def body(pool: VerifierPool) -> None:
@@ -295,7 +295,7 @@ def test_nothing_outlives_a_pool_that_is_killed() -> None:
     assert still_alive(children) == []
 
 
-def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ray: None) -> None:
+def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(ray_cluster: None) -> None:
     """The RolloutManager, without engines: its verifiers are plain processes, and none stays when it is killed."""
     options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
     manager = ManagerActor.remote(*options)
@@ -307,7 +307,7 @@ def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(small_ra
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_built_is_refused_at_the_start(kind: str, small_ray: None) -> None:
+def test_what_cannot_be_built_is_refused_at_the_start(kind: str, ray_cluster: None) -> None:
     async def main() -> None:
         config, abilities = VerifyConfig(), frozenset({"cooking"})
         pool = VerifierPool(config, abilities, MAKERS[kind](config, abilities))
