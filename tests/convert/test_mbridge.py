@@ -50,12 +50,12 @@ torch.save(made, out)
 def test_mbridge_makes_the_same_tensors(make_model: Any, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     install = ["install", "-q", "--no-deps", "--target", str(packages), "mbridge==0.15.1"]
-    if subprocess.run([sys.executable, "-m", "pip", *install], capture_output=True, timeout=120).returncode:
+    if subprocess.run([sys.executable, "-m", "pip", *install], capture_output=True, timeout=300).returncode:
         pytest.skip("pip cannot get mbridge")
     hf, out = make_model(tmp_path / "hf", "Qwen2ForCausalLM"), tmp_path / "mbridge.pt"
     environment = {**os.environ, "PYTHONPATH": f"{ranks.ROOT}:{packages}", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, str(hf), str(out)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     theirs = torch.load(out)
     hf_to_megatron(hf, tmp_path / "megatron", Console(quiet=True))

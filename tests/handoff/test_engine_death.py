@@ -18,6 +18,7 @@ import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
 from rigs import TRANSPORTS, TamperedTrainer, in_engine, perturbed, scores
+from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import HandoffConfig, VerifyConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
@@ -64,8 +65,8 @@ def serves(handle: Any, version: int, seed: int) -> bool:
 def silent(handle: Any, seed: int) -> bool:
     """Whether a request is taken, and not answered."""
     sent = [Request(prompt([2, 7, 9]), 0, Sampling(1.0, 1.0, 8), seed)]
-    ray.get(handle.submit.remote(pickle.dumps(sent)), timeout=30)
-    return pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=30)).completions == ()
+    ray.get(handle.submit.remote(pickle.dumps(sent)), timeout=PATIENCE_S)
+    return pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S)).completions == ()
 
 
 @pytest.mark.slow
@@ -104,8 +105,8 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
     control.certify(2)
     assert control.versions() == [2, 2]
     for handle in pool.handles:  # the requests that had waited come first
-        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
-            pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=30))
+        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=PATIENCE_S):
+            pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))
     assert all(serves(handle, 2, 20 + seed) for seed, handle in enumerate(pool.handles))
     kill(pool, 1)
     with pytest.raises(EngineError, match=r"engine 1 is lost after 1 restarts \(rollout.max_engine_restarts = 1\)"):

@@ -57,9 +57,9 @@ def main() -> None:
 
         cluster.start_ray(ray_address, "trainer-of-tests")
         handles = [ray.get_actor(f"engine-{index}", namespace=engines_namespace) for index in range(2)]
-        control = EngineGroup(handles, workers_per_engine=1, timeout_s=60.0)
+        control = EngineGroup(handles, workers_per_engine=1, timeout_s=240.0)
     halved: Any = HalvedWeights(torch.load(weights), rank)
-    config = HandoffConfig(backend="gloo", bucket_bytes=int(bucket_bytes), timeout_s=60.0)
+    config = HandoffConfig(backend="gloo", bucket_bytes=int(bucket_bytes), timeout_s=240.0)
     sender = make_sender(halved, rank, config, control)
     for version in versions:
         sent = sender.send(int(version))

@@ -139,7 +139,7 @@ def run_interpreted(cases: dict[str, Case], folder: Path) -> dict[str, Found]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "triton", str(folder / "cases.pt"), str(folder / "found.pt")]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+        command, env=environment, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return {name: Found(**fields) for name, fields in torch.load(folder / "found.pt").items()}

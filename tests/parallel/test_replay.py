@@ -45,7 +45,7 @@ def replayed(dump: Path, *options: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=ranks.TIMEOUT_S,
     )
     return done.returncode, done.stdout
 

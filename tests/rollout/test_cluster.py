@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout import cluster, reaper
 
@@ -62,9 +62,9 @@ def test_no_process_survives_the_driver(how: str) -> None:
     if how == "killed":
         driver.send_signal(signal.SIGKILL)
     else:
-        driver.communicate("\n", timeout=60)
+        driver.communicate("\n", timeout=PATIENCE_S)
         assert driver.returncode == 0
-    driver.wait(timeout=60)
+    driver.wait(timeout=PATIENCE_S)
     wait_until(lambda: not reaper.session_processes(session), "the processes of the session to end")
 
 
@@ -80,7 +80,7 @@ def test_actors_have_the_priority_of_the_driver(ray_cluster: None) -> None:
 
 def test_unreachable_address_is_a_clear_error() -> None:
     code = "from or1_megatron.rollout import cluster; cluster.start_ray('127.0.0.1:9', 'x')"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode != 0
     assert "ClusterError: no Ray cluster answers at cluster.ray_address = '127.0.0.1:9'" in ended.stderr
 

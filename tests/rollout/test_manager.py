@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
@@ -84,7 +84,9 @@ class ByValue:
 
 
 def idle(pool: EnginePool) -> bool:
-    return not any(ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30) for handle in pool.handles)
+    return not any(
+        ray.get(handle.call.remote("__getattribute__", "pending"), timeout=PATIENCE_S) for handle in pool.handles
+    )
 
 
 def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
@@ -139,9 +141,9 @@ def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
         client.collect()
     client.close()
     for handle in engine_pool.handles:  # other tests use these engines
-        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=30):
-            ray.get(handle.harvest.remote(0.5), timeout=30)
-        ray.get(handle.harvest.remote(0.1), timeout=30)
+        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=PATIENCE_S):
+            ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S)
+        ray.get(handle.harvest.remote(0.1), timeout=PATIENCE_S)
 
 
 def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_cluster: None) -> None:

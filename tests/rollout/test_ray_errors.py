@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from or1_megatron.rollout.ray_errors import KernelKills
 
@@ -32,7 +33,7 @@ class Victim:
     def cgroup(self):
         bytearray(b"x") * (4 << 30)
     def monitor(self):
-        time.sleep(90)
+        time.sleep(600)
     def killed(self):
         os.kill(os.getpid(), signal.SIGKILL)
     def raises(self):
@@ -40,7 +41,7 @@ class Victim:
 
 victim = Victim.remote()
 try:
-    ray.get(getattr(victim, how).remote(), timeout=90)
+    ray.get(getattr(victim, how).remote(), timeout=240)
 except RayError as error:
     print("SAID", failure_of(error).replace(chr(10), "<NEWLINE>"), flush=True)
 cluster.stop_ray()
@@ -52,7 +53,7 @@ def said(how: str, *arguments: str, **environment: str) -> str:
         [sys.executable, "-c", DRIVER, how, *arguments],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE_S,
         env={**os.environ, **environment},
     )
     found = re.search(r"^SAID (.*)$", ended.stdout, re.MULTILINE)

@@ -22,6 +22,7 @@ import pytest
 import ray
 from math_table import HANGS
 from verify_soak import MAY_BE, judged, sample
+from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import ManagerActor
@@ -299,7 +300,7 @@ def test_on_one_node_the_manager_has_local_workers_and_takes_them_along(ray_clus
     """The RolloutManager, without engines: its verifiers are plain processes, and none stays when it is killed."""
     options = ([], 1, VerifyConfig(workers=2), frozenset({"math"}), {}, 60.0)
     manager = ManagerActor.remote(*options)
-    ray.get(manager.start.remote(), timeout=120)
+    ray.get(manager.start.remote(), timeout=PATIENCE_S)
     workers = processes_of(PROCESS["local"])
     assert len(workers) == 2 and not processes_of(PROCESS["ray"])
     ray.kill(manager)
