@@ -52,7 +52,7 @@ def train(
         from or1_megatron.config.recipes import find
         from or1_megatron.sizing.dry_run import plan_run
         from or1_megatron.sizing.plan_tables import render
-        from or1_megatron.trainer.preflight import check_inputs, lacking
+        from or1_megatron.trainer.preflight import check_inputs, check_room, lacking
 
         path = config_file(config)
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
@@ -69,12 +69,14 @@ def train(
         planned = plan_run(loaded, _device(device))
         if check:
             Console().print(render(planned))
+            check_room(planned)
             check_inputs(loaded, ground_truths=True)
             return
         from or1_megatron.runtime.launch import run_ranks
 
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
+        check_room(planned)
         check_inputs(loaded)
         code = run_ranks(
             "or1_megatron.trainer.run",

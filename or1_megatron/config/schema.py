@@ -310,6 +310,9 @@ class ClusterConfig(Section):
     """Deadline of one lockstep verb (update, hand_off, save, ...) on every rank."""
     gpu_memory_gb: PositiveFloat | None = None
     """Memory of one GPU, for plans made elsewhere. Unset: that of the GPUs here, if any. Unit: 1e9 bytes."""
+    check_memory: bool = True
+    """Refuse to start where the estimate of memory (``or1 train --dry-run`` shows it) exceeds what there is: free host
+    memory on CPU, a GPU's whole memory with GPUs. False: start all the same."""
 
 
 class Config(Section):

@@ -1,42 +1,152 @@
-"""What one trainer rank holds in device memory: an estimate from shapes, so that a layout is refused on paper.
+"""What each process of a run holds in memory: an estimate from shapes, so that a run that does not fit is refused.
 
-State is exact but for biases (below 0.1%). Activations are what the layers keep for their backward pass, summed over
-the micro-batches that a pipeline stage has in flight, with one layer's own on top; allocator fragments, CUDA contexts
-and communication buffers are not in it (``RESERVE_BYTES`` stands for them). Not compared with a GPU yet.
+Without GPUs it is host memory, of all processes together: docs/using.md compares it with what was measured. With GPUs
+it is the memory of one GPU, which has not been compared with a GPU yet: allocator fragments, CUDA contexts and
+communication buffers are not in it (``RESERVE_BYTES`` stands for them), nor is the host's memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from or1_megatron.config.schema import Config
+import torch
+
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.errors import UserError
+from or1_megatron.kernels.plan import allocation_plan
+from or1_megatron.sizing.conflicts import Device, padded_sequence
 from or1_megatron.weights.shape import BYTES, Shape
 
 RESERVE_BYTES: Final = 8 << 30
-"""Left for CUDA contexts, NCCL, workspaces and fragments."""
+"""On a GPU: left for CUDA contexts, NCCL, workspaces and fragments."""
+_MIB: Final = 1 << 20
+_LAUNCHER_BYTES: Final = 260 * _MIB
+_RANK_BYTES: Final = 500 * _MIB
+_ENGINE_BYTES: Final = 700 * _MIB
+_MANAGER_BYTES: Final = 90 * _MIB
+_VERIFIER_BYTES: Final = 60 * _MIB
+_RAY_BYTES: Final = 600 * _MIB
+"""On a host: what a process holds before it has a model, its libraries among it."""
+_LOGITS_COPIES: Final = 3
+"""On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
 
 
-def state_bytes(config: Config, shape: Shape) -> int:
+_SHOWN_BYTES: Final = 10 * _MIB
+
+
+class NotEnoughMemory(UserError, RuntimeError):
+    """The run is expected to need more memory than there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What each of ``count`` like processes holds at its peak. Bytes."""
+
+    process: str
+    count: int
+    parts: Mapping[str, int]
+
+    @property
+    def each(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size >= _SHOWN_BYTES)
+        return f"{self.count:,} x {gib(self.each)} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """Weights that one rank of a pipeline stage holds."""
+
+    dense: int
+    experts: int
+    copied: int
+    """Those of ``dense`` that are the first stage's tied embedding again: no checkpoint holds them twice."""
+
+
+def process_memory(config: Config, shape: Shape, device: Device) -> tuple[ProcessMemory, ...]:
+    """Return what the processes hold: those of one node on CPU; with GPUs, a trainer's and an engine's GPU."""
+    return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
+
+
+def needed(processes: Sequence[ProcessMemory], device: Device) -> int:
+    """Return the bytes that one GPU must have, or with ``device`` "cpu" the host."""
+    if device == "cuda":
+        return max(process.each for process in processes)
+    return sum(process.count * process.each for process in processes)
+
+
+def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
+    """Raise NotEnoughMemory where ``config`` needs more than ``there`` bytes: free on the host, or a GPU's in all."""
+    processes = process_memory(config, shape, device)
+    if (wanted := needed(processes, device)) <= there:
+        return
+    has = "a GPU here has" if device == "cuda" else "this machine has free"
+    lines = [f"this run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
+    lines += [f"  - {process.process}: {process}" for process in processes]
+    lighter = "; ".join(f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3])
+    lines.append(f"{lighter or 'take a smaller model'}; cluster.check_memory=false starts all the same")
+    raise NotEnoughMemory("\n".join(lines))
+
+
+def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, int]]:
+    """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
+    before = needed(process_memory(config, shape, device), device)
+    longest = max(padded_sequence(config, stage) for stage in config.stages)
+    found = []
+    for section, key, value in (
+        ("checkpoint", "asynchronous", False),
+        ("rollout", "engines", 1),
+        ("rollout", "max_concurrent", max(1, config.rollout.max_concurrent // 4)),
+        ("parallel", "micro_batch_tokens", longest * 3 // 2),
+        ("parallel", "recompute", "full"),
+    ):
+        changed = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+        saved = before - needed(process_memory(changed, shape, device), device)
+        if saved >= _SHOWN_BYTES:
+            found.append((f"{section}.{key}={str(value).lower()}", saved))
+    return sorted(found, key=lambda each: -each[1])
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights, ...]:
+    """Return the weights of a rank of each pipeline stage: the first holds the embedding, the last the output layer."""
+    chunks, vocabulary = parallel.chunk_layers(shape.layers), shape.vocab * shape.hidden
+    found = []
+    for stage in range(parallel.pipeline):
+        layers = [layer for chunk in chunks[stage :: parallel.pipeline] for layer in chunk]
+        first, last = stage == 0, stage == parallel.pipeline - 1
+        copied = vocabulary if last and shape.tied and not first else 0
+        output = copied if shape.tied else vocabulary * last
+        experts = shape.expert_parameters(layers)
+        dense = sum(map(shape.layer_parameters, layers)) - experts + vocabulary * first + output + shape.hidden * last
+        found.append(
+            StageWeights(
+                _cut(dense, parallel.tensor),
+                _cut(experts, parallel.tensor * parallel.expert),
+                _cut(copied, parallel.tensor),
+            )
+        )
+    return tuple(found)
+
+
+def state_bytes(config: Config, weights: StageWeights) -> int:
     """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP; and a
     reference's weights, which are there while they are needed."""
-    parallel = config.parallel
-    model_parallel = parallel.tensor * parallel.pipeline
     own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
-    optimizer = 8 + (4 if config.model.dtype == "bfloat16" else 0)
-    replicas = parallel.data * parallel.context
-    total = 0
-    for parameters, spread in (
-        (shape.parameters - shape.expert_parameters, 1),
-        (shape.expert_parameters, parallel.expert),
-    ):
-        weights = -(-parameters // (model_parallel * spread))
-        total += weights * own
-        total += -(-weights * optimizer // (replicas // spread if parallel.distributed_optimizer else 1))
-    return total
+    total = (weights.dense + weights.experts) * own
+    return total + _shards(config, weights.dense, weights.experts) * _optimizer_bytes(config)
 
 
-def activation_bytes(config: Config, shape: Shape) -> int:
-    """What a rank of the first pipeline stage keeps for the backward pass at rows of ``micro_batch_tokens`` tokens.
+def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
+    """What a rank of pipeline stage ``stage`` keeps for the backward pass at rows of ``micro_batch_tokens`` tokens, in
+    each micro-batch that it has in flight; on the last stage, the head's workspace too.
 
     Per token and layer, in numbers: none keeps the residual stream twice and both norms' outputs, queries, keys,
     values, attention's output, and three of the MLP's width; selective computes the MLP's again; full keeps the
@@ -52,6 +162,106 @@ def activation_bytes(config: Config, shape: Shape) -> int:
     whole = 4 * hidden + attention + mlp
     kept = {"none": whole, "selective": whole - mlp, "full": hidden}[parallel.recompute]
     tokens = parallel.micro_batch_tokens / parallel.context
-    in_flight = parallel.pipeline
-    layers = max(len(chunk) for chunk in parallel.chunk_layers(shape.layers)) * parallel.virtual_pipeline
-    return int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
+    in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
+    layers = sum(map(len, parallel.chunk_layers(shape.layers)[stage :: parallel.pipeline]))
+    total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
+    return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
+
+
+def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
+    parallel = config.parallel
+    head = allocation_plan(
+        parallel.micro_batch_tokens // parallel.context,
+        shape.hidden,
+        _cut(shape.vocab, parallel.tensor),
+        getattr(torch, config.model.dtype),
+        parallel.head,
+        device_type=device,
+        scratch=device == "cpu",
+        ranks=parallel.tensor,
+    )
+    return head.workspace_bytes + head.accumulator_bytes
+
+
+def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
+    """Yield a GPU of each pipeline stage, and an engine's. Where they take turns, each has the GPU to itself."""
+    for stage, weights in enumerate(stage_weights(config.parallel, shape)):
+        parts = {
+            "weights, gradients, optimizer": state_bytes(config, weights),
+            "activations": activation_bytes(config, shape, stage, "cuda"),
+            "reserve": RESERVE_BYTES,
+        }
+        yield ProcessMemory(_rank(config, stage), config.parallel.ranks // config.parallel.pipeline, parts)
+    rollout = config.rollout
+    weights_bytes = _cut(shape.parameters * BYTES[config.model.dtype], rollout.tensor_parallel)
+    parts = {"weights": weights_bytes, "KV cache": rollout.kv_cache_bytes or 0, "reserve": RESERVE_BYTES}
+    yield ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts)
+
+
+def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
+    """Yield the processes of this machine. Ray spreads engines and verifiers over several nodes: then they are left
+    out."""
+    yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
+    ranks = config.parallel.ranks // config.parallel.pipeline
+    for stage, weights in enumerate(stage_weights(config.parallel, shape)):
+        activations = activation_bytes(config, shape, stage, "cpu")
+        parts = {
+            "weights, gradients, optimizer": state_bytes(config, weights),
+            "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
+            # AdamW's denominators: after the backward pass, when the activations are gone.
+            "activations": max(activations, 4 * _shards(config, weights.dense, weights.experts)),
+            "base": _RANK_BYTES,
+        }
+        yield ProcessMemory(_rank(config, stage), ranks, parts)
+    if config.cluster.nodes > 1:
+        return
+    yield _host_engine(config, shape)
+    yield ProcessMemory("handoff, shared by both", 1, {"buckets": _handoff_bytes(config, shape)})
+    yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
+    yield ProcessMemory("verifier", 1 + config.verify.workers, {"base": _VERIFIER_BYTES})
+    yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
+
+
+def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
+    rollout = config.rollout
+    parts = {
+        "weights": _cut(shape.parameters * BYTES[config.model.dtype], rollout.tensor_parallel),
+        "KV cache": rollout.kv_cache_bytes or 0,
+        "logits": _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab,
+        "base": _ENGINE_BYTES,
+    }
+    return ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts)
+
+
+def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
+    """Return the saver's copy of weights and optimizer, divided among the ranks that share them."""
+    parallel = config.parallel
+    replicas = parallel.data * parallel.context
+    saved = _cut(weights.dense - weights.copied, replicas) + _cut(weights.experts, replicas // parallel.expert)
+    return saved * (12 if config.model.dtype == "float32" else 14)
+
+
+def _handoff_bytes(config: Config, shape: Shape) -> int:
+    """Return the shared memory of a handoff: two buckets, or all weights if that is less."""
+    buckets = 2 * config.handoff.bucket_bytes * config.rollout.tensor_parallel
+    return min(buckets, shape.parameters * BYTES[config.model.dtype])
+
+
+def _rank(config: Config, stage: int) -> str:
+    return "trainer rank" if config.parallel.pipeline == 1 else f"trainer rank, pipeline stage {stage}"
+
+
+def _optimizer_bytes(config: Config) -> int:
+    """Bytes per parameter: two fp32 moments, and fp32 master weights beside bf16 ones."""
+    return 8 + (4 if config.model.dtype == "bfloat16" else 0)
+
+
+def _shards(config: Config, dense: int, experts: int) -> int:
+    """Return the parameters that a rank's optimizer updates."""
+    parallel = config.parallel
+    replicas = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    return _cut(dense, replicas) + _cut(experts, max(1, replicas // parallel.expert))
+
+
+def _cut(count: int, by: int) -> int:
+    return -(-count // by)

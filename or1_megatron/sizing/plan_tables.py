@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from or1_megatron.config.schema import Config, EntropyConfig
+from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Evaluation, Plan
 
 Row = tuple[str, str]
@@ -29,6 +30,7 @@ def render(found: Plan) -> RenderableType:
         _pairs("Algorithm", _algorithm_rows(found.config)),
         _pairs("Data", _data_rows(found)),
         Padding(stages, (0, 0, 1, 0)),
+        _pairs("Memory of a GPU, estimated" if found.device == "cuda" else "Memory, estimated", _memory_rows(found)),
         *warnings,
     )
 
@@ -54,8 +56,6 @@ def _layout_rows(found: Plan) -> Iterator[Row]:
         f"{parallel.ranks} ranks = TP {parallel.tensor} x PP {parallel.pipeline} x CP {parallel.context} x DP "
         f"{parallel.data}{extras}",
     )
-    yield "state per rank", f"{_bytes(found.state_bytes_per_rank)} of weights, gradients and optimizer state"
-    yield "activations per rank", f"{_bytes(found.activation_bytes_per_rank)}, estimated"
     yield "micro-batch", f"{parallel.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"
     yield "engines", f"{rollout.engines} x TP {rollout.tensor_parallel}, {rollout.placement}; {devices}"
     yield "decoding at once", f"{rollout.engines * rollout.max_concurrent:,} responses; KV cache {kv}"
@@ -170,9 +170,8 @@ def _stage_rows(found: Plan) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if set(values) != {"-"}]
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
+def _memory_rows(found: Plan) -> Iterator[Row]:
+    for each in found.memory:
+        yield each.process, str(each)
+    if found.device == "cpu":
+        yield "in all", gib(needed(found.memory, found.device))

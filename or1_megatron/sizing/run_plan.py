@@ -12,7 +12,7 @@ from typing import Any
 from or1_megatron.config.schema import Config, EvaluationConfig, StageConfig
 from or1_megatron.errors import UserError
 from or1_megatron.sizing.conflicts import Device, conflicts, kv_tokens, padded_sequence
-from or1_megatron.sizing.memory import RESERVE_BYTES, activation_bytes, state_bytes
+from or1_megatron.sizing.memory import NotEnoughMemory, ProcessMemory, check_memory, process_memory
 from or1_megatron.sizing.stage_rules import problem_warnings, problems_per_epoch
 from or1_megatron.weights.shape import Shape
 
@@ -75,10 +75,8 @@ class Plan:
     """Accelerators (on CPU: processes) that trainer and engines need together."""
     kv_tokens: int | None
     """Tokens that one engine's cache holds; None when vLLM sizes it."""
-    state_bytes_per_rank: int
-    """Weights, gradients and optimizer state of one trainer rank."""
-    activation_bytes_per_rank: int
-    """An estimate, at rows of micro_batch_tokens."""
+    memory: tuple[ProcessMemory, ...]
+    """What the processes hold, an estimate."""
     problems: tuple[int, ...] | None
     """Problems of each source, each once; None when they were not counted."""
     evaluation: Evaluation
@@ -128,14 +126,13 @@ def plan(
         longest_sequence=max(padded_sequence(config, stage) for stage in config.stages),
         devices=together((config.parallel.ranks, engine_devices)),
         kv_tokens=kv_tokens(config, shape),
-        state_bytes_per_rank=state_bytes(config, shape),
-        activation_bytes_per_rank=activation_bytes(config, shape),
+        memory=process_memory(config, shape, device),
         problems=None if problems is None else tuple(problems),
         evaluation=_evaluation(config, config.evaluate, held_out, whole=True),
         warnings=(
             *_warnings(config, stages),
             *(() if problems is None else problem_warnings(config, problems)),
-            *_memory_warnings(config, shape),
+            *_memory_warnings(config, shape, device),
         ),
     )
 
@@ -230,18 +227,14 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             )
 
 
-def _memory_warnings(config: Config, shape: Shape) -> Iterator[str]:
-    if config.cluster.gpu_memory_gb is None:
+def _memory_warnings(config: Config, shape: Shape, device: Device) -> Iterator[str]:
+    """Yield why a GPU of ``cluster.gpu_memory_gb`` is too small."""
+    if config.cluster.gpu_memory_gb is None or device == "cpu":
         return
-    there = int(config.cluster.gpu_memory_gb * 1e9)
-    state, activations = state_bytes(config, shape), activation_bytes(config, shape)
-    if (wanted := state + activations + RESERVE_BYTES) > there:
-        parts = " + ".join(f"{part / 1e9:.0f}" for part in (state, activations, RESERVE_BYTES))
-        yield (
-            f"a trainer rank needs about {wanted / 1e9:.0f} GB ({parts}: state, activations, reserve), and "
-            f"cluster.gpu_memory_gb is {config.cluster.gpu_memory_gb:g}; raise parallel.tensor, pipeline or context, "
-            "or recompute more"
-        )
+    try:
+        check_memory(config, shape, device, int(config.cluster.gpu_memory_gb * 1e9))
+    except NotEnoughMemory as error:
+        yield str(error)
 
 
 def _ceil(value: int, by: int) -> int:

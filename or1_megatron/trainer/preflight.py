@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
@@ -13,9 +15,12 @@ from or1_megatron.handoff.backend_check import check_choice, cuda_here
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
 from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
+from or1_megatron.sizing.memory import check_memory
 from or1_megatron.sizing.parallel_layouts import choose_layers
+from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.trainer.prompts import abilities_of, load_prompts, read_problems
 from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.weights.families import ModelError, read_hf_config
@@ -53,6 +58,23 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
         return
     for verifier in build_verifiers(config.verify, abilities_of(*train, *held_out)).values():
         verifier.close()
+
+
+def check_room(planned: Plan) -> None:
+    """Compare the estimate of the run's memory with what is there: free on the host, or the smallest GPU's in all.
+
+    Raises:
+        NotEnoughMemory: it is less, and ``cluster.check_memory`` is on.
+    """
+    if not planned.config.cluster.check_memory:
+        return
+    there = host_memory().free
+    if planned.device == "cuda":
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        if not gpus:
+            return
+        there = min(int(gpu.total_memory) for gpu in gpus)
+    check_memory(planned.config, planned.shape, planned.device, there)
 
 
 def lacking(config: Config) -> list[str]:

@@ -55,7 +55,7 @@ from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.preflight import begin_of, check_resumable, checkpoint_keeper
+from or1_megatron.trainer.preflight import begin_of, check_resumable, check_room, checkpoint_keeper
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
 
@@ -177,7 +177,9 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     """Check what can be checked before anything starts, write the configuration, and return where the run begins."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
-    plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+    planned = plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+    if planned.device == "cuda":  # `or1 train` has looked at the host's memory, of which the ranks now hold some
+        check_room(planned)
     choose_layers(config.parallel, config.model.dtype)
     check_resumable(config, folder)
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,12 +50,12 @@ class Shape:
         """Weights of embedding, output, attention, gated MLPs, routers and norms; biases are left out (below 0.1%)."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self._decoder(whole=True)
 
-    @property
-    def expert_parameters(self) -> int:
-        """Weights of the routed experts."""
+    def expert_parameters(self, layers: Collection[int] | None = None) -> int:
+        """Weights of the routed experts, of all layers or of ``layers``."""
         if self.experts is None:
             return 0
-        return len(self.experts.layers) * self.experts.count * 3 * self.hidden * self.experts.intermediate
+        sparse = sum(layers is None or layer in layers for layer in self.experts.layers)
+        return sparse * self.experts.count * 3 * self.hidden * self.experts.intermediate
 
     @property
     def multiplied_weights(self) -> int:
@@ -63,17 +63,18 @@ class Shape:
         experts that do not compute the token."""
         return self.vocab * self.hidden + self._decoder(whole=False)
 
-    def _decoder(self, whole: bool) -> int:
-        """Weights of all layers and the last norm, with all experts (``whole``) or those that compute one token."""
+    def layer_parameters(self, layer: int, whole: bool = True) -> int:
+        """Weights of one layer, with all of its experts (``whole``) or those that compute one token."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        every = self.layers * (attention + 2 * self.hidden) + self.hidden
-        if self.experts is None:
-            return every + self.layers * 3 * self.hidden * self.intermediate
-        experts, sparse = self.experts, len(self.experts.layers)
+        every, experts = attention + 2 * self.hidden, self.experts
+        if experts is None or layer not in experts.layers:
+            return every + 3 * self.hidden * self.intermediate
         width = (experts.count if whole else experts.chosen) * experts.intermediate + (experts.shared or 0)
-        router = self.hidden * experts.count
-        dense = (self.layers - sparse) * 3 * self.hidden * self.intermediate
-        return every + dense + sparse * (3 * self.hidden * width + router)
+        return every + 3 * self.hidden * width + self.hidden * experts.count  # the router last
+
+    def _decoder(self, whole: bool) -> int:
+        """Weights of all layers and the last norm."""
+        return sum(self.layer_parameters(layer, whole) for layer in range(self.layers)) + self.hidden
 
     @property
     def attention_width(self) -> int:
