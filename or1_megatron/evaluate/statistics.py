@@ -30,7 +30,7 @@ Estimates = NDArray[np.float64]  # [n + 1]: a problem's estimate, by how many of
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class ConfidenceInterval:
     low: float
     high: float
 
@@ -40,8 +40,8 @@ class Score:
     """A score in [0, 1] with its 95% intervals."""
 
     value: float
-    samples: Interval
-    problems: Interval
+    samples: ConfidenceInterval
+    problems: ConfidenceInterval
 
 
 def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
@@ -76,7 +76,11 @@ def _score(rewards: Rewards, estimates: Estimates) -> Score:
     spread = _NORMAL * math.sqrt(float(shares @ _variances(estimates)) / count)
     others = np.random.default_rng(_SEED).multinomial(count, shares, RESAMPLES) @ estimates / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
-    return Score(value, Interval(max(0.0, value - spread), min(1.0, value + spread)), Interval(float(low), float(high)))
+    return Score(
+        value,
+        ConfidenceInterval(max(0.0, value - spread), min(1.0, value + spread)),
+        ConfidenceInterval(float(low), float(high)),
+    )
 
 
 def _variances(estimates: Estimates) -> Estimates:
