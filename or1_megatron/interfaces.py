@@ -88,7 +88,6 @@ class Objective(Protocol):
         Return sums, never means: the policy divides once, by the batch's ``token_count``. Named values are added over
         micro-batches and ranks; of those whose name begins with ``max_`` the largest is taken. N may be 0.
         """
-        ...
 
 
 class Policy(Protocol):
@@ -96,23 +95,18 @@ class Policy(Protocol):
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
         """Return log-prob and entropy of the counted tokens, without gradient."""
-        ...
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
         """Score with the frozen reference (``algorithm.kl``). RuntimeError when there is none."""
-        ...
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
         """Make one optimizer step on the batch's global token mean of the objective."""
-        ...
 
     def restart_optimizer(self) -> None:
         """Set the moments to 0 and restart the learning-rate schedule."""
-        ...
 
     def hand_off(self, version: int) -> HandoffReport:
         """Send the current weights to every engine as ``version``, and check that they arrived."""
-        ...
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Start to save parameters, optimizer, RNG and ``state`` (the loop's, JSON-able) as ``folder``.
@@ -120,22 +114,18 @@ class Policy(Protocol):
         Returns once they are copied; they are written aside while training goes on, then renamed. Waits for an earlier
         save that is still being written.
         """
-        ...
 
     def finish_save(self, wait: bool) -> float | None:
         """Return how many seconds the save that completed since the last call took to write; None when none did.
 
         Raises the error of a save that failed. With ``wait``, waits for a save that is still being written.
         """
-        ...
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Load a checkpoint that is known to be intact; returns the loop's state."""
-        ...
 
     def export_hf(self, folder: Path) -> None:
         """Write the current weights as an HF folder that transformers loads. OSError when it cannot be written."""
-        ...
 
 
 class Sampler(Protocol):
@@ -143,7 +133,6 @@ class Sampler(Protocol):
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         """Yield a reply to each request, in any order; read only as many ``requests`` as can be in flight."""
-        ...
 
 
 @runtime_checkable
@@ -152,19 +141,15 @@ class Verifier(Protocol):
 
     def start(self) -> None:
         """Start what verdicts need, in the background. Without this call the first verdicts start it."""
-        ...
 
     def check_ground_truth(self, problem: Problem) -> None:
         """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""
-        ...
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Return the verdict. Nothing in the response makes it raise."""
-        ...
 
     def close(self) -> None:
         """Stop the processes that the verifier has started."""
-        ...
 
 
 class Rollouts(Protocol):
@@ -182,23 +167,18 @@ class Rollouts(Protocol):
 
         With ``refill``, ``collect`` returns the groups of the shortest prefix of the prompts that satisfies it, or all.
         """
-        ...
 
     def wait_decoded(self) -> None:
         """Wait until the last response of the current roll-out has been sampled."""
-        ...
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
         """Wait until every response has its verdict, and return the groups in the order of the prompts."""
-        ...
 
     def abandon(self) -> None:
         """Cancel the current roll-out, if there is one, and wait until the engines are idle."""
-        ...
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested) of the current roll-out, without waiting."""
-        ...
 
 
 class ProblemStream(Protocol):
@@ -207,19 +187,15 @@ class ProblemStream(Protocol):
     @property
     def left(self) -> int:
         """How many different problems ``take`` can return."""
-        ...
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
-        ...
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""
-        ...
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on, and return how many are left. ValueError when none would be."""
-        ...
 
     def state(self) -> Mapping[str, Any]: ...
 
@@ -235,44 +211,34 @@ class PolicyWeights(Protocol):
     @property
     def ranks(self) -> int:
         """Trainer ranks."""
-        ...
 
     @property
     def tensor_ranks(self) -> int:
         """Ranks of a tensor-parallel group."""
-        ...
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank."""
-        ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Whole tensors on rank 0; on other ranks each may be None."""
-        ...
 
     def everywhere(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors on every rank."""
-        ...
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, on each rank those named by ``held_names``."""
-        ...
 
     def held_names(self) -> frozenset[str]:
         """The tensors of which this rank's pipeline stage holds a part."""
-        ...
 
     def holdings(self) -> list[Holding]:
         """Which trainer rank holds which part of which tensor; the same on every rank."""
-        ...
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A rectangle that this rank holds, as a view; not collective."""
-        ...
 
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank; collective."""
-        ...
 
 
 class EngineControl(Protocol):
@@ -289,7 +255,6 @@ class EngineControl(Protocol):
     @property
     def address(self) -> str:
         """This host, as the engines' nodes reach it."""
-        ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -323,7 +288,6 @@ class Evaluator(Protocol):
 
         The same weights and settings give the same result at every call.
         """
-        ...
 
 
 class Observer(Protocol):
@@ -331,7 +295,6 @@ class Observer(Protocol):
 
     def verb_started(self, step: int, verb: str) -> None:
         """``step``: rollout steps done so far."""
-        ...
 
     def rolled_out(
         self,
@@ -345,17 +308,14 @@ class Observer(Protocol):
 
         ``scores``: the policy's first scores of the kept groups' responses in this step, in order; None: unknown.
         """
-        ...
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...
 
     def alarmed(self, text: str) -> None:
         """Take an alarm: which step, what was seen against what, and what to do about it."""
-        ...
 
     def resumed(self, step: int) -> None:
         """Discard the records of steps after ``step``, whose checkpoint has been loaded."""
-        ...
 
 
 class Tracker(Protocol):

@@ -51,19 +51,15 @@ class Conversion(Protocol):
 
     def identity(self) -> Mapping[str, Any]:
         """Return what must be the same for a conversion to resume, as JSON."""
-        ...
 
     def write(self, path: Path, advance: Advance) -> Any:
         """Write the weight file ``path`` and sync it. Return what ``complete`` needs to know of it, as JSON."""
-        ...
 
     def complete(self, folder: Path, done: Mapping[str, Any]) -> None:
         """Write the other files; ``done`` is what ``write`` has returned for each weight file."""
-        ...
 
     def comparison(self, folder: Path) -> Callable[[str, Advance], None]:
         """Return a function that compares a weight file in ``folder``, given by its name, with the source."""
-        ...
 
 
 def convert(conversion: Conversion, out: Path, console: Console, verify: bool) -> None:

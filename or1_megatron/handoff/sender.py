@@ -23,11 +23,9 @@ class WeightSender(Protocol):
         Raises:
             SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
         """
-        ...
 
     def close(self) -> None:
         """Leave the engines; the next ``send`` meets them anew."""
-        ...
 
 
 def make_sender(

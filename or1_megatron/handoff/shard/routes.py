@@ -30,22 +30,18 @@ class Routes(Protocol):
 
     def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Divide engine ranks that want the same into the groups for which a message is packed once."""
-        ...
 
     def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the trainer ranks that hold something which may send it to the group."""
-        ...
 
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
         """Return the hops to all of a group; each comes after the hop by which the message reaches its sender."""
-        ...
 
     def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
         """Return (what each sender may send in a round, the most that one may send where others need less).
 
         A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
         """
-        ...
 
 
 class Direct:

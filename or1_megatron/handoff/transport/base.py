@@ -49,26 +49,21 @@ class Transport(Protocol):
 
         Called where several threads of the rank start messages; a transport that needs one order then uses this one.
         """
-        ...
 
     def allocate(self, size_bytes: int) -> Tensor:
         """Return memory that this rank may send from: [size] uint8."""
-        ...
 
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
         """Start to send ``buffer`` [n] uint8, the beginning of something that ``allocate`` returned.
 
         It must not change until the future is done: then the receiver no longer needs it.
         """
-        ...
 
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         """Start to receive, into ``into`` [n] uint8 if given, else into memory of the transport's choice."""
-        ...
 
     def free_buffers(self) -> None:
         """Free the memory of a handoff; the next one allocates it again."""
-        ...
 
     def close(self) -> None: ...
 

@@ -35,19 +35,15 @@ class SharedMemory(Protocol):
 
     def describe(self, buffer: Tensor) -> Any:
         """Return what ``map`` needs in another process, picklable; what was written to ``buffer`` is visible."""
-        ...
 
     def map(self, description: Any) -> Tensor:
         """Map the memory of a description. Raises HandoffError when it cannot be reached from here."""
-        ...
 
     def finish_reading(self) -> None:
         """Block until the operations that were started on mapped memory no longer need it."""
-        ...
 
     def free(self) -> None:
         """Free what has been allocated and mapped."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
