@@ -134,8 +134,7 @@ class MegatronCheckpoint:
             raise ConvertError(f"{self.folder}: {key} has shape {found}; the model's config implies {wanted}")
 
     def dtype(self, tensor: MegatronTensor) -> torch.dtype:
-        found: torch.dtype = self.tensors[self.locate(tensor)[0]].properties.dtype
-        return found
+        return self.tensors[self.locate(tensor)[0]].properties.dtype
 
     def rows(self, tensor: MegatronTensor, first: int, count: int) -> Tensor:
         """Return [count, ...] rows: pages of the file where they lie in one chunk, else a copy put together."""

@@ -26,8 +26,7 @@ def normalised(rewards: NDArray[np.float64], ddof: int, eps: float) -> NDArray[n
     """
     if rewards.size < 2 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
-    advantages: NDArray[np.float64] = (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
-    return advantages
+    return (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
 
 
 def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:

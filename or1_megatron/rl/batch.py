@@ -135,8 +135,7 @@ def _weights(
     else:
         parts = int((counts > 0).sum())
     total = sum(int(sample.loss_mask.sum()) for sample in samples)
-    weights: NDArray[np.float64] = total / (parts * np.maximum(counts, 1.0))
-    return weights
+    return total / (parts * np.maximum(counts, 1.0))
 
 
 def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchLayout) -> None:

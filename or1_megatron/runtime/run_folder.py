@@ -110,8 +110,7 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """Return the summary. Raises FileNotFoundError if the run has none yet."""
-        summary: dict[str, Any] = json.loads(self.summary.read_text())
-        return summary
+        return json.loads(self.summary.read_text())
 
     def truncate_after(self, step: int) -> None:
         """Delete what was recorded after ``step``, so that a run that resumes there has each step once; -1: everything.

@@ -120,8 +120,7 @@ def _mean_pooled(texts: Sequence[str], tokenizer: Any, model: Any) -> Float32Arr
         hidden: torch.Tensor = model(**inputs).last_hidden_state.float()
     weights = inputs["attention_mask"][..., None].to(hidden.dtype)
     mean = (hidden * weights).sum(dim=1) / weights.sum(dim=1)
-    vectors: Float32Array = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
-    return vectors
+    return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
 
 def _sentence_transformers(config: EmbeddingConfig) -> Embed:
@@ -138,7 +137,6 @@ def _sentence_transformers(config: EmbeddingConfig) -> Embed:
         raise DataError(f"duplicates.embedding.model: {config.model} cannot be loaded: {error}") from None
 
     def embed(texts: Sequence[str]) -> Float32Array:
-        vectors: Float32Array = model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)
-        return vectors
+        return model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)
 
     return embed

@@ -127,8 +127,7 @@ def _columns(
         if name not in there:
             return np.full(rows, np.nan, np.float32)
         kind = pa.float64() if name.endswith("_s") else pa.float32()
-        found: Column = batch[name].cast(kind).to_numpy(zero_copy_only=False)
-        return found
+        return batch[name].cast(kind).to_numpy(zero_copy_only=False)
 
     def codes(name: str) -> Column:
         field = _FIELDS.get(name, name)
@@ -137,8 +136,7 @@ def _columns(
         encoded = batch[field].cast(pa.string()).fill_null("").dictionary_encode()
         known = words[name]
         of_batch = np.array([known.setdefault(word, len(known)) for word in encoded.dictionary.to_pylist()], np.int32)
-        found: Column = of_batch[encoded.indices.to_numpy()]
-        return found
+        return of_batch[encoded.indices.to_numpy()]
 
     def lists(name: str) -> pa.Array:
         return batch[name] if name in there else pa.nulls(rows, pa.list_(pa.float32()))
@@ -166,8 +164,7 @@ def _columns(
 
 
 def _lengths(lists: pa.Array) -> Column:
-    found: Column = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int32)
-    return found
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int32)
 
 
 def _means(lists: pa.Array, absolute: bool = False) -> Column:
