@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from or1_megatron.handoff.errors import PlanImpossible
 from or1_megatron.handoff.message.buckets import ALIGNMENT_BYTES, Slice, plan_buckets
 from or1_megatron.handoff.message.message import Group, Hop, Shipment
-from or1_megatron.handoff.shard.routes import Direct, Load, Routes
+from or1_megatron.handoff.shard.routes import Load, Routes
 from or1_megatron.weights.holdings import Box, Holding, box_size, intersection, without
 
 _SHARED_BYTES = 1 << 20  # what is larger is divided among all that hold it
@@ -81,7 +81,7 @@ def make_plan(
     Raises:
         PlanImpossible: no trainer rank holds some part of a wanted tensor.
     """
-    routes = Direct() if routes is None else routes
+    routes = Routes() if routes is None else routes
     held: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings:
         held[holding.name].append(holding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.message.message import Hop
@@ -25,42 +24,33 @@ class Load:
     """To the engine rank that receives most."""
 
 
-class Routes(Protocol):
-    """Trees from the ranks that pack to the ranks that load."""
+class Routes:
+    """Trees from the ranks that pack to the ranks that load.
+
+    These are straight, from the rank that packs to each that loads: where memory is shared, no link is a limit.
+    """
 
     def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Divide engine ranks that want the same into the groups for which a message is packed once."""
+        return [alike]
 
     def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of the trainer ranks that hold something which may send it to the group."""
+        return holders
 
     def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
         """Return the hops to all of a group; each comes after the hop by which the message reaches its sender."""
+        return tuple((source, member) for member in group)
 
     def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
         """Return (what each sender may send in a round, the most that one may send where others need less).
 
         A round is a bucket at most, and two of them with what a trainer rank itself sends are two buckets at most.
         """
-
-
-class Direct:
-    """From the rank that packs to each that loads: where memory is shared, no link is a limit."""
-
-    def groups(self, alike: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [alike]
-
-    def candidates(self, holders: tuple[int, ...], group: tuple[int, ...]) -> tuple[int, ...]:
-        return holders
-
-    def tree(self, source: int, group: tuple[int, ...], load: Load) -> tuple[Hop, ...]:
-        return tuple((source, member) for member in group)
-
-    def message_limits(self, bucket_bytes: int, trainers: int) -> tuple[int, int]:
         return bucket_bytes // trainers, bucket_bytes
 
 
-class Relayed(Direct):
+class Relayed(Routes):
     """Straight while the trainers' links can carry it; else some ranks of a group receive it and pass it on.
 
     An engine rank has to receive its shard in any case. So trainers send to ``k`` ranks of a group, with k = shard /
@@ -73,7 +63,7 @@ class Relayed(Direct):
         return tuple((source if index < heads else group[index - heads], member) for index, member in enumerate(group))
 
 
-class TwoHops:
+class TwoHops(Routes):
     """Engines on the trainer's devices: to the trainer rank that shares the engine rank's device, then across to it.
 
     NCCL refuses two ranks on one device, and CUDA IPC cannot leave a node, so there is no other way between processes.
@@ -126,7 +116,7 @@ def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[L
                         f"handoff.transport = {transport} needs all ranks on one node and in one PID namespace; {who} "
                         f"rank {rank} is not where trainer rank 0 is"
                     )
-        return Direct()
+        return Routes()
     shared = {location for location in trainers if location.device} & set(engines)
     if transport == "nccl" and shared:
         raise HandoffError(

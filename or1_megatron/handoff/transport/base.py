@@ -1,10 +1,11 @@
-"""Messages from rank to rank: the ``Transport`` port, and its implementation over gloo."""
+"""Messages from rank to rank: ``Transport``, and its implementation over gloo."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,44 +35,11 @@ class Arrival:
     release: Callable[[], None]
 
 
-class Transport(Protocol):
-    """Moves bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
-
-    ``number`` identifies a message among all of a handoff.
-    """
-
-    bytes_sent: int
-    """By this rank to other ranks since the transport was opened, without notices."""
-    bytes_received: int
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Begin a handoff in which this rank starts these messages over this transport, each once for each peer.
-
-        Called where several threads of the rank start messages; a transport that needs one order then uses this one.
-        """
-
-    def allocate(self, size_bytes: int) -> Tensor:
-        """Return memory that this rank may send from: [size] uint8."""
-
-    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        """Start to send ``buffer`` [n] uint8, the beginning of something that ``allocate`` returned.
-
-        It must not change until the future is done: then the receiver no longer needs it.
-        """
-
-    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
-        """Start to receive, into ``into`` [n] uint8 if given, else into memory of the transport's choice."""
-
-    def free_buffers(self) -> None:
-        """Free the memory of a handoff; the next one allocates it again."""
-
-    def close(self) -> None: ...
-
-
 class ByteCounter:
     """Counts a transport's bytes; its waiting threads may count at the same time."""
 
     def __init__(self) -> None:
+        # by this rank to other ranks, and from them, since the transport was opened; without notices
         self.bytes_sent = self.bytes_received = 0
         self._lock_counts = Lock()
 
@@ -79,6 +47,48 @@ class ByteCounter:
         with self._lock_counts:
             self.bytes_sent += sent
             self.bytes_received += received
+
+
+class Transport(ByteCounter, ABC):
+    """Moves bytes between two ranks. Messages between the same two, in one direction, arrive in the order of sending.
+
+    ``number`` identifies a message among all of a handoff.
+    """
+
+    def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
+        """``abort`` breaks off the waits that ``close`` finds."""
+        super().__init__()
+        self._threads = WaitingThreads(timeout_s, abort)
+
+    def begin(self, numbers: Sequence[int]) -> None:  # not every transport needs it
+        """Begin a handoff in which this rank starts these messages over this transport, each once for each peer.
+
+        Called where several threads of the rank start messages; a transport that needs one order then uses this one.
+        Others do nothing: their messages have tags, and none waits for another.
+        """
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> Tensor:
+        """Return memory that this rank may send from: [size] uint8."""
+
+    @abstractmethod
+    def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
+        """Start to send ``buffer`` [n] uint8, the beginning of something that ``allocate`` returned.
+
+        It must not change until the future is done: then the receiver no longer needs it.
+        """
+
+    @abstractmethod
+    def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
+        """Start to receive, into ``into`` [n] uint8 if given, else into memory of the transport's choice."""
+
+    @abstractmethod
+    def free_buffers(self) -> None:
+        """Free the memory of a handoff; the next one allocates it again."""
+
+    def close(self) -> None:
+        self._threads.close()
+        self.free_buffers()
 
 
 class BufferPool:
@@ -260,15 +270,12 @@ def abort(group: ProcessGroupGloo) -> None:
         group.recv([nothing], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]  # no stub
 
 
-class PooledTransport(ByteCounter):
+class PooledTransport(Transport):
     """What gloo's and NCCL's transports share: they receive into memory that is used again."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
+        super().__init__(timeout_s, abort)
         self._buffers = BufferPool(self.allocate)
-
-    def allocate(self, size_bytes: int) -> Tensor:
-        raise NotImplementedError
 
     def finish_reading(self) -> None:
         """Block until the operations that were started on a message no longer need it."""
@@ -297,12 +304,8 @@ class GlooTransport(PooledTransport):
     """``Transport`` over a gloo group of all trainer and engine ranks. Memory is the host's."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
-        super().__init__()
+        super().__init__(timeout_s, lambda: abort(group))
         self._group: Any = group  # send and recv are absent from torch's stub
-        self._threads = WaitingThreads(timeout_s, lambda: abort(group))
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Do nothing: messages have tags, and none waits for another."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
@@ -315,7 +318,3 @@ class GlooTransport(PooledTransport):
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
         message, arrived = self.place_for(size_bytes, into)
         return self._threads.follow(lambda: self._group.recv([message], source, number), arrived)
-
-    def close(self) -> None:
-        self._threads.close()
-        self.free_buffers()

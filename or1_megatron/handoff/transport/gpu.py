@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, OrderedStarts, PooledTransport, WaitingThreads, Work
+from or1_megatron.handoff.transport.base import Arrival, OrderedStarts, PooledTransport, Work
 
 T = TypeVar("T")
 
@@ -58,14 +58,13 @@ class NcclTransport(PooledTransport):
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupNCCL
 
-        super().__init__()
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         with _without_watchdog():
             self._group: Any = ProcessGroupNCCL(PrefixStore("or1-handoff-nccl", store), rank, world, options)
         self._device = torch.cuda.current_device()
         self._starts = OrderedStarts()
-        self._threads = WaitingThreads(timeout_s, self._group.abort)
+        super().__init__(timeout_s, self._group.abort)
 
     def begin(self, numbers: Sequence[int]) -> None:
         self._starts.begin(numbers)
@@ -99,8 +98,7 @@ class NcclTransport(PooledTransport):
 
     def close(self) -> None:
         self._starts.close()
-        self._threads.close()
-        self.free_buffers()
+        super().close()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import mmap
 import os
 import pickle
 import secrets
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from or1_megatron.handoff.errors import HandoffError
-from or1_megatron.handoff.transport.base import Arrival, ByteCounter, WaitingThreads, Work, abort
+from or1_megatron.handoff.transport.base import Arrival, Transport, Work, abort
 
 _NOTICE_BYTES = 2048
 _HEADER_BYTES = mmap.PAGESIZE
@@ -123,18 +122,14 @@ class _Answered:
         self._answer.wait(timeout)
 
 
-class SharedMemoryTransport(ByteCounter):
+class SharedMemoryTransport(Transport):
     """``Transport`` on one node: any number of receivers read the bytes where the sender has packed them."""
 
     def __init__(self, group: ProcessGroupGloo, memory: SharedMemory, timeout_s: float) -> None:
         """``group``: all ranks'; it carries notices and acknowledgements."""
-        super().__init__()
+        super().__init__(timeout_s, lambda: abort(group))
         self._group: Any = group  # send and recv are absent from torch's stub
         self._memory = memory
-        self._threads = WaitingThreads(timeout_s, lambda: abort(group))
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Do nothing, as with gloo, which carries the notices."""
 
     def allocate(self, size_bytes: int) -> Tensor:
         return self._memory.allocate(size_bytes)
@@ -175,10 +170,6 @@ class SharedMemoryTransport(ByteCounter):
 
     def free_buffers(self) -> None:
         self._memory.free()
-
-    def close(self) -> None:
-        self._threads.close()
-        self.free_buffers()
 
 
 def _nothing() -> None:
