@@ -171,9 +171,20 @@ class RolloutConfig(Section):
     while this one trains. Unit: rollout steps."""
 
 
+class MathConfig(Section):
+    """What the math verifier counts as right."""
+
+    judge: Literal["own", "math_verify"] = "own"
+    """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which also
+    rewards truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code; the
+    paper gives truncated responses 0 (docs/recipe.md, section 8)."""
+
+
 class VerifyConfig(Section):
     """The verifiers, and the limits of untrusted programs."""
 
+    math: MathConfig = Field(default_factory=MathConfig)
+    """What the math verifier counts as right."""
     workers: Positive = 1
     """Verifier workers. Unit: processes."""
     timeout_s: PositiveFloat = 5.0

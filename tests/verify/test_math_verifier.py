@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import math_pairs
 import psutil
 import pytest
 
@@ -167,3 +168,34 @@ def test_last_box_reads_balanced_braces() -> None:
     assert last_box("none") is None
     assert after_reasoning("a</think>b") == "b"
     assert after_reasoning("a") is None
+
+
+def as_released(response: str, golds: list[str]) -> float:
+    """The released code's verdict, from Math-Verify itself: what follows the first ``</think>``, or all of it."""
+    from math_verify import parse, verify
+
+    parts = response.split("</think>")
+    found = parse(parts[1] if len(parts) > 1 else response, parsing_timeout=None)
+    if len(found) < 2:
+        return 0.0
+    equal = (verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), found, timeout_seconds=None) for gold in golds)
+    return float(found[1] in golds or any(equal))
+
+
+def test_the_released_judge_gives_the_released_verdicts() -> None:
+    """On the labelled table and the labelled pairs of three classes, truncated or not, reasoning closed or not.
+
+    The oracle calls Math-Verify by itself. Not proven: that the released runs used this version of Math-Verify.
+    """
+    pairs = [pair for pair in math_pairs.load("tuning") if pair.kind in ("decimals", "percent", "intervals")]
+    cases = [(golds, f"so</think>\n{text}") for golds, text, _ in AFTER_THINK]
+    cases += [(golds, text) for golds, text, _, _ in WHOLE]
+    cases += [(list(pair.golds), f"</think>\\boxed{{{pair.answer}}}") for pair in pairs]
+    verifier = MathVerifier(timeout_s=60.0, judge="math_verify")
+    try:
+        verdicts = [verifier.verify(problem(golds), text, truncated=True) for golds, text in cases]
+    finally:
+        verifier.close()
+    for (golds, text), verdict in zip(cases, verdicts, strict=True):
+        assert verdict.reward == as_released(text, golds), (golds, text, verdict)
+    assert 0.2 < sum(verdict.reward for verdict in verdicts) / len(verdicts) < 0.8

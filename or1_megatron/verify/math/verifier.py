@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from or1_megatron.errors import Or1Error
 from or1_megatron.types import Problem, Verdict, VerdictStatus
-from or1_megatron.verify.answer import after_reasoning, braces_balance, last_box
+from or1_megatron.verify.answer import THINK_CLOSE, after_reasoning, braces_balance, last_box
 from or1_megatron.verify.child_process import ChildDied, ChildProcess, ChildTimeout
 from or1_megatron.verify.math.exact import decide, rational
 
@@ -35,6 +36,10 @@ _EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, 
 _WORKER = "or1_megatron.verify.math.worker"
 
 
+Judge = Literal["own", "math_verify"]
+"""Whose rules decide (``verify.math.judge``): ours, or those of the released code's verifier."""
+
+
 class _Exhausted(Or1Error):
     """The child ran out of the memory that it may use, and was replaced."""
 
@@ -42,8 +47,9 @@ class _Exhausted(Or1Error):
 class MathVerifier:
     """``interfaces.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, judge: Judge = "own") -> None:
         self._timeout_s = timeout_s
+        self._judge = judge
         self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
         self._golds: tuple[str, list[str]] = ("", [])
 
@@ -74,13 +80,20 @@ class MathVerifier:
                 )
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold."""
+        """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold.
+
+        With ``math_verify`` as the judge a response is judged as the released code judges it, which asks neither.
+        """
         started_s = time.perf_counter()
 
         def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
             reward = 1.0 if status == "right" else 0.0
             return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
 
+        if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
+            text = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
+            request = {"op": "released", "golds": self._golds_of(problem), "answer": text}
+            return self._verdict_of_child(request, "", verdict)
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
@@ -99,14 +112,21 @@ class MathVerifier:
             if len(box) > _BOX_CHARS:
                 return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
+        request = {"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None}
+        return self._verdict_of_child(request, box or "", verdict)
+
+    def _verdict_of_child(
+        self, request: dict[str, Any], box: str, verdict: Callable[[VerdictStatus, str, str], Verdict]
+    ) -> Verdict:
+        """Return the child's verdict. ``box`` is the answer to report where the child gives none."""
         try:
-            reply = self._ask({"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None})
+            reply = self._ask(request)
         except ChildTimeout:
-            return verdict("timeout", box or "", f"the comparison took more than {self._timeout_s} s")
+            return verdict("timeout", box, f"the comparison took more than {self._timeout_s} s")
         except _Exhausted as error:
-            return verdict("timeout", box or "", f"the comparison needed {error}")
+            return verdict("timeout", box, f"the comparison needed {error}")
         except ChildDied as error:
-            return verdict("error", box or "", f"Math-Verify: {error}")
+            return verdict("error", box, f"Math-Verify: {error}")
         if not reply["answer"]:
             return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
         return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])

@@ -5,7 +5,8 @@ unless the gold is a plain number or words, which an unreadable answer cannot be
 text without a box.
 
 Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
-``{"right": bool, "answer": str, "how": str}``, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
+``{"right": bool, "answer": str, "how": str}``, ``{"op": "released", "golds": [...], "answer": text}`` alike as the
+released code judges, ``{"op": "parse", "gold": ...}`` by ``{"parsed": bool}``, and either by
 ``{"exhausted": bytes}``, the last line of a process that ran out of its memory. The first line out, ``{}``, is ready.
 The end of the input ends the process.
 
@@ -22,7 +23,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
         try:
-            reply = _verify(request) if request["op"] == "verify" else {"parsed": _is_usable(request["gold"])}
+            reply = _OPERATIONS[request["op"]](request)
         except MemoryError:
             reply = {"exhausted": _CHILD_MEMORY_BYTES}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -80,6 +81,31 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
             return {"right": True, "answer": text, "how": said.how}
         hows.append(said.how)
     return {"right": False, "answer": text, "how": hows[-1]}
+
+
+def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
+    """Judge as the released code does, on the whole text that follows the reasoning (RECIPE, verifiers).
+
+    The extracted string is compared with each gold; then Math-Verify compares values. What raises is not right.
+    """
+    from math_verify import verify
+
+    found = _parse(request["answer"])
+    if len(found) < 2:
+        return {"right": False, "answer": "", "how": "no answer found"}
+    answer = _text_of(found) or str(found[-1])
+    if found[1] in request["golds"]:
+        return {"right": True, "answer": answer, "how": "the same text, by Math-Verify's extraction"}
+    for gold in request["golds"]:
+        try:
+            right = verify(list(_parse_boxed(gold)), list(found), timeout_seconds=None)
+        except MemoryError:
+            raise
+        except Exception:  # the released verifier goes on with the next gold
+            continue
+        if right:
+            return {"right": True, "answer": answer, "how": "compared by Math-Verify"}
+    return {"right": False, "answer": answer, "how": "compared by Math-Verify"}
 
 
 def _second_opinion(gold: str, answer: str) -> Judgement:
@@ -113,6 +139,13 @@ def _parse(text: str) -> Sequence[Any]:
 def _text_of(extracted: Sequence[Any]) -> str:
     """Return the string form, which Math-Verify puts last; "" when it extracted nothing."""
     return extracted[-1].strip() if extracted and isinstance(extracted[-1], str) else ""
+
+
+_OPERATIONS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "verify": _verify,
+    "released": _verify_as_released,
+    "parse": lambda request: {"parsed": _is_usable(request["gold"])},
+}
 
 
 if __name__ == "__main__":
