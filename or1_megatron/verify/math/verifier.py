@@ -91,9 +91,9 @@ class MathVerifier:
             return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
 
         if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
-            text = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
-            request = {"op": "released", "golds": self._golds_of(problem), "answer": text}
-            return self._verdict_of_child(request, "", verdict)
+            whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
+            released = {"op": "released", "golds": self._golds_of(problem), "answer": whole}
+            return self._verdict_of_child(released, "", verdict)
         if truncated:
             return verdict("truncated", "", "cut off at the response-length limit")
         text = after_reasoning(response)
