@@ -3,9 +3,9 @@
     python benchmarks/host_memory.py                      # the quickstart
     python benchmarks/host_memory.py --random tied        # 0.1B random weights with a vocabulary of 151,936
 
-Runs the quickstart's recipe for ``--steps`` steps of its first stage, and reads the proportional set size (PSS) of
-every process of the run as often as it can. Prints each role's peak and the peak of the sum, in GiB, beside what
-``sizing/memory.py`` expects. ``--set`` changes the configuration as ``or1 train`` does.
+Runs the quickstart's recipe for ``--steps`` steps of each stage, and reads the proportional set size (PSS) of every
+process of the run several times a second. Prints each kind's peak and the peak of the sum beside the estimate of
+``sizing/memory.py``. ``--set`` changes the configuration as ``or1 train`` does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from pathlib import Path
 
 import psutil
 
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.sizing.memory import needed, process_memory
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
+
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
-VOCABULARY = 151_936
+RECIPE = QUICKSTART / "quickstart.yaml"
 RANDOM = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 151_936,
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,
@@ -34,13 +40,13 @@ RANDOM = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
-ROLES = (  # what a command line holds, in the order of the search
-    (r"or1_megatron\.trainer\.run .*", "rank"),
-    (r"EngineActor|VLLM|EngineCore", "engine"),
-    (r"RolloutManager", "manager"),
-    (r"spawn_main|forkserver|verify", "verifier"),
-    (r"raylet|gcs_server|ray::|/ray/|reaper", "Ray"),
-)
+ROLES = {  # the estimate's name of a process: what its command line holds; the first that fits
+    "trainer rank": r"or1_megatron\.trainer\.run ",
+    "engine": r"EngineActor",
+    "rollout manager": r"RolloutManager",
+    "verifier": r"multiprocessing|in_sandbox",
+    "Ray": r"raylet|gcs_server|ray::|/ray/|reaper",
+}
 
 
 def main() -> None:
@@ -54,10 +60,16 @@ def main() -> None:
         overrides = [*quick(scratch, arguments.steps), *arguments.overrides]
         if arguments.random:
             overrides.append(f"model.hf={random_model(scratch / 'model', arguments.random == 'tied')}")
-        peaks, together = measure(overrides)
-    for role, peak in sorted(peaks.items()):
-        print(f"{role:24} {peak / (1 << 30):6.2f}")
-    print(f"{'sum at its peak':24} {together / (1 << 30):6.2f}")
+        config = load_config(RECIPE, overrides)
+        estimate = process_memory(config, Shape.of(read_hf_config(config.model.hf)), "cpu")
+        peaks, together = measure(overrides, config)
+    print("| process | number | measured, GiB | estimated, GiB |\n|---|---|---|---|")
+    for each in estimate:
+        print(f"| {each.process} | {each.count} | {gib(peaks.pop(each.process, None))} | {gib(each.each)} |")
+    for process, peak in peaks.items():
+        print(f"| {process} | ? | {gib(peak)} | - |")
+    wanted = needed(estimate, "cpu")
+    print(f"| in all | | {gib(together)} | {gib(wanted)} ({wanted / together - 1:+.0%}) |")
 
 
 def quick(scratch: Path, steps: int) -> list[str]:
@@ -73,6 +85,7 @@ def quick(scratch: Path, steps: int) -> list[str]:
         f"stages.1.steps={steps}",
         "algorithm.advantage.reject_uniform_groups=false",  # of random weights all answers are wrong
         "cluster.check_memory=false",
+        "track.console=plain",
     ]
 
 
@@ -86,38 +99,53 @@ def random_model(folder: Path, tied: bool) -> Path:
     return folder
 
 
-def measure(overrides: list[str]) -> tuple[dict[str, int], int]:
-    """Run the recipe; return the peak bytes of each process by role and number, and the peak of their sum."""
-    command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(QUICKSTART / "quickstart.yaml")]
+def measure(overrides: list[str], config: Config) -> tuple[dict[str, int], int]:
+    """Run the recipe; return the peak bytes by the estimate's names, of the largest process of each (of Ray's together),
+    and the peak of the sum of all processes."""
+    command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(RECIPE)]
     run = psutil.Popen([*command, *(part for each in overrides for part in ("--set", each))], cwd=ROOT)
-    peaks: dict[tuple[str, int], int] = collections.defaultdict(int)
+    peaks: dict[str, int] = collections.defaultdict(int)
     together = 0
     while run.poll() is None:
-        found = {key: size for process in [run, *run.children(recursive=True)] for key, size in pss(process, run.pid)}
-        together = max(together, sum(found.values()))
-        for key, size in found.items():
-            peaks[key] = max(peaks[key], size)
+        held: dict[str, list[int]] = collections.defaultdict(list)
+        for process in [run, *children(run)]:
+            if (found := name_and_pss(process, config.parallel)) is not None:
+                held[found[0]].append(found[1])
+        for name, sizes in held.items():
+            peaks[name] = max(peaks[name], sum(sizes) if name == "Ray" else max(sizes))
+        together = max(together, sum(map(sum, held.values())))
         time.sleep(0.05)
     if run.returncode:
-        raise SystemExit(f"the run failed: {run.returncode}")
-    return {f"{role} {pid}": peak for (role, pid), peak in peaks.items()}, together
+        raise SystemExit(f"the run failed: exit code {run.returncode}")
+    return peaks, together
 
 
-def pss(process: psutil.Process, launcher: int) -> list[tuple[tuple[str, int], int]]:
-    """Return the process's role, pid and bytes; nothing when it has just ended."""
+def children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def name_and_pss(process: psutil.Process, parallel: ParallelConfig) -> tuple[str, int] | None:
+    """Return the process's name in the estimate, or its command line, and its bytes; None when it has just ended."""
     try:
         rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         command = " ".join(process.cmdline())
-        rank = process.environ().get("RANK", "")
+        rank = process.environ().get("RANK", "0")
     except (OSError, psutil.Error):
-        return []
+        return None
     found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
-    role = next((role for pattern, role in ROLES if re.search(pattern, command)), command[:60])
-    if process.pid == launcher:
-        role = "launcher"
-    elif role == "rank":
-        role = f"rank {rank}"
-    return [((role, process.pid), int(found[1]) << 10)] if found else []
+    name = next((name for name, pattern in ROLES.items() if re.search(pattern, command)), command[:60])
+    if isinstance(process, psutil.Popen):
+        name = "launcher"
+    elif name == "trainer rank" and parallel.pipeline > 1:
+        name += f", pipeline stage {int(rank) * parallel.pipeline // parallel.ranks}"
+    return (name, int(found[1]) << 10) if found else None
+
+
+def gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / (1 << 30):.2f}"
 
 
 if __name__ == "__main__":

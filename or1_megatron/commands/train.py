@@ -69,15 +69,15 @@ def train(
         planned = plan_run(loaded, _device(device))
         if check:
             Console().print(render(planned))
-            check_room(planned)
             check_inputs(loaded, ground_truths=True)
+            check_room(planned)
             return
         from or1_megatron.runtime.launch import run_ranks
 
         for warning in planned.warnings:
             print(f"or1: warning: {warning}", file=sys.stderr)
-        check_room(planned)
         check_inputs(loaded)
+        check_room(planned)
         code = run_ranks(
             "or1_megatron.trainer.run",
             [str(path), *(part for override in overrides for part in ("--set", override))],

@@ -33,6 +33,8 @@ _LOGITS_COPIES: Final = 3
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
 
 
+STATE: Final = "weights, gradients, optimizer"
+"""The part of a trainer rank's memory that no setting of the batch changes."""
 _SHOWN_BYTES: Final = 10 * _MIB
 
 
@@ -187,7 +189,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     """Yield a GPU of each pipeline stage, and an engine's. Where they take turns, each has the GPU to itself."""
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
         parts = {
-            "weights, gradients, optimizer": state_bytes(config, weights),
+            STATE: state_bytes(config, weights),
             "activations": activation_bytes(config, shape, stage, "cuda"),
             "reserve": RESERVE_BYTES,
         }
@@ -206,7 +208,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
         activations = activation_bytes(config, shape, stage, "cpu")
         parts = {
-            "weights, gradients, optimizer": state_bytes(config, weights),
+            STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             # AdamW's denominators: after the backward pass, when the activations are gone.
             "activations": max(activations, 4 * _shards(config, weights.dense, weights.experts)),

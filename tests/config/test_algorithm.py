@@ -15,6 +15,7 @@ from or1_megatron.config.load import ConfigError, load_config, resolved_yaml
 from or1_megatron.config.resume import check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.sizing.dry_run import check_reference
+from or1_megatron.sizing.memory import STATE
 from or1_megatron.sizing.run_plan import PlanError, plan
 
 BASE = """\
@@ -105,8 +106,9 @@ def test_the_resolved_copy_with_a_preset_reads_back(tmp_path: Path) -> None:
 
 def test_the_references_weights_count(tmp_path: Path) -> None:
     """fp32: weights 4, gradients 4, moments 8 bytes, and 4 more for a reference."""
-    alone = plan(load(tmp_path), MODEL).state_bytes_per_rank
-    assert plan(load(tmp_path, "algorithm.kl.reference=model"), MODEL).state_bytes_per_rank == alone * 20 // 16
+    alone = plan(load(tmp_path), MODEL).memory[1].parts[STATE]
+    with_reference = plan(load(tmp_path, "algorithm.kl.reference=model"), MODEL).memory[1].parts[STATE]
+    assert with_reference == alone * 20 // 16
 
 
 def test_a_reference_of_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.config.schema import Config
+from or1_megatron.sizing.memory import STATE
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import PlanError, plan
 from or1_megatron.weights.shape import Shape
@@ -79,7 +80,7 @@ def test_parameters_and_bytes_of_a_7b() -> None:
     found = plan(or1_7b(), QWEN_7B, device="cuda")
     # Half the weights: 2 + 4 bytes each, and 12 bytes each over 16 data-parallel ranks.
     half = shape.parameters / 2
-    assert found.state_bytes_per_rank == pytest.approx(half * 6 + half * 12 / 16, abs=2)
+    assert found.memory[0].parts[STATE] == pytest.approx(half * 6 + half * 12 / 16, abs=2)
 
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -98,7 +99,7 @@ def test_parameters_of_a_mixture() -> None:
     """
     shape = Shape.of(QWEN3_30B_A3B)
     assert shape.parameters == 30_532_122_624 - 12_288
-    assert shape.expert_parameters == 48 * 128 * 3 * 2048 * 768
+    assert shape.expert_parameters() == 48 * 128 * 3 * 2048 * 768
     assert shape.multiplied_weights == shape.parameters - 151_936 * 2048 - 48 * 120 * 3 * 2048 * 768
 
 
@@ -106,9 +107,9 @@ def test_experts_are_spread() -> None:
     """Dense weights: 6 bytes, and 12 over 16 ranks. Experts: an eighth of them on each rank, 12 bytes over 2 ranks."""
     parallel = {"ranks": 16, "expert": 8, "micro_batch_tokens": 36864}
     shape = Shape.of(QWEN3_30B_A3B)
-    experts, dense = shape.expert_parameters / 8, shape.parameters - shape.expert_parameters
+    experts, dense = shape.expert_parameters() / 8, shape.parameters - shape.expert_parameters()
     found = plan(or1_7b(parallel=parallel, rollout={"engines": 16}), QWEN3_30B_A3B, device="cuda")
-    assert found.state_bytes_per_rank == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
+    assert found.memory[0].parts[STATE] == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
     lines = conflicts(or1_7b(parallel={**parallel, "ranks": 24, "expert": 12}), QWEN3_30B_A3B)
     assert any("expert = 12 does not divide the model's 128 experts" in line for line in lines)
     lines = conflicts(or1_7b(parallel={"ranks": 4, "tensor": 4, "micro_batch_tokens": 36864}), QWEN3_30B_A3B)

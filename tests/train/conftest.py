@@ -28,6 +28,7 @@ algorithm: {{kl: {{coefficient: 0.01, reference: {model}}}, correction: {{mode: 
 checkpoint: {{every_steps: 1, keep_last: 2, signal_grace_s: 600}}
 safety: {{dump_steps: [1]}}
 track: {{console: plain}}
+cluster: {{check_memory: false}} # other programs may hold what the tests run in
 """
 
 

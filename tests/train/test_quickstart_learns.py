@@ -25,6 +25,7 @@ def test_quickstart_learns_and_exports(tmp_path: Path) -> None:
     run = tmp_path / "run"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = [str(ROOT / "examples/quickstart/run.sh"), "--set", f"run.dir={run}", "--set", "track.console=plain"]
+    command += ["--set", "cluster.check_memory=false"]  # other programs may hold what it runs in
     subprocess.run(command, check=True, env=environment, cwd=ROOT)
     summary = json.loads((run / "summary.json").read_text())
     assert 0.25 <= summary["accuracy_before"] <= 0.5

@@ -1,0 +1,146 @@
+"""The estimate of memory against figures worked by hand, and the refusal that rests on it.
+
+Not proven here: that a run holds what is estimated (benchmarks/host_memory.py measures it on CPU; no GPU was measured).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.runtime.host_memory import HostMemory
+from or1_megatron.sizing.conflicts import Device
+from or1_megatron.sizing.memory import NotEnoughMemory, process_memory, stage_weights
+from or1_megatron.sizing.run_plan import plan
+from or1_megatron.trainer import preflight
+from or1_megatron.weights.shape import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+GIB = 1 << 30
+
+# A layer: 64 * 16 * (2*4 + 2*2) in attention, 3 * 64 * 96 in the MLP, 2 * 64 in norms. A vocabulary: 61 * 64.
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 128,
+}  # fmt: skip
+LAYER, VOCABULARY, NORM = 12_288 + 18_432 + 128, 3_904, 64
+# Qwen2.5-0.5B's config.json.
+HALF_B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def quickstart(*overrides: str) -> Config:
+    return load_config(QUICKSTART / "quickstart.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "tied", "expected"),
+    [
+        (1, True, [(4 * LAYER + VOCABULARY + NORM, 0)]),
+        (1, False, [(4 * LAYER + 2 * VOCABULARY + NORM, 0)]),
+        (2, True, [(2 * LAYER + VOCABULARY, 0), (2 * LAYER + VOCABULARY + NORM, VOCABULARY)]),
+        (2, False, [(2 * LAYER + VOCABULARY, 0), (2 * LAYER + VOCABULARY + NORM, 0)]),
+        (4, False, [(LAYER + VOCABULARY, 0), (LAYER, 0), (LAYER, 0), (LAYER + VOCABULARY + NORM, 0)]),
+    ],
+)
+def test_the_weights_of_each_stage(pipeline: int, tied: bool, expected: list[tuple[int, int]]) -> None:
+    shape = Shape.of(SMALL | {"tie_word_embeddings": tied})
+    found = stage_weights(ParallelConfig(ranks=pipeline, pipeline=pipeline), shape)
+    assert [(stage.dense, stage.copied) for stage in found] == expected
+    assert sum(stage.dense - stage.copied for stage in found) == shape.parameters
+
+
+def test_a_stage_with_several_chunks_and_uneven_layers() -> None:
+    """Chunks of 1, 2, 3 and 1 layers: the first and third lie on stage 0."""
+    shape = Shape.of(SMALL | {"num_hidden_layers": 7, "tie_word_embeddings": False})
+    parallel = ParallelConfig(ranks=2, pipeline=2, virtual_pipeline=2, layers_per_stage=(1, 2, 3, 1))
+    assert [stage.dense for stage in stage_weights(parallel, shape)] == [
+        4 * LAYER + VOCABULARY,
+        3 * LAYER + VOCABULARY + NORM,
+    ]
+
+
+def test_what_a_rank_holds_on_a_host() -> None:
+    """fp32: 16 bytes per parameter, and 12 in the saver's copy, which leaves out the tied weights that stage 0 saves; the
+    moments are cut by DP. AdamW's denominators count where they are larger than the activations."""
+    shape = Shape.of(SMALL | {"vocab_size": 600_000, "tie_word_embeddings": True})
+    first, last = 2 * LAYER + 600_000 * 64, 2 * LAYER + 600_000 * 64 + NORM
+
+    def parts(*overrides: str) -> list[list[int]]:
+        config = quickstart("parallel.micro_batch_tokens=192", *overrides)
+        ranks = [each for each in process_memory(config, shape, "cpu") if each.process.startswith("trainer rank")]
+        return [list(rank.parts.values())[:3] for rank in ranks]
+
+    assert parts() == [
+        [16 * first, 12 * first, 4 * first],
+        [16 * last, 12 * (last - 600_000 * 64), 4 * last],
+    ]
+    assert parts("checkpoint.asynchronous=false")[0] == [16 * first, 0, 4 * first]
+    assert parts("parallel.ranks=4")[0] == [8 * first + 8 * first // 2, 12 * first // 2, 4 * first // 2]
+    assert parts("model.dtype=bfloat16")[0] == [18 * first, 14 * first, 4 * first]
+
+
+def test_one_stage_keeps_fewer_micro_batches() -> None:
+    """1F1B: of two stages the first has two micro-batches in flight, the last one."""
+    config = quickstart("parallel.micro_batch_tokens=8192")
+    shape = Shape.of(SMALL | {"tie_word_embeddings": True})
+    first, last = (each.parts["activations"] for each in process_memory(config, shape, "cpu")[1:3])
+    whole = 4 * 8192 * (4 * 64 + 16 * 12 + 3 * 96)  # bytes of one layer and micro-batch
+    assert first == whole * (2 * 2 + 2)
+    assert whole * (2 + 2) < last < whole * (2 + 2) + (8 << 20)  # with the head's workspace, 5 MiB and vectors
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, config: Config, hf: dict[str, Any], free: float) -> str:
+    """What a machine with so many GiB says; empty when it starts."""
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(24 * GIB, int(free * GIB)))
+    try:
+        preflight.check_room(plan(config, hf))
+    except NotEnoughMemory as error:
+        return str(error)
+    return ""
+
+
+def test_half_a_billion_parameters_are_refused_on_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage: 315,069,440 parameters of 16 bytes are 4.69 GiB; of 12 in the copy, 3.52 GiB."""
+    said = refusal(monkeypatch, quickstart(), HALF_B, 24)
+    lines = said.splitlines()
+    assert lines[0].startswith("this run needs about ") and lines[0].endswith("this machine has free 24.00 GiB:")
+    first = next(line for line in lines if "trainer rank, pipeline stage 0" in line)
+    assert "weights, gradients, optimizer 4.69 GiB, copy for checkpoints 3.52 GiB" in first
+    assert any(line.startswith("  - engine: 2 x ") and "weights 1.84 GiB" in line for line in lines)
+    assert "checkpoint.asynchronous=false saves 5.52 GiB; " in lines[-1]
+    assert lines[-1].count(" saves ") == 3 and "cluster.check_memory=false starts all the same" in lines[-1]
+    assert refusal(monkeypatch, quickstart("cluster.check_memory=false"), HALF_B, 24) == ""
+
+
+def test_the_quickstart_is_not_refused_on_8_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = json.loads((QUICKSTART / "base_model" / "config.json").read_text())
+    assert refusal(monkeypatch, quickstart(), model, 8) == refusal(monkeypatch, quickstart(), model, 4) == ""
+    assert "rollout.engines=1 saves" in refusal(monkeypatch, quickstart(), model, 3)
+
+
+@pytest.mark.parametrize(("gpu_gib", "fits"), [((80, 79), True), ((80, 10), False)])
+def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, gpu_gib: tuple[int, int], fits: bool) -> None:
+    """A stage of 0.5B in fp32 holds 4.69 GiB of state, 8 GiB of reserve and activations: between 12.7 and 79 GiB."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpu_gib))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=gpu_gib[index] * GIB)
+    )
+    device: Device = "cuda"
+    planned = plan(quickstart(), HALF_B, device=device)
+    if fits:
+        preflight.check_room(planned)
+        return
+    with pytest.raises(NotEnoughMemory, match=r"a GPU here has 10\.00 GiB"):
+        preflight.check_room(planned)
