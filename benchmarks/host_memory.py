@@ -44,7 +44,7 @@ ROLES = {  # the estimate's name of a process: what its command line holds; the 
     "trainer rank": r"or1_megatron\.trainer\.run ",
     "engine": r"EngineActor",
     "rollout manager": r"RolloutManager",
-    "verifier": r"multiprocessing|in_sandbox",
+    "verifier process": r"or1_megatron\.verify\.",
     "Ray": r"raylet|gcs_server|ray::|/ray/|reaper",
 }
 
@@ -100,7 +100,7 @@ def random_model(folder: Path, tied: bool) -> Path:
 
 
 def measure(overrides: list[str], config: Config) -> tuple[dict[str, int], int]:
-    """Run the recipe; return the peak bytes by the estimate's names, of the largest process of each (of Ray's together),
+    """Run the recipe; return the peak bytes by the estimate's names, of the largest process of each (Ray's together),
     and the peak of the sum of all processes."""
     command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(RECIPE)]
     run = psutil.Popen([*command, *(part for each in overrides for part in ("--set", each))], cwd=ROOT)

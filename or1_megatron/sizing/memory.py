@@ -31,11 +31,9 @@ _RAY_BYTES: Final = 600 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
 _LOGITS_COPIES: Final = 3
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
-
-
-STATE: Final = "weights, gradients, optimizer"
-"""The part of a trainer rank's memory that no setting of the batch changes."""
 _SHOWN_BYTES: Final = 10 * _MIB
+STATE: Final = "weights, gradients, optimizer"
+"""The part of a trainer rank's memory that does not depend on the batch."""
 
 
 class NotEnoughMemory(UserError, RuntimeError):
@@ -55,8 +53,8 @@ class ProcessMemory:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size >= _SHOWN_BYTES)
-        return f"{self.count:,} x {gib(self.each)} ({parts})"
+        parts = [f"{name} {gib(size)}" for name, size in self.parts.items() if size >= _SHOWN_BYTES]
+        return f"{self.count:,} x {gib(self.each)}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,9 @@ def check_memory(config: Config, shape: Shape, device: Device, there: int) -> No
     has = "a GPU here has" if device == "cuda" else "this machine has free"
     lines = [f"this run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
     lines += [f"  - {process.process}: {process}" for process in processes]
-    lighter = "; ".join(f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3])
-    lines.append(f"{lighter or 'take a smaller model'}; cluster.check_memory=false starts all the same")
+    lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
+    lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
+    lines.append("; ".join(lighter) + "; or start all the same with cluster.check_memory=false")
     raise NotEnoughMemory("\n".join(lines))
 
 
@@ -201,8 +200,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield the processes of this machine. Ray spreads engines and verifiers over several nodes: then they are left
-    out."""
+    """Yield the processes of this machine; of several nodes, on which Ray spreads its actors, only the trainer's."""
     yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
     ranks = config.parallel.ranks // config.parallel.pipeline
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
@@ -220,7 +218,8 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     yield _host_engine(config, shape)
     yield ProcessMemory("handoff, shared by both", 1, {"buckets": _handoff_bytes(config, shape)})
     yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
-    yield ProcessMemory("verifier", 1 + config.verify.workers, {"base": _VERIFIER_BYTES})
+    # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
+    yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
     yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
 
 
