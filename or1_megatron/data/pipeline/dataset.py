@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from or1_megatron.data.pipeline.records import Candidate, read_candidates
 from or1_megatron.data.rows import published_row
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
@@ -29,9 +29,6 @@ def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
 
 
 def _write_files(folder: Path, shards: Sequence[Path], models: Sequence[str]) -> dict[str, int]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     schema = dataset_schema(models)
     writers: dict[str, Any] = {}
     counts: dict[str, int] = {}
@@ -53,8 +50,6 @@ def _write_files(folder: Path, shards: Sequence[Path], models: Sequence[str]) ->
 
 
 def dataset_schema(models: Sequence[str]) -> pa.Schema:
-    import pyarrow as pa
-
     measured = [pa.field("model_difficulty", pa.struct([(model, pa.int64()) for model in models]))] if models else []
     return pa.schema(
         [

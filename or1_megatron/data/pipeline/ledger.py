@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.pipeline.build import manifests
-from or1_megatron.data.pipeline.records import Candidate, ledger_schema, read_candidates, read_column
+from or1_megatron.data.pipeline.records import LEDGER_SCHEMA, Candidate, read_candidates, read_column
 from or1_megatron.data.rows import DataError
 
 
@@ -30,7 +30,7 @@ class ExcludedProblem:
 
 def entries(out: Path) -> Iterator[ExcludedProblem]:
     """Yield the whole ledger, in the order of the steps and of the rows."""
-    names = ledger_schema().names
+    names = LEDGER_SCHEMA.names
     for manifest in manifests(out):
         for shard in manifest.ledger_shards(out):
             for columns in read_column(shard, names):

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from or1_megatron.data.problems import problem_id
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.types import Message, Problem
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 SHARD_ROWS = 20_000
 SHARD_CHARS = 64 << 20  # tests of code problems can be megabytes
@@ -71,41 +71,28 @@ Outcome = Candidate | Exclusion
 """What a step decides about a candidate."""
 
 
-def candidate_schema() -> pa.Schema:
-    import pyarrow as pa
-
-    texts = ("id", "source", "ability", "statement", "instructions", "ground_truth")
-    return pa.schema(
-        [
-            *((name, pa.string()) for name in texts),
-            ("solutions", pa.list_(pa.string())),
-            *((name, pa.string()) for name in ("difficulty", "notes", "origin")),  # the first two as JSON
-        ]
-    )
-
-
-def ledger_schema() -> pa.Schema:
-    import pyarrow as pa
-
-    names = ("id", "step", "reason", "evidence", "source", "ability", "origin", "statement")
-    return pa.schema([(name, pa.string()) for name in names])
+CANDIDATE_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("id", "source", "ability", "statement", "instructions", "ground_truth")),
+        ("solutions", pa.list_(pa.string())),
+        *((name, pa.string()) for name in ("difficulty", "notes", "origin")),  # the first two as JSON
+    ]
+)
+LEDGER_SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("id", "step", "reason", "evidence", "source", "ability", "origin", "statement")]
+)
 
 
 def write_candidates(path: Path, rows: Sequence[Candidate]) -> None:
-    columns: dict[str, list[Any]] = {
-        name: [getattr(row, name) for row in rows]
-        for name in ("id", "source", "ability", "statement", "instructions", "ground_truth", "solutions", "origin")
-    }
-    columns["difficulty"] = ["{}" if not row.difficulty else _json(row.difficulty) for row in rows]
-    columns["notes"] = ["{}" if not row.notes else _json(row.notes) for row in rows]
-    write_table(path, columns, candidate_schema())
+    columns = {name: [getattr(row, name) for row in rows] for name in CANDIDATE_SCHEMA.names}
+    for name in ("difficulty", "notes"):
+        columns[name] = ["{}" if not value else _json(value) for value in columns[name]]
+    write_table(path, columns, CANDIDATE_SCHEMA)
 
 
 def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candidate]]:
     """Yield batches of a shard, in its order."""
-    import pyarrow.parquet as pq
-
-    names = candidate_schema().names
+    names = CANDIDATE_SCHEMA.names
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=batch_rows, columns=names):
             columns = [batch.column(name).to_pylist() for name in names]
@@ -117,8 +104,6 @@ def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candida
 
 def read_column(path: Path, names: Sequence[str], batch_rows: int = 8192) -> Iterator[list[list[Any]]]:
     """Yield the named columns of a shard, in batches: [column][row]."""
-    import pyarrow.parquet as pq
-
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=batch_rows, columns=list(names)):
             yield [batch.column(name).to_pylist() for name in names]
@@ -136,14 +121,11 @@ def write_ledger(path: Path, step: str, exclusions: Sequence[Exclusion]) -> None
         "origin": [row.origin for row in rows],
         "statement": [row.statement[:_EXCERPT_CHARS] for row in rows],
     }
-    write_table(path, columns, ledger_schema())
+    write_table(path, columns, LEDGER_SCHEMA)
 
 
 def write_table(path: Path, columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> None:
     """Write a zstd Parquet file, whole or not at all."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     aside = path.with_name(path.name + PARTIAL_SUFFIX)
     with naming_disk_full(path, "a shard"):
         pq.write_table(pa.table(dict(columns), schema=schema), aside, compression="zstd", row_group_size=4096)
@@ -151,8 +133,6 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]], schema: pa.Sch
 
 
 def rows_in(path: Path) -> int:
-    import pyarrow.parquet as pq
-
     return int(pq.read_metadata(path).num_rows)
 
 

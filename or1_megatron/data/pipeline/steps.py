@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig
 from or1_megatron.data.pipeline.records import (
     Candidate,
@@ -208,8 +210,6 @@ def write_shard(folder: Path, name: str, step: str, outcomes: Sequence[Outcome])
 
 def _is_done(folder: Path, shard: Path) -> bool:
     """Return whether a shard's result can be read; a torn one is made again."""
-    import pyarrow as pa
-
     try:
         rows_in(folder / shard.name)
         rows_in(folder / shard.name.replace("part-", "ledger-"))
