@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from or1_megatron.data.pipeline.recipe import AnswersConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import VerifierStep
 from or1_megatron.data.verifier_threads import judged
@@ -14,7 +15,7 @@ _END_SHOWN_CHARS = 160
 _REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_solution"}
 
 
-class Answers(VerifierStep):
+class Answers(VerifierStep[AnswersConfig]):
     """Compares the given answer with the one in the first worked solution."""
 
     name = "answers"

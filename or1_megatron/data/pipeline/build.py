@@ -65,9 +65,9 @@ def build(
     return done
 
 
-def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep]:
+def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
     """Return the recipe's steps after ``normalise``, in order."""
-    steps: list[PipelineStep] = [Statements(recipe.statements)]
+    steps: list[PipelineStep[Any]] = [Statements(recipe.statements)]
     if recipe.answers is not None:
         steps.append(Answers(recipe.answers, make))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]

@@ -6,22 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from or1_megatron.data.pipeline.recipe import CodeConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
-from or1_megatron.data.pipeline.steps import MakeVerifiers, VerifierStep
+from or1_megatron.data.pipeline.steps import VerifierStep
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.verifier_threads import judged
 from or1_megatron.types import Verdict
 
 
-class CodeSolutions(VerifierStep):
+class CodeSolutions(VerifierStep[CodeConfig]):
     """Runs reference solutions on all tests, one after another until one passes."""
 
     name = "code"
     code = ("data/pipeline/code_solutions.py", "data/verifier_threads.py", "verify")
     ability = "code"
-
-    def __init__(self, config: CodeConfig, make: MakeVerifiers) -> None:
-        super().__init__(config, make)
-        self._max_solutions = config.max_solutions
 
     def check(self, row: Candidate) -> Outcome:
         if not row.ground_truth:
@@ -34,7 +30,7 @@ class CodeSolutions(VerifierStep):
 
     def judge(self, rows: Sequence[tuple[int, Candidate]]) -> Iterator[tuple[int, Exclusion]]:
         left = {place: (row, list[str]()) for place, row in rows}
-        for attempt in range(self._max_solutions):
+        for attempt in range(self._config.max_solutions):
             trying = [
                 (place, row, f"</think>\n```python\n{row.solutions[attempt]}\n```")
                 for place, (row, _) in left.items()

@@ -28,7 +28,7 @@ class _Evaluated:
     grams: frozenset[int]
 
 
-class Decontamination(PipelineStep):
+class Decontamination(PipelineStep[DecontaminationConfig]):
     """Matches equal normalised texts, and texts that share enough of the n-grams of the shorter one.
 
     The shorter text counts, so that a problem is found inside a longer statement, and a part of a problem too.
@@ -38,17 +38,14 @@ class Decontamination(PipelineStep):
     code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "data/layouts.py")
 
     def __init__(self, config: DecontaminationConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._evaluated: list[_Evaluated] = []
         self._whole: dict[int, int] = {}
         self._owners: dict[int, tuple[int, ...]] = {}
         self._grams = np.empty(0, dtype=np.uint64)
 
     def settings(self) -> Mapping[str, Any]:
-        return {
-            **self._config.model_dump(mode="json"),
-            "digests": [source_digest(source) for source in self._config.against],
-        }
+        return {**super().settings(), "digests": [source_digest(source) for source in self._config.against]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
         owners: dict[int, list[int]] = {}

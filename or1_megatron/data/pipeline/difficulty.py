@@ -21,7 +21,7 @@ from or1_megatron.data.verifier_threads import VerifierThreads, judged
 from or1_megatron.types import ChatRequest
 
 
-class Difficulty(ModelStep):
+class Difficulty(ModelStep[DifficultyConfig]):
     """Stores the status of each answer's verdict as the result."""
 
     name = "difficulty"
@@ -29,7 +29,7 @@ class Difficulty(ModelStep):
 
     def __init__(self, config: DifficultyConfig, results: Path, open_sampler: OpenSampler, make: MakeVerifiers) -> None:
         super().__init__(config, results, open_sampler)
-        self._config, self._make = config, make
+        self._make = make
 
     def settings(self) -> Mapping[str, Any]:
         return {**super().settings(), **self._config.model_dump(mode="json", include={"samples_math", "samples_code"})}

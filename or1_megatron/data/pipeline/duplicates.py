@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from or1_megatron.config.schema import Section
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
-from or1_megatron.data.pipeline.steps import PipelineStep
+from or1_megatron.data.pipeline.steps import C, PipelineStep
 from or1_megatron.data.pipeline.text import (
     UInt64Array,
     band_keys,
@@ -29,8 +30,6 @@ _TEXT_BYTES = 256 << 20  # statements compared at once
 _BATCH_ROWS = 2048
 _MOST_COMPARED = 8  # rows that one is compared with, those that share most bands; else templates would be quadratic
 
-_CODE = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
-
 
 class Original(NamedTuple):
     """A row that stays, as the evidence names it."""
@@ -41,15 +40,13 @@ class Original(NamedTuple):
     ground_truth: str
 
 
-class DuplicateStep(PipelineStep):
+class DuplicateStep(PipelineStep[C]):
     """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them."""
 
-    code = _CODE
+    code = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
     reason: str
-
-    def __init__(self) -> None:
-        self._original_of: dict[int, tuple[int, float]] = {}
-        self._originals: dict[int, Original] = {}
+    _original_of: dict[int, tuple[int, float]]
+    _originals: dict[int, Original]
 
     def prepare(self, shards: Sequence[Path]) -> None:
         self._original_of = self._find(shards)
@@ -83,14 +80,14 @@ class DuplicateStep(PipelineStep):
         return Exclusion(row, self.reason, evidence)
 
 
-class ExactDuplicates(DuplicateStep):
+class ExactDuplicates(DuplicateStep[Section]):
     """Statements that are equal once formatting, numbering and white space are taken off."""
 
     name = "exact_duplicates"
     reason = "exact_duplicate"
 
-    def settings(self) -> Mapping[str, Any]:
-        return {}
+    def __init__(self) -> None:
+        super().__init__(Section())
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
         found = []
@@ -102,7 +99,7 @@ class ExactDuplicates(DuplicateStep):
         return {row: (original, 1.0) for original, row in _equal_pairs(keys)}
 
 
-class NearDuplicates(DuplicateStep):
+class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     """MinHash finds rows that may be alike; the Jaccard similarity of their shingles decides.
 
     Two statements with other numbers, or other words of those that turn a meaning (largest, smallest, odd, even, ...),
@@ -112,13 +109,7 @@ class NearDuplicates(DuplicateStep):
 
     name = "near_duplicates"
     reason = "near_duplicate"
-
-    def __init__(self, config: DuplicatesConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json", exclude={"embedding"})
+    without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
         keys = np.concatenate([self._keys(*columns) for columns in self._batches(shards)])

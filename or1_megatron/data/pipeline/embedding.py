@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ _BLOCK_ROWS = 4096
 _LONGEST_TOKENS = 512
 
 
-class EmbeddingDuplicates(DuplicateStep):
+class EmbeddingDuplicates(DuplicateStep[EmbeddingConfig]):
     """Compares every pair of the chosen abilities, block by block: N² / 2 products of vectors.
 
     The vectors are in memory in half precision: 1M problems of dimension 768 are 1.5 GB.
@@ -33,13 +33,7 @@ class EmbeddingDuplicates(DuplicateStep):
     name = "embedding_duplicates"
     reason = "embedding_duplicate"
     code = ("data/pipeline/embedding.py", "data/pipeline/duplicates.py")
-
-    def __init__(self, config: EmbeddingConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json", exclude={"batch"})
+    without_effect = frozenset({"batch"})
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
         numbers, blocks = [], []

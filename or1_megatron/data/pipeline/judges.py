@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.pipeline.recipe import JudgesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.results import ResultStore
-from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, OpenSampler, result_key, statuses
+from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, result_key, statuses
 from or1_megatron.data.rows import DataError
 from or1_megatron.types import ChatRequest, Message
 
@@ -66,15 +65,11 @@ def read_vote(answer: str) -> str:
     return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else UNREADABLE
 
 
-class Judges(ModelStep):
+class Judges(ModelStep[JudgesConfig]):
     """Stores each vote, with the attempt at which it was given, as the result."""
 
     name = "judges"
     code = ("data/pipeline/judges.py", "data/pipeline/sampling.py", "data/chat.py")
-
-    def __init__(self, config: JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
-        super().__init__(config, results, open_sampler)
-        self._config = config
 
     def settings(self) -> Mapping[str, Any]:
         ours = self._config.model_dump(mode="json", include={"votes", "keep_at_least", "retries"})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from or1_megatron.data.chat import Replies
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, SampledModel
@@ -20,6 +20,7 @@ from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler
 from or1_megatron.types import ChatCompletion, ChatRequest, Sampling
 
+M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]
 """(model, sampling, longest prompt in tokens) to a sampler; its engines end with the context."""
 
@@ -27,33 +28,32 @@ REFUSED = "refused"
 """A result: the model refuses the request for good, e.g. because the prompt is too long."""
 
 
-class ModelStep(PipelineStep):
+class ModelStep(PipelineStep[M]):
     """Base of the steps that sample models.
 
     Results lie in a folder of their own, by model and request settings: only missing responses are sampled, and a
     killed or failed step resumes after the last stored result.
     """
 
-    def __init__(self, config: DifficultyConfig | JudgesConfig, results: Path, open_sampler: OpenSampler) -> None:
+    def __init__(self, config: M, results: Path, open_sampler: OpenSampler) -> None:
+        super().__init__(config)
         self._results, self._open_sampler = results, open_sampler
-        self._models = config.models
-        self._longest_prompt = config.max_prompt_tokens
         self._sampling = Sampling(config.temperature, config.top_p, config.max_response_tokens)
         self._stores: dict[str, ResultStore] = {}
 
     def settings(self) -> Mapping[str, Any]:
-        return {**self._request_settings(), "models": [identity(model) for model in self._models]}
+        return {**self._request_settings(), "models": [identity(model) for model in self._config.models]}
 
     def prepare(self, shards: Sequence[Path]) -> None:
         """Sample what is missing of every model. Raises DataError when requests failed."""
-        for model in self._models:
+        for model in self._config.models:
             self._prepare_model(model, shards)
 
     def _prepare_model(self, model: SampledModel, shards: Sequence[Path]) -> None:
         request_settings = {**self._request_settings(), **identity(model)}
         store = self._stores[model.name] = ResultStore(self._results, model.name, request_settings)
         with ExitStack() as opened:
-            opening = partial(self._open_sampler, model, self._sampling, self._longest_prompt)
+            opening = partial(self._open_sampler, model, self._sampling, self._config.max_prompt_tokens)
             sampler = cache(lambda: opened.enter_context(opening()))
             self._sample_missing(ModelRun(self.name, model.name, sampler, shards, store))
 

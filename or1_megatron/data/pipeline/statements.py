@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from or1_megatron.data.pipeline.recipe import StatementsConfig
@@ -61,17 +61,11 @@ _CHOICE_WORDS = ("which", "choose", "select", "option", "choice")
 _SHOWN_CHARS = 120
 
 
-class Statements(PipelineStep):
+class Statements(PipelineStep[StatementsConfig]):
     """Looks at each statement once."""
 
     name = "statements"
     code = ("data/pipeline/statements.py",)
-
-    def __init__(self, config: StatementsConfig) -> None:
-        self._config = config
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json")
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
         found = [self._fault(row) for row in rows]

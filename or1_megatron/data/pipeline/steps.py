@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
+from or1_megatron.config.schema import Section
 from or1_megatron.data.pipeline.recipe import AnswersConfig, CodeConfig
 from or1_megatron.data.pipeline.records import (
     Candidate,
@@ -33,22 +34,30 @@ from or1_megatron.runtime.files import write_atomically
 MANIFEST = "manifest.json"
 PACKAGE = Path(__file__).resolve().parents[2]
 
+C = TypeVar("C", bound=Section)
+V = TypeVar("V", bound=AnswersConfig | CodeConfig)
+
 Say = Callable[[str], None]
 
 MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
 """(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
 
 
-class PipelineStep:
+class PipelineStep(Generic[C]):
     """Base of the steps. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
 
     name: str
     code: tuple[str, ...]
     """Files and folders of this package, relative to it, whose change makes an earlier result invalid."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of the configuration on which the result does not depend."""
+
+    def __init__(self, config: C) -> None:
+        self._config = config
 
     def settings(self) -> Mapping[str, Any]:
         """Return what else the result depends on, as JSON-able values."""
-        raise NotImplementedError
+        return self._config.model_dump(mode="json", exclude=set(self.without_effect))
 
     def prepare(self, shards: Sequence[Path]) -> None:
         """Read the whole input, if the step needs it."""
@@ -61,20 +70,19 @@ class PipelineStep:
         """Release what ``prepare`` has made."""
 
 
-class VerifierStep(PipelineStep):
+class VerifierStep(PipelineStep[V]):
     """Base of the steps that judge the candidates of one ability with a verifier; others pass.
 
     Without a candidate of that ability no verifier is made, and so no sandbox is needed.
     """
 
+    without_effect = frozenset({"workers"})
     ability: str
     verifiers: VerifierThreads
 
-    def __init__(self, config: AnswersConfig | CodeConfig, make: MakeVerifiers) -> None:
-        self._config, self._make = config, make
-
-    def settings(self) -> Mapping[str, Any]:
-        return self._config.model_dump(mode="json", exclude={"workers"})
+    def __init__(self, config: V, make: MakeVerifiers) -> None:
+        super().__init__(config)
+        self._make = make
 
     def prepare(self, shards: Sequence[Path]) -> None:
         make = partial(self._make, self._config.timeout_s, frozenset({self.ability}))
@@ -165,7 +173,7 @@ def read_manifest(out: Path, folder: str, key: str) -> Manifest | None:
     return manifest if whole and manifest.key == key else None
 
 
-def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: Say) -> Done:
+def run_step(out: Path, number: int, step: PipelineStep[Any], before: Manifest, say: Say) -> Done:
     """Run a step on what the one before let through; a killed step resumes after its last finished shard."""
     key = step_key(step.name, step.settings(), step.code, before.digest)
     folder = f"steps/{number:02d}-{step.name}-{key}"
@@ -194,7 +202,7 @@ def run_step(out: Path, number: int, step: PipelineStep, before: Manifest, say: 
     return Done(manifest, cached=False)
 
 
-def _apply_to_shard(step: PipelineStep, shard: Path, first: int, folder: Path) -> None:
+def _apply_to_shard(step: PipelineStep[Any], shard: Path, first: int, folder: Path) -> None:
     rows = [row for batch in read_candidates(shard) for row in batch]
     outcomes = step.apply(rows, first)
     assert len(outcomes) == len(rows)
