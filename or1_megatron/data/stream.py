@@ -42,8 +42,6 @@ class MixtureStream:
             raise DataError(f"no prompts in any of {len(sources)} sources; expected at least one")
         if any(source.repeat < 1 for source in sources):
             raise DataError(f"repeats are {[source.repeat for source in sources]}; expected whole numbers from 1")
-        repeats = [source.repeat for source in sources for _ in source.prompts]
-        self._repeats: Int64Array = np.array(repeats, dtype=np.int64)
         self._index: dict[str, int] = {}
         for index, prompt in enumerate(self._prompts):
             other = self._index.setdefault(prompt.problem.id, index)
@@ -51,8 +49,7 @@ class MixtureStream:
                 first = self._prompts[other].problem.origin
                 raise DataError(f"{prompt.problem.origin}: the same problem as {first}; expected it in one source only")
         self._source: Int64Array = np.repeat(np.arange(len(sources)), [len(source.prompts) for source in sources])
-        self._mixture = tuple(source.repeat for source in sources)
-        self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
+        self._set_mixture(tuple(source.repeat for source in sources))
         self._weights = np.repeat([source.weight for source in sources], [len(source.prompts) for source in sources])
         if not ((self._weights > 0) & (self._weights <= 1)).all():
             raise DataError(f"weights are {[source.weight for source in sources]}; expected shares above 0, up to 1")
@@ -60,9 +57,7 @@ class MixtureStream:
         self._fingerprint = self._data_fingerprint()
         self._excluded: BoolArray = np.zeros(len(self._prompts), dtype=np.bool_)
         self._waiting: list[int] = []
-        self._epoch = 0
-        self._position = 0
-        self._order = self._permutation(0)
+        self._begin(0)
 
     @property
     def left(self) -> int:
@@ -124,14 +119,12 @@ class MixtureStream:
         if mixture == self._mixture:
             return
         self._set_mixture(mixture)
-        if self._position:
-            self._epoch, self._position = self._epoch + 1, 0
-        self._order = self._permutation(self._epoch)
+        self._begin(self._epoch + 1 if self._position else self._epoch)
 
     def _set_mixture(self, mixture: tuple[int, ...]) -> None:
         self._mixture = mixture
-        self._repeats = np.array(mixture, dtype=np.int64)[self._source]
-        self._pool = np.repeat(np.arange(len(self._prompts)), self._repeats)
+        self._repeats: Int64Array = np.array(mixture, dtype=np.int64)[self._source]
+        self._pool: Int64Array = np.repeat(np.arange(len(self._prompts)), self._repeats)  # [entries per epoch]
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on; return how many are left.
@@ -181,13 +174,15 @@ class MixtureStream:
         self._excluded = np.unpackbits(packed, count=len(self._prompts)).astype(np.bool_)
         self._set_mixture(tuple(state["mixture"]))
         self._waiting = [int(index) for index in state["waiting"]]
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._permutation(self._epoch)
+        self._begin(int(state["epoch"]), int(state["position"]))
+
+    def _begin(self, epoch: int, position: int = 0) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = self._permutation(epoch)
 
     def _next_entry(self) -> int:
         while self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._permutation(self._epoch)
+            self._begin(self._epoch + 1)
         index = int(self._order[self._position])
         self._position += 1
         return index
