@@ -72,9 +72,6 @@ class ResponseStore:
                 ) from None
             self._known[response.problem_id, response.sample] = response
 
-    def has(self, problem_id: str, sample: int) -> bool:
-        return (problem_id, sample) in self._known
-
     def get(self, problem_id: str, sample: int) -> Response | None:
         return self._known.get((problem_id, sample))
 

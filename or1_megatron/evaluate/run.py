@@ -42,7 +42,7 @@ def evaluate(
         ChatRequest(problem.id, sample, problem.messages, chat_seed(seed, problem.id, sample))
         for sample in range(samples)
         for problem in problems
-        if not store.has(problem.id, sample)
+        if store.get(problem.id, sample) is None
     ]
     stored = wanted - len(missing)
     progress(stored, wanted)
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def missing_count(problems: Sequence[Problem], samples: int, store: ResponseStore) -> int:
-    return sum(not store.has(problem.id, sample) for problem in problems for sample in range(samples))
+    return sum(store.get(problem.id, sample) is None for problem in problems for sample in range(samples))
 
 
 def _response(problem: Problem, completion: ChatCompletion, verdict: Verdict) -> Response:

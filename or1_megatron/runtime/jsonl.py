@@ -33,7 +33,11 @@ class JsonlWriter:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Floats that JSON cannot express (NaN, infinities) become null."""
-        line = json.dumps({name: _jsonable(value) for name, value in row.items()}, allow_nan=False)
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        line = json.dumps(finite, allow_nan=False)
         with naming_disk_full(self.path, self._what):
             append_whole(self._fd, line.encode() + b"\n")
 
@@ -96,7 +100,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def _jsonable(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -112,7 +112,8 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
-        keys = np.concatenate([self._keys(*columns) for columns in self._batches(shards)])
+        batches = (columns for shard in shards for columns in read_column(shard, ("ability", "statement"), _BATCH_ROWS))
+        keys = np.concatenate([self._keys(*columns) for columns in batches])
         groups = _groups(keys)
         original_of: dict[int, tuple[int, float]] = {}
         for members in _parts(groups, _lengths(shards), _TEXT_BYTES):
@@ -123,10 +124,6 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
             for group in members:
                 self._compare(group, texts, keys, original_of)
         return original_of
-
-    def _batches(self, shards: Sequence[Path]) -> Iterator[list[list[str]]]:
-        for shard in shards:
-            yield from read_column(shard, ("ability", "statement"), _BATCH_ROWS)
 
     def _keys(self, abilities: Sequence[str], statements: Sequence[str]) -> UInt64Array:
         """Band keys [rows, bands]."""

@@ -53,7 +53,7 @@ def why(out: Path, wanted: str) -> list[ExcludedProblem | Candidate]:
     Raises DataError when there is no such problem, or the digits are those of several.
     """
     every: Iterator[ExcludedProblem | Candidate] = chain(kept(out), entries(out))
-    found = [row for row in every if _is(row, wanted)]
+    found = [row for row in every if row.id.startswith(wanted) or f"/{row.origin}".endswith(f"/{wanted}")]
     if not found:
         raise DataError(
             f"{wanted}: no such problem in {out}; expected a problem's id (16 hex digits, or the first of them) "
@@ -63,7 +63,3 @@ def why(out: Path, wanted: str) -> list[ExcludedProblem | Candidate]:
     if len(ids) > 1:
         raise DataError(f"{wanted}: {len(ids)} problems are meant, such as {', '.join(sorted(ids)[:4])}; name one")
     return found
-
-
-def _is(row: ExcludedProblem | Candidate, wanted: str) -> bool:
-    return row.id.startswith(wanted) or row.origin == wanted or row.origin.endswith(f"/{wanted}")
