@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ def check_parity(
             "distopt full selective one_pass overlap overlap_gather layers=3+1 rowsN shuffled; 1 for none.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model.")] = "float32",
     sequences: Annotated[int, typer.Option(min=1, help="How many sequences the probe has.")] = 24,
     longest: Annotated[int, typer.Option(min=4, help="Tokens of the probe's longest sequence, at most.")] = 48,
     seed: Annotated[int, typer.Option(help="Seed of the probe.")] = 1,
@@ -33,14 +33,12 @@ def check_parity(
 
     Exits with 1 and names what differs when a layout computes something else.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"'{dtype}' is neither float32 nor bfloat16", param_hint="--dtype")
     with explained():
         from or1_megatron.commands.check_parity import check_parity as check
         from or1_megatron.config.schema import ModelConfig
 
         code = check(
-            ModelConfig.model_validate({"hf": model, "dtype": dtype}),
+            ModelConfig(hf=model, dtype=dtype),
             layouts or (),
             Console(),
             sequences=sequences,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -33,7 +34,7 @@ def train(
         typer.Option("--check", help="--dry-run, and check all that can stop a start: weights, data, previous stage."),
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda: what --dry-run plans for, if not for this machine.")
+        Literal["cpu", "cuda"] | None, typer.Option(help="What --dry-run plans for, if not for this machine.")
     ] = None,
     shape: Annotated[
         Path | None,
@@ -49,10 +50,6 @@ def train(
     """
     with explained():
         from or1_megatron.config.load import load_config
-        from or1_megatron.config.recipes import find
-        from or1_megatron.sizing.dry_run import plan_run
-        from or1_megatron.sizing.plan_tables import render
-        from or1_megatron.trainer.preflight import check_inputs, check_room, lacking
 
         path = config_file(config)
         overrides = [*(overrides or ()), *([] if stage is None else [f"run.stage={stage}"])]
@@ -60,42 +57,53 @@ def train(
         if shape is not None and not dry_run:
             raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
         if dry_run:
-            folder = find("shape", shape) if shape else shape_folder(loaded)
-            planned = plan_run(loaded, _device(device, loaded), folder)
-            Console().print(render(planned))
-            for line in () if shape else lacking(loaded):
-                print(f"or1: not there yet: {line}", file=sys.stderr)
-            return
-        planned = plan_run(loaded, _device(device))
-        if check:
-            Console().print(render(planned))
-            check_inputs(loaded, ground_truths=True)
-            check_room(planned)
-            return
-        from or1_megatron.runtime.launch import run_ranks
+            _dry_run(loaded, device, shape)
+        else:
+            _start(loaded, path, overrides, device, check)
 
-        for warning in planned.warnings:
-            print(f"or1: warning: {warning}", file=sys.stderr)
-        check_inputs(loaded)
+
+def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
+    from or1_megatron.config.recipes import find
+    from or1_megatron.sizing.dry_run import plan_run
+    from or1_megatron.sizing.plan_tables import render
+    from or1_megatron.trainer.preflight import lacking
+
+    folder = find("shape", shape) if shape else shape_folder(config)
+    Console().print(render(plan_run(config, _device(device, config), folder)))
+    for line in () if shape else lacking(config):
+        print(f"or1: not there yet: {line}", file=sys.stderr)
+
+
+def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, check_only: bool) -> None:
+    from or1_megatron.runtime.launch import run_ranks
+    from or1_megatron.sizing.dry_run import plan_run
+    from or1_megatron.sizing.plan_tables import render
+    from or1_megatron.trainer.preflight import check_inputs, check_room
+
+    planned = plan_run(config, _device(device))
+    if check_only:
+        Console().print(render(planned))
+        check_inputs(config, ground_truths=True)
         check_room(planned)
-        code = run_ranks(
-            "or1_megatron.trainer.run",
-            [str(path), *(part for override in overrides for part in ("--set", override))],
-            ranks=loaded.parallel.ranks,
-            threads_per_rank=loaded.parallel.threads_per_rank,
-            grace_s=loaded.checkpoint.signal_grace_s,
-        )
+        return
+    for warning in planned.warnings:
+        print(f"or1: warning: {warning}", file=sys.stderr)
+    check_inputs(config)
+    check_room(planned)
+    code = run_ranks(
+        "or1_megatron.trainer.run",
+        [str(path), *(part for override in overrides for part in ("--set", override))],
+        ranks=config.parallel.ranks,
+        threads_per_rank=config.parallel.threads_per_rank,
+        grace_s=config.checkpoint.signal_grace_s,
+    )
     raise typer.Exit(code)
 
 
-def _device(named: str | None, planned: Config | None = None) -> Device:
+def _device(named: Device | None, planned: Config | None = None) -> Device:
     """Return the device that ``--device`` names; else this machine's, or GPUs where a plan is made for them."""
-    if named == "cpu":
-        return "cpu"
-    if named == "cuda":
-        return "cuda"
     if named is not None:
-        raise typer.BadParameter(f"'{named}' is neither cpu nor cuda", param_hint="--device")
+        return named
     import torch
 
     if torch.cuda.is_available():
