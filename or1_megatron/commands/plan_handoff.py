@@ -94,12 +94,8 @@ class HandoffForecast:
         """Bytes that ranks put on the network, by rank, including what they pass on."""
         return self._by_rank(0)
 
-    @property
-    def arriving(self) -> dict[int, int]:
-        """Bytes that ranks take from the network, by rank."""
-        return self._by_rank(1)
-
     def _by_rank(self, end: int) -> dict[int, int]:
+        """Return the bytes on the network by the rank that sends (``end`` 0) or receives them (1)."""
         total = defaultdict[int, int](int)
         for hop, size in self.links.items():
             if self.crosses(hop):
@@ -118,7 +114,7 @@ class HandoffForecast:
     @property
     def busiest(self) -> int:
         """Bytes through the busiest rank's link, in or out."""
-        return max([*self.sent.values(), *self.arriving.values()], default=0)
+        return max([*self.sent.values(), *self._by_rank(1).values()], default=0)
 
     def seconds(self, gigabits_per_s: float) -> float:
         """Return the time of the busiest link, at a speed per rank and direction, without packing and loading."""

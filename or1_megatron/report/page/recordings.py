@@ -46,10 +46,6 @@ class Recording:
     """The HF folder of the model that it started from, as its configuration names it."""
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.metrics and not len(self.rows)
-
 
 def read_recordings(runs: Sequence[Path]) -> list[Recording]:
     """Return the records of the runs in order, each run once and with a label of its own.
@@ -64,7 +60,7 @@ def read_recordings(runs: Sequence[Path]) -> list[Recording]:
         if not any(run.samefile(other) for other in folders):  # a pattern of the shell and a name may be the same
             folders.append(run)
     recordings = [read_recording(run, label) for run, label in zip(folders, labels(folders), strict=True)]
-    if all(recording.is_empty for recording in recordings):
+    if not any(recording.metrics or len(recording.rows) for recording in recordings):
         said = "; ".join(note for recording in recordings for note in recording.notes)
         raise ValueError(
             f"{', '.join(map(str, folders))}: nothing to show yet, neither metrics nor rollouts"
