@@ -24,7 +24,7 @@ from or1_megatron.interfaces import EnginesLost, Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_prompts, check_rejected, check_state, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
 from or1_megatron.rl.loss import make_objective
@@ -181,15 +181,7 @@ class Loop:
             algorithm = self.config.algorithm
             self.controller = EntropyController(algorithm.entropy)
             self.clip_high = ClipHighController(algorithm.loss, algorithm.entropy.target)
-        if index == 0:
-            return None
-        solved = self.ledger.solved(index - 1) if stage.filter_solved else frozenset()
-        outside = self.ledger.outside(index - 1, stage.min_pass_rate, stage.max_pass_rate) - solved
-        if not stage.filter_solved and not outside:
-            return None
-        left = self.ports.stream.exclude(solved | outside)
-        check_prompts(stage, len(solved | outside), left)
-        return Filtered(len(solved), len(outside), left)
+        return None if index == 0 else self.supply.leave_out(self.ledger, index - 1, stage)
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
@@ -313,16 +305,14 @@ class Loop:
             for text in texts:
                 self._alarm(text)
             metrics |= found
-        self.schedule.read(metrics if evaluation is None else metrics | evaluation_metrics(evaluation))
+        self.schedule.read(metrics | evaluation_metrics(evaluation))
         return metrics
 
     @verb
     def report(self, step: StepRecord, metrics: Mapping[str, float], evaluation: EvaluationResult | None) -> None:
         """Give the rollouts to the observer and one row of metrics to the tracker."""
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
-        row = dict(metrics) | self.saving.told_write_s()
-        if evaluation is not None:
-            row |= evaluation_metrics(evaluation)
+        row = dict(metrics) | self.saving.told_write_s() | evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
         self.ports.tracker.log(self.steps_done, row | self._lap([*self._sampled(step), *step.updates, *evaluations]))
 

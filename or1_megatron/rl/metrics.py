@@ -256,8 +256,10 @@ def throughput_metrics(
     return metrics
 
 
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Return the metrics of an evaluation, and of each of its sets where there are several."""
+def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
+    """Return the metrics of an evaluation, and of each of its sets where there are several; none of no evaluation."""
+    if result is None:
+        return {}
     metrics: dict[str, float | None] = {}
     for prefix, found in [("", result), *((f"{title}/", of_set) for title, of_set in result.sets.items())]:
         metrics |= {

@@ -16,6 +16,9 @@ from typing import Any
 from or1_megatron.config.schema import AdvantageConfig, StageConfig
 from or1_megatron.interfaces import EnginesLost, ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
+from or1_megatron.rl.checks import check_prompts
+from or1_megatron.rl.metrics import Filtered
+from or1_megatron.rl.stages import PassRateLedger
 from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
@@ -53,6 +56,19 @@ class Supply:
     def asked_ahead(self) -> bool:
         """Whether the engines are sampling the next step."""
         return self._before_ahead is not None and self._ahead is None
+
+    def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
+        """Apply the filters of ``stage``, by the pass rates in the stage ``before``. None: it has no filter to apply.
+
+        Raises NoPromptsLeft when they leave fewer prompts than a step takes.
+        """
+        solved = ledger.solved(before) if stage.filter_solved else frozenset()
+        outside = ledger.outside(before, stage.min_pass_rate, stage.max_pass_rate) - solved
+        if not stage.filter_solved and not outside:
+            return None
+        left = self._stream.exclude(solved | outside)
+        check_prompts(stage, len(solved | outside), left)
+        return Filtered(len(solved), len(outside), left)
 
     def take(self, stage: StageConfig) -> list[Prompt]:
         """Return the prompts that a step may need: D_R and its refill. DataError when there are fewer than D_R."""
