@@ -6,7 +6,8 @@ What counts as right is written in docs/math_verifier.md.
 
 A third is frozen: rules are tuned on tuning.txt and reported on frozen.txt. Nobody chose which gold is in which file:
 within each class, golds are ordered by their SHA-256, and the first of every three is frozen. All answers to a gold are
-in one file, so that no rule can be tuned on a frozen gold's other answers.
+in one file, so that no rule can be tuned on a frozen gold's other answers. A second set of rarer notations
+(tuning_2.txt, frozen_2.txt) is split alike, with the first of every two frozen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_pairs"
-Part = Literal["tuning", "frozen"]
+Part = Literal["tuning", "frozen", "tuning_2", "frozen_2"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def parse(lines: Iterable[str], name: str) -> list[Pair]:
     return pairs
 
 
-def frozen_golds(golds: Sequence[tuple[str, ...]], kind: str) -> set[tuple[str, ...]]:
-    """Return the golds of one class that are frozen: the first, fourth, seventh ... in the order of their hashes."""
+def frozen_golds(golds: Sequence[tuple[str, ...]], kind: str, one_in: int = 3) -> set[tuple[str, ...]]:
+    """Return the golds of one class that are frozen: the first of every ``one_in`` in the order of their hashes."""
     ordered = sorted(golds, key=lambda gold: hashlib.sha256(" || ".join((kind, *gold)).encode()).hexdigest())
-    return set(ordered[::3])
+    return set(ordered[::one_in])
