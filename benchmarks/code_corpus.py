@@ -1,6 +1,7 @@
 """Hand-written problems of every kind of ground truth, with right, wrong and dishonest submissions to them.
 
-``HONEST`` (code_honest.txt): (problem, whether it is right, source). Reading decided what is right, not a harness.
+``HONEST`` (code_honest.txt): (problem, whether it is right, style, source). Reading decided what is right, not a
+harness. A style that begins with one of ``NEEDS`` needs what not every sandbox gives.
 ``HACKS`` (code_hacks.txt): (problem, how it cheats, source). None solves its problem, so each accepted one is a hole.
 """
 
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+NEEDS = ("processes", "files")
+"""What the second tier refuses, and says so (docs/sandbox.md): processes of a program's own, and scratch files."""
 
 SUM = {"inputs": ["2\n1 2\n", "3\n4 5 6\n", "1\n-7\n"], "outputs": ["3\n", "15\n", "-7\n"]}
 GRID = {"inputs": ["2 3\n", "1 1\n"], "outputs": ["1 2 3\n4 5 6\n", "1\n"]}
@@ -80,6 +83,30 @@ INVERT = {
     "    assert is_same_tree(candidate(root = tree_node([4,2,7,1,3])), tree_node([4,7,2,None,None,3,1]))\n"
     "    assert candidate(root = tree_node([])) is None\n",
 }
+ODD = {"inputs": ["3", "8"], "outputs": ["true", "false"], "fn_name": "odd"}
+COUNT = {"inputs": ['"aab"', '""'], "outputs": ['{"a": 2, "b": 1}', "{}"], "fn_name": "count"}
+SHOUT = {"inputs": ['"h\u00e9y"', '"x"'], "outputs": ['"H\u00c9Y"', '"X"'], "fn_name": "shout"}
+ZIPPED = {"assert_case": "for found, wanted in zip(map(f, [1, 2, 3]), [1, 4, 9]):\n    assert found == wanted"}
+PRIMES = {"assert_case": "assert all(map(is_prime, [2, 3, 5]))\nassert not any(map(is_prime, [4, 6]))"}
+SAFE = {
+    "assert_case": "try:\n    root(-1)\n    refused = False\nexcept ValueError as error:\n"
+    "    refused = 'negative' in str(error)\nassert refused\nassert root(9) == 3"
+}
+POINT = {
+    "assert_case": "p = Point(1, 2)\nq = p.add(Point(3, 4))\nassert q.x == 4 and q.y == 6\nassert (p.x, p.y) == (1, 2)"
+}
+CHECKED = {
+    "inputs": [[7], [1]],
+    "outputs": [None, None],
+    "fn_name": "multiple",
+    "checker": {
+        "kind": "python",
+        "source": "def check(given, result, expected):\n    return result.bit_length() <= 40 and "
+        "sum(k * given[0] == result for k in range(1, result + 1)) == 1\n",
+    },
+}
+UNICODE = {"inputs": ["cafe\u0301\n", "A\u030angstro\u0308m\n"], "outputs": ["caf\u00e9\n", "\u00c5ngstr\u00f6m\n"]}
+COUNTDOWN = {"inputs": ["3\n"], "outputs": ["3\n2\n1\n"], "checker": "exact"}
 
 
 def compress(tests: list[dict[str, str]]) -> str:
@@ -104,6 +131,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "divisors": DIVISORS, "pair": PAIR, "split": SPLIT, "deep": DEEP, "words": WORDS, "add": ADD, "two_sum": TWO_SUM,
     "permute": PERMUTE, "mean": MEAN, "reverse": REVERSE, "depth": DEPTH, "asserts": ASSERTS, "near": NEAR, "lru": LRU,
     "leetcode": LEETCODE, "in_place": IN_PLACE, "merge": MERGE, "invert": INVERT,
+    "odd": ODD, "count": COUNT, "shout": SHOUT, "zipped": ZIPPED, "primes": PRIMES, "safe": SAFE, "point": POINT,
+    "checked": CHECKED, "unicode": UNICODE, "countdown": COUNTDOWN,
     "lcb_stdin": _lcb(functional=False), "lcb_call": _lcb(functional=True),
 }  # fmt: skip
 
@@ -115,5 +144,8 @@ def _submissions(name: str) -> list[tuple[str, str, str]]:
     return [(*head.split(": ", 1), source) for head, _, source in heads]  # type: ignore[misc]
 
 
-HONEST = [(problem, remark == "right", source) for problem, remark, source in _submissions("code_honest.txt")]
+HONEST = [
+    (problem, remark.startswith("right"), remark.partition(", ")[2], source)
+    for problem, remark, source in _submissions("code_honest.txt")
+]
 HACKS = _submissions("code_hacks.txt")

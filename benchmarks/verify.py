@@ -129,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         graders: list[Any] = [Ours(), *(Peer(name, path, Path(folder)) for name, path in checkouts.items())]
         try:
-            honest = [(problem, "right" if right else "wrong", source) for problem, right, source in HONEST]
+            honest = [(problem, "right" if right else "wrong", source) for problem, right, _, source in HONEST]
             figures, settings = report(verdicts(graders, honest), verdicts(graders, HACKS), honest)
             for kind, rates in speeds(graders, arguments.repetitions).items():
                 for name, rate in rates.items():

@@ -1,4 +1,4 @@
-"""Right, wrong and dishonest submissions of every kind of ground truth, through real sandboxes.
+"""Right, wrong and dishonest submissions of every kind of ground truth, through real sandboxes of both tiers.
 
 Reading decided what is right (benchmarks/code_corpus.py), not a harness. Not proven: that there are no other ways to
 cheat; limits of time and memory (test_limits.py).
@@ -7,43 +7,74 @@ cheat; limits of time and memory (test_limits.py).
 from __future__ import annotations
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from code_corpus import HACKS, HONEST, PROBLEMS
+from code_corpus import HACKS, HONEST, NEEDS, PROBLEMS
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_megatron.verify.sandbox.program import SandboxTier, SandboxUnavailable
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
+SAMPLED = 12  # `make test` runs every so many-th submission, `make test-slow` all of them
+
+Case = tuple[str, str, str, str]
+CASES: list[Case] = [(name, "right" if right else "wrong", style, source) for name, right, style, source in HONEST]
+CASES += [(name, "wrong", how, source) for name, how, source in HACKS]
 
 
 def problem(name: str) -> Problem:
     return Problem("id", name, "code", (Message("user", "q"),), json.dumps(PROBLEMS[name]), {}, "x.jsonl:1")
 
 
-def misjudged(cases: list[tuple[str, str, str]]) -> list[tuple[str, ...]]:
-    """The cases that a verifier judges otherwise than they were read."""
-    verifier = CodeVerifier(VerifyConfig(timeout_s=10.0))
-    found = []
-    for name, expected, source in cases:
-        verdict = verifier.verify(problem(name), f"</think>\n```python\n{source}\n```", truncated=False)
-        if (verdict.status, verdict.reward) != (expected, float(expected == "right")):
-            found.append((name, expected, verdict.status, verdict.detail, source))
-    verifier.close()
-    return found
+def opened(tier: SandboxTier) -> CodeVerifier:
+    try:
+        return CodeVerifier(VerifyConfig(sandbox=tier))
+    except SandboxUnavailable as error:
+        pytest.skip(f"no {tier} here: {error}")
 
 
-def test_the_corpus_is_judged_as_read() -> None:
-    """By two verifiers at a time."""
-    assert len(HONEST) >= 60 and len(HACKS) >= 20
-    cases = [(name, "right" if right else "wrong", source) for name, right, source in HONEST]
-    cases += [(name, "wrong", source) for name, _, source in HACKS]
-    verifier = CodeVerifier(VerifyConfig())
+def misjudged(tier: SandboxTier, cases: list[Case]) -> list[tuple[str, ...]]:
+    """The cases that are judged otherwise than they were read, by two verifiers at a time."""
+
+    def some(cases: list[Case]) -> list[tuple[str, ...]]:
+        verifier = CodeVerifier(VerifyConfig(sandbox=tier))
+        found = []
+        for name, expected, style, source in cases:
+            verdict = verifier.verify(problem(name), f"</think>\n```python\n{source}\n```", truncated=False)
+            if (verdict.status, verdict.reward) != (expected, float(expected == "right")):
+                found.append((name, expected, style, verdict.status, verdict.detail, source))
+        verifier.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(some, (cases[::2], cases[1::2]))
+    return first + second
+
+
+def of_tier(tier: SandboxTier) -> list[Case]:
+    """The cases that a tier can run."""
+    return [case for case in CASES if tier == "bubblewrap" or case[1] == "wrong" or not case[2].startswith(NEEDS)]
+
+
+def test_the_corpus_is_usable() -> None:
+    verifier = opened("bubblewrap")
     for name in PROBLEMS:
         verifier.check_ground_truth(problem(name))
     verifier.close()
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(misjudged, (cases[::2], cases[1::2]))) == [[], []]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_sample_of_the_corpus_is_judged_as_read(tier: SandboxTier) -> None:
+    opened(tier).close()
+    assert misjudged(tier, of_tier(tier)[::SAMPLED]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_corpus_is_judged_as_read(tier: SandboxTier) -> None:
+    opened(tier).close()
+    assert len(HACKS) >= 130
+    assert misjudged(tier, of_tier(tier)) == []
