@@ -106,6 +106,7 @@ CHECKED = {
     },
 }
 UNICODE = {"inputs": ["cafe\u0301\n", "A\u030angstro\u0308m\n"], "outputs": ["caf\u00e9\n", "\u00c5ngstr\u00f6m\n"]}
+FLOOD = {"inputs": ["300000\n"], "outputs": ["".join(f"{n}\n" for n in range(300000))]}
 COUNTDOWN = {"inputs": ["3\n"], "outputs": ["3\n2\n1\n"], "checker": "exact"}
 
 
@@ -132,7 +133,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "permute": PERMUTE, "mean": MEAN, "reverse": REVERSE, "depth": DEPTH, "asserts": ASSERTS, "near": NEAR, "lru": LRU,
     "leetcode": LEETCODE, "in_place": IN_PLACE, "merge": MERGE, "invert": INVERT,
     "odd": ODD, "count": COUNT, "shout": SHOUT, "zipped": ZIPPED, "primes": PRIMES, "safe": SAFE, "point": POINT,
-    "checked": CHECKED, "unicode": UNICODE, "countdown": COUNTDOWN,
+    "checked": CHECKED, "unicode": UNICODE, "countdown": COUNTDOWN, "flood": FLOOD,
     "lcb_stdin": _lcb(functional=False), "lcb_call": _lcb(functional=True),
 }  # fmt: skip
 
