@@ -97,6 +97,16 @@ SECTIONS = (
         ),
     ),
     Section(
+        "cubins",
+        "Triton kernels compiled for Hopper",
+        "python benchmarks/cubins.py",
+        "Every Triton kernel of the head as its launcher calls it, compiled for sm_90 on a machine without a GPU: what "
+        "a thread and a program take, and the widest load. 64 registers let an SM hold four programs of 256 threads. "
+        "Compiled kernels have not run. The epilogues have no stream and logits buffer of their own: a Hopper matrix "
+        "product with tiles of 128 x 256 takes nearly all registers of an SM (CUTLASS's cooperative kernel 64,512 of "
+        "65,536), so they would compete with it rather than run beside it, and only a GPU can show a gain.",
+    ),
+    Section(
         "evaluation",
         "The overhead of an evaluation",
         "python benchmarks/evaluation.py",
