@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
 
 
 def check_parity(
@@ -34,6 +35,7 @@ def check_parity(
     Exits with 1 and names what differs when a layout computes something else.
     """
     with explained():
+        check_driver()
         from or1_megatron.commands.check_parity import check_parity as check
         from or1_megatron.config.schema import ModelConfig
 

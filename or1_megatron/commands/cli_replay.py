@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
 
 
 def replay(
@@ -27,6 +28,7 @@ def replay(
     Exits with 1, and says what differs, when the results are not those of the run.
     """
     with explained():
+        check_driver()
         from or1_megatron.commands.replay import replay as repeat
 
         code = repeat(dump, layout, model, tolerance, Console(), out)

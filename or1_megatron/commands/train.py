@@ -12,6 +12,7 @@ from rich.console import Console
 
 from or1_megatron.commands.errors import explained
 from or1_megatron.commands.options import ConfigFile, Overrides, config_file, note, shape_folder
+from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
@@ -49,6 +50,8 @@ def train(
     SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once.
     """
     with explained():
+        if not dry_run:
+            check_driver()
         from or1_megatron.config.load import load_config
 
         path = config_file(config)

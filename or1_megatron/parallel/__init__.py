@@ -8,9 +8,11 @@ import os
 import warnings
 
 from or1_megatron.parallel.cpu_device import install_without_cuda
+from or1_megatron.sizing.parallel_layouts import why_no_transformer_engine
 
 # Megatron warns once per module and process that apex and Transformer Engine are absent; ``or1 doctor`` says it once.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", module="megatron")
 # On Hopper Megatron needs a single queue to order the communication of TP and SP against its matrix products.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+why_no_transformer_engine()  # Megatron must not find one that is broken
 install_without_cuda()

@@ -44,7 +44,7 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     """
     hf = read_hf_config(model.hf)
     family = family_of(hf)
-    kind = choose_layers(parallel, model.dtype)
+    kind = choose_layers(parallel, model.dtype).kind
     config = transformer_config(hf, family, parallel, model.dtype, kind)
     if parallel.overlap_tensor:
         start_tensor_overlap(batch_layout(parallel, hf), parallel, config)

@@ -5,11 +5,14 @@ Imports no Megatron.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -101,27 +104,57 @@ class LayersUnavailable(UserError, ValueError):
     """The config asks for Transformer Engine where it cannot run."""
 
 
-def choose_layers(parallel: ParallelConfig, dtype: str) -> LayerKind:
-    """Choose Transformer Engine's layers for bfloat16 on a GPU if it is installed, else ours, unless the config says.
+class ChosenLayers(NamedTuple):
+    """The layers that a run takes."""
+
+    kind: LayerKind
+    warning: str
+    """Why they are ours on a GPU that Transformer Engine's would suit; else empty."""
+
+
+def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
+    """Choose Transformer Engine's layers for bfloat16 on a GPU if it can be imported, else ours, unless the config says.
 
     Its fast attention does not take float32.
 
     Raises:
         LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
     """
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    lacking = "" if torch.cuda.is_available() else "there is no CUDA device"
-    if not installed:
-        lacking = "the package transformer-engine is not installed"
+    if parallel.layers == "own":
+        return ChosenLayers("own", "")
+    broken = why_no_transformer_engine()
+    unsuited = "" if torch.cuda.is_available() else "there is no CUDA device"
     if dtype != "bfloat16":
-        lacking = lacking or f"model.dtype is {dtype}, and it wants bfloat16"
+        unsuited = unsuited or f"model.dtype is {dtype}, and it wants bfloat16"
+    lacking = broken or unsuited
     for key, asked, way_out in (
         ("layers is 'transformer_engine'", parallel.layers == "transformer_engine", "auto or own"),
         ("overlap_tensor needs Transformer Engine's layers", parallel.overlap_tensor, "false"),
     ):
         if asked and lacking:
             raise LayersUnavailable(f"parallel.{key}, but {lacking}; set it to {way_out}")
-    return "own" if lacking or parallel.layers == "own" else "transformer_engine"
+    if not lacking:
+        return ChosenLayers("transformer_engine", "")
+    return ChosenLayers(
+        "own", "" if unsuited else f"parallel.layers is auto: our own, slower layers are used, as {broken}"
+    )
+
+
+@functools.cache
+def why_no_transformer_engine() -> str:
+    """Import Transformer Engine, and return why that fails; empty if it succeeds.
+
+    ``import transformer_engine`` succeeds without its PyTorch part, so that part is imported by name. If it fails, the
+    package is hidden from this process: Megatron looks for it too, and ends on any error but ImportError.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "the package transformer-engine is not installed"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # OSError, AssertionError and RuntimeError as well as ImportError
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+        return f"the installed transformer-engine cannot be imported ({type(error).__name__}: {error})"
+    return ""
 
 
 def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:

@@ -44,6 +44,7 @@ from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
@@ -180,7 +181,8 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     planned = plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
     if planned.device == "cuda":  # `or1 train` has looked at the host's memory, of which the ranks now hold some
         check_room(planned)
-    choose_layers(config.parallel, config.model.dtype)
+    if warning := choose_layers(config.parallel, config.model.dtype).warning:
+        log.warning(warning)
     check_resumable(config, folder)
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
     begin = begin_of(config, folder, whole=True)
@@ -324,6 +326,7 @@ def main() -> int:
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
+        check_driver()
         return run_rank(load_config(find("recipe", arguments.config), arguments.overrides), rank)
     except (UserError, *USER_OS_ERRORS) as error:
         if rank > 0 and isinstance(error, AgreedError):

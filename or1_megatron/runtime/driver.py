@@ -1,0 +1,75 @@
+"""Whether the NVIDIA driver can run the installed torch, found out without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
+from typing import Final
+
+from or1_megatron.errors import UserError
+
+_KERNEL_MODULE: Final = Path("/proc/driver/nvidia/version")
+_FIRST_DRIVER: Final = {12: 525, 13: 580}
+"""The first driver series of each CUDA, from the table in NVIDIA's CUDA release notes."""
+
+
+class DriverTooOld(UserError):
+    """The NVIDIA driver is older than the CUDA that torch was built for."""
+
+
+def check_driver() -> None:
+    """Refuse a machine whose GPUs torch could not use because of the driver: it would train on CPU instead.
+
+    Raises:
+        DriverTooOld: says what is installed, and what to do.
+    """
+    if problem := driver_problem():
+        raise DriverTooOld(problem)
+
+
+def driver_problem() -> str:
+    """Return why the driver cannot run the installed torch; empty if it can, if torch wants none, or if there is none.
+
+    The driver's library is asked, not the kernel module: NVIDIA's forward compatibility puts a newer library on it.
+    """
+    wanted, offered = torch_cuda(), driver_cuda()
+    if wanted is None or offered is None or offered[0] >= wanted[0]:
+        return ""
+    series = f" of series {_FIRST_DRIVER[wanted[0]]} or newer" if wanted[0] in _FIRST_DRIVER else ""
+    return (
+        f"the NVIDIA driver{_kernel_module()} offers CUDA {offered[0]}.{offered[1]}, and torch is built for CUDA "
+        f"{wanted[0]}.{wanted[1]}; install a driver{series}, or on data-centre GPUs NVIDIA's package "
+        f"cuda-compat-{wanted[0]}-{wanted[1]}; or train on CPU with `make setup`"
+    )
+
+
+def torch_cuda() -> tuple[int, int] | None:
+    """Return the CUDA version that the installed torch was built for, from its version.py; None for none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        return None
+    version = Path(next(iter(found.submodule_search_locations)), "version.py")
+    built = (
+        re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)'", version.read_text(), re.MULTILINE) if version.exists() else None
+    )
+    return (int(built[1]), int(built[2])) if built else None
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver's library offers; None where there is no driver."""
+    try:
+        library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        if library.cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _kernel_module() -> str:
+    """Return the driver's own version, with a blank before it, where the kernel tells it."""
+    text = _KERNEL_MODULE.read_text() if _KERNEL_MODULE.exists() else ""
+    found = re.search(r"\s(\d{3,}(?:\.\d+)+)\s", text)
+    return f" {found[1]}" if found else ""

