@@ -27,7 +27,7 @@ _RANK_BYTES: Final = 500 * _MIB
 _ENGINE_BYTES: Final = 700 * _MIB
 _MANAGER_BYTES: Final = 90 * _MIB
 _VERIFIER_BYTES: Final = 60 * _MIB
-_RAY_BYTES: Final = 600 * _MIB
+_RAY_BYTES: Final = 500 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
 _LOGITS_COPIES: Final = 3
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
@@ -85,7 +85,7 @@ def check_memory(config: Config, shape: Shape, device: Device, there: int) -> No
     if (wanted := needed(processes, device)) <= there:
         return
     has = "a GPU here has" if device == "cuda" else "this machine has free"
-    lines = [f"this run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
+    lines = [f"the run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
     lines += [f"  - {process.process}: {process}" for process in processes]
     lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
     lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
@@ -113,7 +113,7 @@ def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, in
 
 
 def gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"
+    return f"{size / (1 << 30):,.2f} GiB"
 
 
 def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights, ...]:

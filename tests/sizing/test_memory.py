@@ -5,19 +5,23 @@ Not proven here: that a run holds what is estimated (benchmarks/host_memory.py m
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.runtime.host_memory import HostMemory
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.sizing.memory import NotEnoughMemory, process_memory, stage_weights
+from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import plan
 from or1_megatron.trainer import preflight
 from or1_megatron.weights.shape import Shape
@@ -115,7 +119,7 @@ def test_half_a_billion_parameters_are_refused_on_24_gib(monkeypatch: pytest.Mon
     """The first stage: 315,069,440 parameters of 16 bytes are 4.69 GiB; of 12 in the copy, 3.52 GiB."""
     said = refusal(monkeypatch, quickstart(), HALF_B, 24)
     lines = said.splitlines()
-    assert lines[0].startswith("this run needs about ") and lines[0].endswith("this machine has free 24.00 GiB:")
+    assert lines[0].startswith("the run needs about ") and lines[0].endswith("this machine has free 24.00 GiB:")
     first = next(line for line in lines if "trainer rank, pipeline stage 0" in line)
     assert "weights, gradients, optimizer 4.69 GiB, copy for checkpoints 3.52 GiB" in first
     assert any(line.startswith("  - engine: 2 x ") and "weights 1.84 GiB" in line for line in lines)
@@ -128,6 +132,17 @@ def test_the_quickstart_is_not_refused_on_8_gib(monkeypatch: pytest.MonkeyPatch)
     model = json.loads((QUICKSTART / "base_model" / "config.json").read_text())
     assert refusal(monkeypatch, quickstart(), model, 8) == refusal(monkeypatch, quickstart(), model, 4) == ""
     assert "rollout.engines=1 saves" in refusal(monkeypatch, quickstart(), model, 3)
+
+
+def test_the_dry_run_shows_the_same_numbers() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(plan(quickstart(), HALF_B)))
+    shown = console.export_text()
+    processes = process_memory(quickstart(), Shape.of(HALF_B), "cpu")
+    for process in processes:
+        assert re.search(rf"{process.process} +{re.escape(str(process))}", shown), process
+    total = sum(process.count * process.each for process in processes)
+    assert re.search(rf"in all +{total / GIB:.2f} GiB", shown)
 
 
 @pytest.mark.parametrize(("gpu_gib", "fits"), [((80, 79), True), ((80, 10), False)])

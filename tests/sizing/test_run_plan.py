@@ -1,6 +1,6 @@
 """The dry run's arithmetic against figures worked by hand, and every refusal with its numbers.
 
-Not proven here: that a plan which is accepted fits a GPU's memory; activations are not estimated.
+Not proven here: that a plan which is accepted fits in memory (test_memory has the estimate of it).
 """
 
 from __future__ import annotations

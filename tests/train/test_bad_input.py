@@ -141,6 +141,13 @@ def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: p
     assert "bubblewrap is not installed" in said and "apt install bubblewrap" in said
 
 
+def test_more_memory_than_there_is(small_config: SmallConfig, tmp_path: Path) -> None:
+    """An engine's cache of 100 TB. Which processes are named, and what is there: sizing/test_memory."""
+    said = refused(small_config(tmp_path / "run"), "cluster.check_memory=true", f"rollout.kv_cache_bytes={10**14}")
+    assert re.search(r"needs about 186,[\d.]+ GiB of memory, and this machine has free [\d.]+ GiB:", said)
+    assert "  - engine: 2 x 93,1" in said and "rollout.engines=1 saves 93,1" in said
+
+
 def test_a_run_folder_that_is_a_file(small_config: SmallConfig, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     assert f"{tmp_path / 'run'} is a file, a folder was expected" in refused(small_config(tmp_path / "run"))
