@@ -7,6 +7,7 @@ communication buffers are not in it (``RESERVE_BYTES`` stands for them), nor is 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -29,7 +30,7 @@ _MANAGER_BYTES: Final = 90 * _MIB
 _VERIFIER_BYTES: Final = 60 * _MIB
 _RAY_BYTES: Final = 500 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
-_LOGITS_COPIES: Final = 3
+_LOGITS_COPIES: Final = 6
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
 _SHOWN_BYTES: Final = 10 * _MIB
 STATE: Final = "weights, gradients, optimizer"
@@ -47,6 +48,8 @@ class ProcessMemory:
     process: str
     count: int
     parts: Mapping[str, int]
+    passing: str = ""
+    """The part that is held in one phase of a step only; parts of different names are not held at one time."""
 
     @property
     def each(self) -> int:
@@ -76,7 +79,11 @@ def needed(processes: Sequence[ProcessMemory], device: Device) -> int:
     """Return the bytes that one GPU must have, or with ``device`` "cpu" the host."""
     if device == "cuda":
         return max(process.each for process in processes)
-    return sum(process.count * process.each for process in processes)
+    passing: dict[str, int] = defaultdict(int)
+    for process in processes:
+        passing[process.passing] += process.count * process.parts.get(process.passing, 0)
+    in_all = sum(process.count * process.each for process in processes)
+    return in_all - sum(passing.values()) + max(passing.values())
 
 
 def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
@@ -212,11 +219,11 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             "activations": max(activations, 4 * _shards(config, weights.dense, weights.experts)),
             "base": _RANK_BYTES,
         }
-        yield ProcessMemory(_rank(config, stage), ranks, parts)
+        yield ProcessMemory(_rank(config, stage), ranks, parts, "activations")
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
-    yield ProcessMemory("handoff, shared by both", 1, {"buckets": _handoff_bytes(config, shape)})
+    yield ProcessMemory("handoff, shared by both", 1, {"buckets": _handoff_bytes(config, shape)}, "buckets")
     yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
@@ -225,13 +232,15 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
     rollout = config.rollout
+    copied = shape.vocab * shape.hidden if shape.tied else 0  # the output layer, packed for oneDNN
     parts = {
-        "weights": _cut(shape.parameters * BYTES[config.model.dtype], rollout.tensor_parallel),
+        "weights": _cut((shape.parameters + copied) * BYTES[config.model.dtype], rollout.tensor_parallel),
         "KV cache": rollout.kv_cache_bytes or 0,
         "logits": _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab,
         "base": _ENGINE_BYTES,
     }
-    return ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts)
+    passing = "" if rollout.max_staleness else "logits"  # with stale rollouts engines sample while the trainer works
+    return ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts, passing)
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:

@@ -174,4 +174,4 @@ def _memory_rows(found: Plan) -> Iterator[Row]:
     for each in found.memory:
         yield each.process, str(each)
     if found.device == "cpu":
-        yield "in all", gib(needed(found.memory, found.device))
+        yield "at one time", gib(needed(found.memory, found.device))

@@ -20,7 +20,7 @@ from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.runtime.host_memory import HostMemory
 from or1_megatron.sizing.conflicts import Device
-from or1_megatron.sizing.memory import NotEnoughMemory, process_memory, stage_weights
+from or1_megatron.sizing.memory import NotEnoughMemory, ProcessMemory, needed, process_memory, stage_weights
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import plan
 from or1_megatron.trainer import preflight
@@ -122,7 +122,7 @@ def test_half_a_billion_parameters_are_refused_on_24_gib(monkeypatch: pytest.Mon
     assert lines[0].startswith("the run needs about ") and lines[0].endswith("this machine has free 24.00 GiB:")
     first = next(line for line in lines if "trainer rank, pipeline stage 0" in line)
     assert "weights, gradients, optimizer 4.69 GiB, copy for checkpoints 3.52 GiB" in first
-    assert any(line.startswith("  - engine: 2 x ") and "weights 1.84 GiB" in line for line in lines)
+    assert any(line.startswith("  - engine: 2 x ") and "weights 2.35 GiB" in line for line in lines)
     assert "checkpoint.asynchronous=false saves 5.52 GiB; " in lines[-1]
     assert lines[-1].count(" saves ") == 3 and "start all the same with cluster.check_memory=false" in lines[-1]
     assert refusal(monkeypatch, quickstart("cluster.check_memory=false"), HALF_B, 24) == ""
@@ -141,8 +141,22 @@ def test_the_dry_run_shows_the_same_numbers() -> None:
     processes = process_memory(quickstart(), Shape.of(HALF_B), "cpu")
     for process in processes:
         assert re.search(rf"{process.process} +{re.escape(str(process))}", shown), process
-    total = sum(process.count * process.each for process in processes)
-    assert re.search(rf"in all +{total / GIB:.2f} GiB", shown)
+    assert re.search(rf"at one time +{needed(processes, 'cpu') / GIB:.2f} GiB", shown)
+
+
+def test_what_is_not_held_at_one_time() -> None:
+    """Activations of 3 + 2, two engines' logits of 4 each, buckets of 6: 8 is the most, beside 10 and 2 * 20.
+
+    Of stale rollouts the engines' logits are there all the time: 5 or 6 beside 10 and 2 * 24.
+    """
+
+    def peak(passing: str) -> int:
+        first = ProcessMemory("first", 1, {"state": 7, "activations": 3}, "activations")
+        last = ProcessMemory("last", 1, {"state": 3, "activations": 2}, "activations")
+        engine = ProcessMemory("engine", 2, {"weights": 20, "logits": 4}, passing)
+        return needed([first, last, engine, ProcessMemory("handoff", 1, {"buckets": 6}, "buckets")], "cpu")
+
+    assert (peak("logits"), peak("")) == (10 + 40 + 8, 10 + 48 + 6)
 
 
 @pytest.mark.parametrize(("gpu_gib", "fits"), [((80, 79), True), ((80, 10), False)])
