@@ -1,6 +1,6 @@
 """What each process of a run holds in memory: an estimate from shapes, so that a run that does not fit is refused.
 
-Without GPUs it is host memory, of all processes together: docs/using.md compares it with what was measured. With GPUs
+Without GPUs it is host memory, of all processes together; benchmarks/host_memory.py measures it beside this. With GPUs
 it is the memory of one GPU, which has not been compared with a GPU yet: allocator fragments, CUDA contexts and
 communication buffers are not in it (``RESERVE_BYTES`` stands for them), nor is the host's memory.
 """
