@@ -40,6 +40,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of the throughput measurement")
     arguments = parser.parse_args()
     sets = {"frozen third": math_pairs.load("frozen"), "tuning part": math_pairs.load("tuning")}
+    sets |= {
+        "rare notations, frozen half": math_pairs.load("frozen_2"),
+        "their tuning half": math_pairs.load("tuning_2"),
+    }
     for suite in arguments.suite:
         name, _, folder = suite.partition("=")
         sets[f"{name}'s tests"] = suite_pairs(Path(folder))
@@ -49,7 +53,7 @@ def main() -> None:
     judges |= {name: lambda pair, rule=rule: rule(pair.golds, pair.answer)[0] for name, rule in others.items()}
     figures: dict[str, Any] = {}
     for title, pairs in sets.items():
-        figures |= error_rates(title, pairs, judges, arguments.errors and title != "frozen third")
+        figures |= error_rates(title, pairs, judges, arguments.errors and "frozen" not in title)
     figures |= throughput(verifier, others["Math-Verify"], sets["tuning part"], arguments.rounds)
     verifier.close()
     for rule in others.values():

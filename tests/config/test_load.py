@@ -111,7 +111,7 @@ def test_a_bad_override_is_named(base: Path, override: str, parts: list[str]) ->
         ("algorithm: {entropy: {targt: 1}}", ":15: algorithm.entropy.targt: unknown key; did you mean algorithm.en"),
         ("algoritm: {}", ":15: algoritm: unknown key; did you mean algorithm?"),
         ("engines: 2", ":15: engines: unknown key; did you mean rollout.engines?"),
-        ("verify: {zzz: 2}", ":15: verify.zzz: unknown key; known here: workers, timeout_s, max_error_fraction"),
+        ("verify: {zzz: 2}", ":15: verify.zzz: unknown key; known here: math, workers, timeout_s"),
         ("parallel:\n  ranks: '3'", ':16: parallel.ranks: found "3" (string), expected an integer'),
         ("parallel: {ranks: true}", ":15: parallel.ranks: found true (true/false), expected an integer"),
         ("parallel: {ranks: 2.5}", ":15: parallel.ranks: found 2.5 (number), expected an integer"),

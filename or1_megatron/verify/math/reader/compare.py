@@ -9,27 +9,33 @@ from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.ranges import Interval, covered, names_of, same_ranges
+from or1_megatron.verify.math.reader.ranges import Interval, conditioned, covered, members, names_of, same_ranges
 from or1_megatron.verify.math.reader.reading import (
     Cases,
+    Conditional,
     Dots,
     Empty,
+    Labelled,
     Matrix,
     Modular,
     NumberSet,
     Ratio,
     Reading,
     Relation,
+    Restated,
+    SetBuilder,
     Several,
     Words,
 )
 from or1_megatron.verify.math.reader.scalars import is_numeral, same_quantity
 from or1_megatron.verify.math.reader.spread import spread
+from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import proportional, real, same, symbols
+from or1_megatron.verify.math.reader.value import fraction, proportional, real, same, symbols
 
 _T = TypeVar("_T")
 _MAX_ITEMS = 64
+_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
 
 def compare(gold: Reading, answer: Reading) -> bool:
@@ -40,6 +46,8 @@ def compare(gold: Reading, answer: Reading) -> bool:
     ranges = covered(gold), covered(answer)
     if ranges[0] is not None and ranges[1] is not None:
         return _same_range(gold, answer, ranges[0], ranges[1])
+    if isinstance(gold, SetBuilder) or isinstance(answer, SetBuilder):
+        return _same_set(gold, answer)
     gold, answer = spread(gold), spread(answer)
     for kind, rule in _SPREAD_RULES:
         if isinstance(gold, kind) or isinstance(answer, kind):
@@ -47,6 +55,49 @@ def compare(gold: Reading, answer: Reading) -> bool:
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
         return same_quantity(gold, answer)
     return isinstance(gold, NumberSet) and gold == answer
+
+
+def _same_restated(gold: Reading, answer: Reading) -> bool:
+    """An answer in two notations must be right in both; a gold in two is met by either."""
+    if isinstance(answer, Restated):
+        return all(compare(gold, way) for way in answer.ways)
+    assert isinstance(gold, Restated)
+    return any(compare(way, answer) for way in gold.ways)
+
+
+def _same_labelled(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Labelled) and isinstance(answer, Labelled):
+        ours, theirs = dict(gold.values), dict(answer.values)
+        return ours.keys() == theirs.keys() and all(compare(ours[label], theirs[label]) for label in ours)
+    return _all_same(_in_order(gold), _in_order(answer))
+
+
+def _in_order(reading: Reading) -> tuple[Reading, ...]:
+    if isinstance(reading, Labelled):
+        return tuple(value for _, value in reading.values)
+    return reading.items if isinstance(reading, Several) and reading.brackets in ("", "()") else (reading,)
+
+
+def _same_conditional(gold: Reading, answer: Reading) -> bool:
+    """Compare formulas, and where they hold if both say it."""
+    if isinstance(gold, Conditional) and isinstance(answer, Conditional):
+        return compare(gold.value, answer.value) and _matched(gold.conditions, answer.conditions, compare)
+    if isinstance(gold, Conditional):
+        return compare(gold.value, answer)
+    assert isinstance(answer, Conditional)
+    return compare(gold, answer.value)
+
+
+def _same_set(gold: Reading, answer: Reading) -> bool:
+    """Compare where a side is a set of integers by a condition. Raises Unreadable for conditions that are no ranges."""
+    sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
+    if not any(isinstance(side, SetBuilder) for side in sides):
+        return compare(*sides)
+    ranges = [conditioned(side) if isinstance(side, SetBuilder) else covered(side) for side in sides]
+    if ranges[0] is None or ranges[1] is None:
+        raise Unreadable("a set by a condition that is no range")
+    domains = [side.domain if isinstance(side, SetBuilder) else "R" for side in sides]
+    return domains[0] == domains[1] and same_ranges(ranges[0], ranges[1])
 
 
 def _same_words(gold: Reading, answer: Reading) -> bool:
@@ -106,6 +157,11 @@ def _same_relation(gold: Reading, answer: Reading) -> bool:
 def _same_relations(gold: Relation, answer: Relation) -> bool:
     if _inequality(gold) and _inequality(answer):
         return _same_order(gold, answer)
+    if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and _one_name(gold, answer):
+        return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
+    chains = chain(gold), chain(answer)
+    if chains[0] and chains[1]:
+        return set(gold.heads) == set(answer.heads) and _last_same(gold, answer)
     assigned = _assigned(gold), _assigned(answer)
     if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
         return compare(assigned[0][1], assigned[1][1])
@@ -114,13 +170,35 @@ def _same_relations(gold: Relation, answer: Relation) -> bool:
     return _same_curve(gold, answer)
 
 
+def _one_name(gold: Relation, answer: Relation) -> bool:
+    return bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
+
+
+def _last_same(gold: Relation, answer: Relation) -> bool:
+    """Whether two chains end alike, or all that they hold are names."""
+    return bool(gold.heads[-1] and answer.heads[-1]) or compare(gold.sides[-1], answer.sides[-1])
+
+
+def chain(relation: Relation) -> Several | None:
+    """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
+    heads, last = relation.heads[:-1], relation.sides[-1]
+    if set(relation.operators) != {"="} or len(heads) < 2 or len(set(heads)) < len(heads):
+        return None
+    if not all(_VARIABLE.fullmatch(head) for head in heads):
+        return None
+    sides = zip(relation.sides, heads, strict=False)
+    return Several(tuple(Relation(("=",), (side, last), (head, "")) for side, head in sides))
+
+
 def _same_curve(gold: Relation, answer: Relation) -> bool:
     if gold.operators != answer.operators:
         return False
     if gold.operators != ("=",) or not all(isinstance(side, Quantity) for side in (*gold.sides, *answer.sides)):
         return _all_same(gold.sides, answer.sides)
     left, right = _difference(gold), _difference(answer)
-    return symbols(left) == symbols(right) and proportional(left, right)
+    if symbols(left) != symbols(right):
+        return False
+    return proportional(left, right) or proportional(fraction(left)[0], fraction(right)[0])
 
 
 def _difference(relation: Relation) -> Node:
@@ -273,8 +351,12 @@ def _same_cases(gold: Reading, answer: Reading) -> bool:
 
 def _same_several(gold: Reading, answer: Reading) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Several):
+        if (chained := chain(gold)) and _same_several(chained, answer):
+            return True
         return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
     if isinstance(answer, Relation) and isinstance(gold, Several):
+        if (chained := chain(answer)) and _same_several(gold, chained):
+            return True
         return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
@@ -318,7 +400,9 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
     left = list(ours.values()) if ours else gold.items
     # Against a tuple an answer's values count in the order of their names, not in the order that it lists them.
     right = [value for _, value in sorted(theirs.items())] if theirs else answer.items
-    return _all_same(left, right)
+    if _all_same(left, right):
+        return True
+    return bool(theirs) and gold.brackets == "" and _all_same(left, list((theirs or {}).values()))
 
 
 def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
@@ -344,7 +428,15 @@ def _matched(ours: Sequence[_T], theirs: Sequence[_T], equal: Callable[[_T, _T],
 
 
 _Rules = Sequence[tuple[type, Callable[[Reading, Reading], bool]]]
-_WHOLE_RULES: _Rules = ((Words, _same_words), (Empty, operator.eq), (Dots, operator.eq), (Cases, _same_cases))
+_WHOLE_RULES: _Rules = (
+    (Restated, _same_restated),
+    (Labelled, _same_labelled),
+    (Conditional, _same_conditional),
+    (Words, _same_words),
+    (Empty, operator.eq),
+    (Dots, operator.eq),
+    (Cases, _same_cases),
+)
 _SPREAD_RULES: _Rules = (
     (Modular, _same_modular),
     (Relation, _same_relation),

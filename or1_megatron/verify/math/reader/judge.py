@@ -20,10 +20,11 @@ from or1_megatron.verify.math.reader.reading import (
     read,
 )
 from or1_megatron.verify.math.reader.scalars import is_numeral
-from or1_megatron.verify.math.reader.text import Token, Unreadable, clean
+from or1_megatron.verify.math.reader.text import Token, Unreadable, clean, tokens
 from or1_megatron.verify.math.reader.units import HEDGES
 
 _MAX_CHARS = 2000
+_DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ def leaves_open(answer: str) -> bool:
     except Unreadable:
         return True
     return bool(words & HEDGES)
+
+
+def letters(text: str) -> frozenset[str]:
+    """Return the letters of a text that name something: not those of commands and words."""
+    bare = re.sub(r"\\[A-Za-z]+|«[^»]*»", " ", re.sub(r"\\text\w*\s*\{[^{}]*\}", " ", text))
+    return frozenset(re.findall(r"[A-Za-z]", bare))
 
 
 def _same_value(gold: str, answer: str) -> bool:
@@ -147,16 +154,31 @@ def _name(reading: Reading) -> str:
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
     """Return what renames the answer's free integer, or its function's argument, to the gold's; None for neither."""
-    for pattern in (
-        r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}",
-        r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=",
-    ):
-        theirs, ours = re.findall(pattern, answer), re.findall(pattern, gold)
-        if len(set(theirs)) == len(set(ours)) == 1 and theirs[0] != ours[0]:
-            old, new = theirs[0], ours[0]
-            swap = {old: new, new: old}
+    for names in (_integers(gold, answer), _integers(answer, gold), _arguments(gold, answer)):
+        if names and names[0] != names[1]:
+            swap = {names[0]: names[1], names[1]: names[0]}
             return lambda items: [
                 Token(token.kind, swap.get(token.text, token.text), token.spaced) if token.kind == "symbol" else token
                 for token in items
             ]
     return None
+
+
+def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
+    names = [set(re.findall(r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=", text)) for text in (gold, answer)]
+    return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
+
+
+def _integers(one: str, other: str) -> tuple[str, str] | None:
+    """Return the integer that ``one`` declares, and the other's: declared, or its only letter of k, l, m, n."""
+    declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
+    if len(declared[0]) != 1:
+        return None
+    if declared[1]:
+        return (*declared[0], *declared[1]) if len(declared[1]) == 1 else None
+    letters = [{token.text for token in tokens(text) if token.kind == "symbol"} for text in (one, other)]
+    free = letters[1] & {"k", "l", "m", "n"}
+    (name,) = declared[0]
+    if len(free) != 1 or name in letters[1] or free & letters[0]:
+        return None
+    return name, free.pop()

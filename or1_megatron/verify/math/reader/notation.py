@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
 from or1_megatron.verify.math.reader.text import plain
 from or1_megatron.verify.math.reader.tree import Node
@@ -22,6 +23,16 @@ _CHOICE = re.compile(
 )
 _SECOND_CHOICE = re.compile(r"\b[A-H]\b|\b(?:or|and|not|no)\b", re.IGNORECASE)
 _BARE_LETTER = re.compile(r"[A-H]")
+_MONTH = "|".join(
+    (
+        *("jan(?:uary)?", "feb(?:ruary)?", "mar(?:ch)?", "apr(?:il)?", "may", "june?", "july?", "aug(?:ust)?"),
+        *("sept?(?:ember)?", "oct(?:ober)?", "nov(?:ember)?", "dec(?:ember)?"),
+    )
+)
+_DATE = re.compile(
+    rf"(?:(?P<month>{_MONTH}) (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
+    r"(?:,? (?P<year>\d{4}))?"
+)
 _LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
 
 
@@ -87,6 +98,21 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
     return (found[1] or found[2] or found[3], found[4].strip(" .:")) if found else None
 
 
+def dates(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Compare a month's name and its day, and the year where both have one."""
+    ours, theirs = (_date(plain(text)) for text in (gold, answer))
+    if ours is None or theirs is None:
+        return None
+    return ours[:2] == theirs[:2] and (None in (ours[2], theirs[2]) or ours[2] == theirs[2])
+
+
+def _date(text: str) -> tuple[str, int, str | None] | None:
+    found = _DATE.fullmatch(text)
+    if found is None:
+        return None
+    return (found["month"] or found["of"])[:3], int(found["day"] or found["before"]), found["year"]
+
+
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare several letters, in rising order: ``ABD``, ``A, B, D``."""
     texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
@@ -99,6 +125,7 @@ def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
 RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
     ("compared as numerals in a base", bases),
     ("compared as times of day", times),
+    ("compared as dates", dates),
     ("compared as choices", choices),
     ("compared as several choices", several_choices),
 )
@@ -125,10 +152,13 @@ def _head(text: str) -> str:
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return name to value where every item is ``name = value`` with a name of its own, else None."""
+    """Return name to value where every item is ``name = value`` or ``name \\approx value`` with a name of its own."""
     named: dict[str, Reading] = {}
     for item in group.items:
-        if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
+        if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):
             return None
-        named[_head(item.heads[0])] = item.sides[1]
+        value = item.sides[1]
+        if item.operators == ("~",) and isinstance(value, Quantity):
+            value = value.approximate()
+        named[_head(item.heads[0])] = value
     return named if len(named) == len(group.items) else None

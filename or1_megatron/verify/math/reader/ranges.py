@@ -2,11 +2,12 @@ r"""Reads sets of real numbers in any notation: intervals and unions, inequaliti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import NumberSet, Reading, Relation, Several, Union
-from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.reading import NumberSet, Reading, Relation, SetBuilder, Several, Union
+from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.value import real, same, symbols
 
 _INFINITY = Node("infty")
@@ -22,6 +23,7 @@ class Interval:
     high_closed: bool
 
 
+_MAX_MEMBERS = 64
 _EVERYTHING = Interval(_MINUS_INFINITY, _INFINITY, False, False)
 _NUMBER_SETS = {
     "R": (_EVERYTHING,),
@@ -42,7 +44,29 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
         if reading.brackets == "" and all(isinstance(item, Relation) for item in reading.items):
             return _alternatives(reading)
         return None
+    if isinstance(reading, SetBuilder):
+        return conditioned(reading) if reading.domain in ("", "R") else None
     return _inequality(reading) if isinstance(reading, Relation) else None
+
+
+def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
+    """Return what the condition of a set covers, whatever the domain; None where it is none of its variable."""
+    return covered(built.condition) if built.variable in names_of(built.condition) else None
+
+
+def members(built: SetBuilder) -> Several | None:
+    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``."""
+    spans = conditioned(built)
+    if built.domain != "Z" or spans is None:
+        return None
+    found: list[int] = []
+    for span in spans:
+        ends = real(span.low), real(span.high)
+        if ends[0] is None or ends[1] is None or not ends[1] - ends[0] < _MAX_MEMBERS:
+            return None
+        inside = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
+        found += [n for n in inside if (n > ends[0] or span.low_closed) and (n < ends[1] or span.high_closed)]
+    return Several(tuple(Quantity(number_node(n)) for n in found), "{}") if found else None
 
 
 def names_of(reading: Reading) -> frozenset[str]:

@@ -15,6 +15,7 @@ from or1_megatron.verify.math.reader.quantity import Quantity, read_quantity, wi
 from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_megatron.verify.math.reader.tree import Node
 from or1_megatron.verify.math.reader.units import JOINERS, QUALIFIERS
+from or1_megatron.verify.math.reader.value import symbols
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,40 @@ class Empty:
     """The empty set."""
 
 
+@dataclass(frozen=True)
+class SetBuilder:
+    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is R, Z, N, or "" where none is named."""
+
+    variable: str
+    domain: str
+    condition: Reading
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Values with a word each, in the order that they stand in: ``minimum: 1, maximum: 3``."""
+
+    values: tuple[tuple[str, Reading], ...]
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A formula and where it holds: ``y = x^2, x > 0``."""
+
+    value: Reading
+    conditions: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class Restated:
+    """One answer in two notations: ``x < 2 : (-\\infty, 2)``."""
+
+    ways: tuple[Reading, ...]
+
+
 Reading = (
     Quantity | Several | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
+    | SetBuilder | Labelled | Conditional | Restated
 )  # fmt: skip
 
 _RELATIONS = {
@@ -103,8 +136,23 @@ _RELATIONS = {
 }
 _OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
 _CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
+_ORDERS = {"<", ">", "le", "ge", "ne"}
+_SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
+_LABELS = {
+    **{
+        label: label for label in ("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height")
+    },
+    **{label: label for label in ("vertex", "focus", "directrix", "amplitude", "period", "slope", "mean", "median")},
+    "min": "minimum",
+    "minimum": "minimum",
+    "max": "maximum",
+    "maximum": "maximum",
+    "center": "center",
+    "centre": "center",
+}
 _HEAD = re.compile(
-    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\[a-z]+ ?|[A-Z]{2,3})'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()]*\))?"
+    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\[a-z]+ ?|[A-Z]{2,3})'*(?:_(?:\w|\{[^{}]*\}))?'*"
+    r"(?:\^\{-1\})?(?:\([^()]*\))?"
 )
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NOTHING = frozenset(
@@ -116,7 +164,7 @@ _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "an
 def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
     """Return the typed answer that a cleaned text holds. Raises Unreadable."""
     words = plain(cleaned)
-    if words in _NOTHING:
+    if words in _NOTHING or re.fullmatch(r"no solutions? ?:? ?\\emptyset", words):
         return Empty()
     if words in _EVERYTHING:
         return NumberSet("R")
@@ -168,12 +216,13 @@ def _unqualified(items: list[Token]) -> list[Token]:
             opened = index - 1 if depths[index] == 1 else index
             if depths[index] == 1 and (items[opened].text != "(" or items[-1].text != ")"):
                 break
-            items = items[:opened]
+            items = [*items[:opened], *_condition(items[index + 1 : len(items) - depths[index]])]
             break
     if items and items[-1].text == ")" and not any(token.text == "," for token in items):
         start = max(index for index, depth in enumerate(_depths(items)[:-1]) if depth == 0)
-        if start > 0 and items[start].text == "(" and _says_integer(items[start + 1 : -1]):
-            items = items[:start]
+        inside = items[start + 1 : -1]
+        if start > 0 and items[start].text == "(" and (_says_integer(inside) or _condition(inside)):
+            items = [*items[:start], *_condition(inside)]
     parts, _ = _split(items, lambda token: token.text == ",")
     kept = [part for part in parts if not _says_integer(part)]
     if len(kept) < len(parts) and kept:
@@ -181,6 +230,12 @@ def _unqualified(items: list[Token]) -> list[Token]:
     while items and items[-1].text == ",":
         items = items[:-1]
     return items
+
+
+def _condition(items: list[Token]) -> list[Token]:
+    """Return an inequality that says where a formula holds, behind a comma; nothing for other words."""
+    stated = any(token.kind != "word" and token.text in _ORDERS for token in items)
+    return [Token("sign", ","), *items] if stated else []
 
 
 def _says_integer(items: Sequence[Token]) -> bool:
@@ -192,7 +247,7 @@ def _read(items: list[Token]) -> Reading:
         raise Unreadable("nothing")
     if len(items) == 1 and items[0].text == "ldots":
         return Dots()
-    if special := _number_set(items):
+    if special := _number_set(items) or _labelled(items) or _restated(items):
         return special
     parts, separators = _split(items, lambda token: token.text == "cup")
     if separators:
@@ -232,7 +287,53 @@ def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
     if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
         raise Unreadable("a list with an empty place")
     filled[0] = without_lead_in(filled[0])
-    return Several(tuple(_read(part) for part in filled), joined_by=joiner)
+    found = Several(tuple(_read(part) for part in filled), joined_by=joiner)
+    return _conditional(found) or found
+
+
+def _conditional(group: Several) -> Conditional | None:
+    """Read a formula with inequalities of its own variables behind it: ``y = x^2, x > 0``."""
+    value, *rest = group.items
+    last = value.sides[-1] if isinstance(value, Relation) and value.operators == ("=",) else value
+    if group.joined_by != "," or not isinstance(last, Quantity):
+        return None
+    conditions = [_unlabelled(item) for item in rest]
+    for item in conditions:
+        if not isinstance(item, Relation) or not {head for head in item.heads if head} & symbols(last.tree):
+            return None
+        if not set(item.operators) <= {"<", "<=", ">", ">=", "!=", "in"}:
+            return None
+    return Conditional(value, tuple(conditions))
+
+
+def _unlabelled(item: Reading) -> Reading:
+    if isinstance(item, Labelled) and len(item.values) == 1 and item.values[0][0] == "domain":
+        return item.values[0][1]
+    return item
+
+
+def _labelled(items: list[Token]) -> Labelled | None:
+    """Read values that each have a word of ``_LABELS`` before them, all words different."""
+    parts, _ = _split(items, _separates)
+    values = []
+    for part in (part for part in parts if part):
+        label = _LABELS.get(part[0].text, "") if part[0].kind == "word" else ""
+        value = part[1:]
+        while value and value[0].text in ("is", "on", "at", ":", "="):
+            value = value[1:]
+        if not label or not value:
+            return None
+        values.append((label, _read(value)))
+    return Labelled(tuple(values)) if len(dict(values)) == len(values) > 0 else None
+
+
+def _restated(items: list[Token]) -> Restated | None:
+    """Read an inequality and, behind a colon, its interval."""
+    parts, separators = _split(items, lambda token: token.text == ":")
+    if len(separators) != 1 or not all(parts) or parts[1][0].text not in ("(", "["):
+        return None
+    stated = any(token.kind != "word" and token.text in _ORDERS for token in parts[0])
+    return Restated(tuple(_read(part) for part in parts)) if stated else None
 
 
 def _number_set(items: list[Token]) -> Reading | None:
@@ -267,6 +368,9 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         found = _read(parts[1])
         if isinstance(found, Quantity):
             return found.approximate()
+        if isinstance(found, Several) and all(isinstance(item, Quantity) for item in found.items):
+            items = tuple(item.approximate() for item in found.items if isinstance(item, Quantity))
+            return Several(items, found.brackets, found.joined_by)
     parts[0] = without_lead_in(parts[0], keep=0)
     if not all(parts):
         if len(parts) == 2 and operators == ("=",) and parts[1]:
@@ -293,6 +397,8 @@ def _bracketed(items: list[Token]) -> Reading | None:
         inside = items[1:-1]
     else:
         return None
+    if opener == "\\{" and (built := _set_builder(inside)):
+        return built
     parts, separators = _split(inside, _separates)
     if opener == "{" and closer == "}":
         old_style = any(token.text in ("over", "choose") for token in inside)  # these need their braces
@@ -306,6 +412,14 @@ def _bracketed(items: list[Token]) -> Reading | None:
         raise Unreadable("a tuple with an empty place")
     brackets = (opener + closer).replace("\\", "")
     return Several(tuple(_read(part) for part in parts), brackets)
+
+
+def _set_builder(inside: list[Token]) -> SetBuilder | None:
+    bars = [index for index, token in enumerate(inside) if token.kind == "sign" and token.text in ("|", ":")]
+    head = _SET_HEAD.fullmatch(spelling(inside[: bars[0]])) if bars else None
+    if head is None:
+        return None
+    return SetBuilder(head[1], head[2] or "", _read(inside[bars[0] + 1 :]))
 
 
 def _environment(items: list[Token]) -> Reading | None:

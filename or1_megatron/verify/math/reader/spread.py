@@ -2,10 +2,14 @@ r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``
 
 from __future__ import annotations
 
+from itertools import product
+
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
 from or1_megatron.verify.math.reader.value import operations
+
+_MAX_SIGNS = 4
 
 
 def spread(reading: Reading) -> Reading:
@@ -23,9 +27,25 @@ def spread(reading: Reading) -> Reading:
         ):
             items = tuple(Relation(("=",), (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
             return Several(items)
+    if isinstance(reading, Several) and reading.brackets == "()" and (points := _signed_points(reading)):
+        return points
     if isinstance(reading, Several) and reading.brackets in ("", "{}"):
         return Several(_flattened(reading), reading.brackets, reading.joined_by)
     return reading
+
+
+def _signed_points(point: Several) -> Several | None:
+    r"""Return the points of ``(\pm a, \pm b)``: every sign by itself, or all together where one is ``\mp``."""
+    signs = [set(operations(item.tree)) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
+    if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
+        return None
+    ways = [notation.branches(item.tree) if isinstance(item, Quantity) else () for item in point.items]
+    if {"mp"} in signs:
+        chosen = [tuple(way[upper] for way in ways) for upper in (0, 1) if all(ways)]
+    else:
+        chosen = list(product(*(way if sign else way[:1] for way, sign in zip(ways, signs, strict=True))))
+    points = tuple(Several(tuple(map(Quantity, trees)), "()") for trees in chosen)
+    return Several(points) if points else None
 
 
 def pointwise(relation: Relation) -> Several | None:

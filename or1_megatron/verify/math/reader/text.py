@@ -151,7 +151,21 @@ _SPELLINGS = {
 }
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\!|\\,|\\ | |,)\d{3})+)(?![\d])")
-_ARCMINUTES = re.compile(r"(\d+)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?)")
+_DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
+_ARCMINUTES = re.compile(
+    _DEGREES + r"\s*(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
+    r"(?:\s*(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?"
+)
+_EVERY_INTEGER = re.compile(
+    r"\\cup\s*_\s*\{\s*([a-z])\s*(?:=\s*-\s*\\infty\s*\}\s*\^\s*\{?\s*\+?\s*\\infty\s*\}?"
+    r"|\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\})(.+)$"
+)
+_INTEGER = re.compile(
+    r"[,;(]?\s*(?:«(?:where|for|with|and|any|all|every|some|an)»\s*)*"
+    r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s*(?:«(?:is|are|any|an|being)»\s*)*«integers?»)\s*\)?$"
+)
+_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»)\s*\}")
 _BRACED_SYSTEM = re.compile(
     r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
     r"\\end\s*\{(?P=name)\}\s*\\right\s*\.",
@@ -176,8 +190,26 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = re.sub(r"\\\\(?:\[\d+\w+\])?", "\x00", text)  # row breaks, before spacing macros are looked for
     text = _SPACE.sub(" ", text)
     text = _macros(text, 0).replace("\x00", r"\\")
-    text = _ARCMINUTES.sub(r"\1 «degrees» \2 «arcminutes»", text)
+    text = _ARCMINUTES.sub(_arc, text)
+    text = _ORDINAL.sub(_cardinal, text)
+    text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
+    text = _INTEGER.sub(lambda found: rf", {found[1] or found[2]} \in \mathbb{{Z}}", text)
+    text = _UNIT_FRACTION.sub(r"\1/\2", text)
     return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+
+
+def _arc(found: re.Match[str]) -> str:
+    """Write degrees, minutes and seconds of arc as units."""
+    seconds = f" {found[3]} «arcseconds»" if found[3] else ""
+    return f"{found[1]} «degrees» {found[2]} «arcminutes»{seconds}"
+
+
+def _cardinal(found: re.Match[str]) -> str:
+    """Return the number of an ordinal: 12 for ``12^{th}``. Another suffix than the number's own is none."""
+    number = int(found[1])
+    own = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    braced = "{" in found[0], bool(found["close"])
+    return found[1] if found["suffix"] == own and braced[0] == braced[1] else found[0]
 
 
 def _ungrouped(found: re.Match[str], commas_group: bool) -> str:

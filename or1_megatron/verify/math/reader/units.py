@@ -17,7 +17,7 @@ _LENGTH: _Names = {
     "mm": ("mm millimeter millimeters millimetre millimetres", Fraction(1, 1000)),
     "dm": ("dm decimeter decimeters", Fraction(1, 10)),
     "km": ("km kilometer kilometers kilometre kilometres", 1000),
-    "in": ("inch inches", Fraction(254, 10000)),
+    "in": ("inch inches in", Fraction(254, 10000)),
     "ft": ("ft foot feet", Fraction(3048, 10000)),
     "yd": ("yd yard yards", Fraction(9144, 10000)),
     "mi": ("mile miles mi", Fraction(1609344, 1000)),
@@ -37,7 +37,15 @@ _MASS: _Names = {
 }
 _VOLUME: _Names = {"l": ("l L liter liters litre litres", 1), "ml": ("ml mL milliliter milliliters", Fraction(1, 1000))}
 _MONEY: _Names = {"$": ("dollar dollars usd", 1), "c": ("cent cents", Fraction(1, 100))}
-_ANGLE: _Names = {"deg": ("degree degrees deg", 1), "arcmin": ("arcminute arcminutes", Fraction(1, 60))}
+_ANGLE: _Names = {
+    "deg": ("degree degrees deg", 1),
+    "arcmin": ("arcminute arcminutes", Fraction(1, 60)),
+    "arcsec": ("arcsecond arcseconds", Fraction(1, 3600)),
+}
+_SPEED: _Names = {
+    "mph": ("mph", Fraction(1609344, 1000) / 3600),
+    "km/h": ("kph kmh kmph", Fraction(1000, 3600)),
+}
 _YUAN: _Names = {"yuan": ("yuan rmb", 1), "jiao": ("jiao", Fraction(1, 10)), "fen": ("fen", Fraction(1, 100))}
 
 UNITS: dict[str, tuple[str, Fraction]] = {
@@ -50,6 +58,7 @@ UNITS: dict[str, tuple[str, Fraction]] = {
     **_scaled("yuan", _YUAN),
     **_scaled("euro", {"€": ("€ euro euros eur", 1)}),
     **_scaled("pound", {"£": ("£ pounds", 1)}),
+    **_scaled("length^1/time^-1", _SPEED),
     **_scaled("any", {"unit": ("unit units", 1)}),
 }
 """Word to (dimension, size in the dimension's base unit)."""
@@ -220,6 +229,7 @@ LEAD_INS = frozenset(
         "equation",
         "only",
         "there",
+        "day",
         "exist",
         "exists",
     ]
@@ -237,5 +247,5 @@ KNOWN_WORDS = frozenset(
     | QUALIFIERS
     | set(_COMMON.split())
     | {"percent", "square", "cubic", "all", "real", "numbers", "choice", "per", "ways", "way"}
-) - {"a", "an"}
+) - {"a", "an", "in"}
 """A bare run of letters that is one of these is a word, not a product of variables."""

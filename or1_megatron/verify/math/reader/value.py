@@ -318,6 +318,25 @@ def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
     return seen >= 2
 
 
+def fraction(tree: Node) -> tuple[Node, Node]:
+    """Return (numerator, denominator) of sums, products and quotients as one fraction; nothing is cancelled."""
+    parts = [fraction(argument) for argument in tree.args] if tree.op in ("neg", "add", "mul", "div") else []
+    if not parts:
+        return tree, Node("num", number=Fraction(1), name="1")
+    top, under = parts[0]
+    if tree.op == "neg":
+        return Node("neg", (top,)), under
+    for other_top, other_under in parts[1:]:
+        if tree.op == "add":
+            top = Node("add", (Node("mul", (top, other_under)), Node("mul", (other_top, under))))
+            under = Node("mul", (under, other_under))
+        elif tree.op == "mul":
+            top, under = Node("mul", (top, other_top)), Node("mul", (under, other_under))
+        else:
+            top, under = Node("mul", (top, other_under)), Node("mul", (under, other_top))
+    return top, under
+
+
 def proportional(left: Node, right: Node, positive: bool = False) -> bool:
     """Whether left / right is one constant, not zero (``positive``: above zero): the same curve or inequality."""
     names = sorted(symbols(left) | symbols(right))
