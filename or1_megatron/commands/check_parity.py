@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.runtime.launch import run_ranks
@@ -143,12 +143,17 @@ def show(rows: Sequence[LayoutResult], dtype: str, tolerance: float, console: Co
     """Print the largest differences of each kind from transformers + torch."""
     kinds = TOLERANCE[dtype]
     title = f"Largest difference from transformers + torch ({dtype})"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("layout\n", no_wrap=True)
-    table.add_column("rows\nper rank", justify="right")
-    for kind, bound in kinds.items():
-        table.add_column(f"{_shown(kind)}\n≤ {bound * tolerance:.0e}", justify="right", no_wrap=True)
-    table.add_column("")
+    bounds = [f"{_shown(kind)}\n≤ {bound * tolerance:.0e}" for kind, bound in kinds.items()]
+    table = Table(
+        Column("layout\n", no_wrap=True),
+        Column("rows\nper rank", justify="right"),
+        *(Column(bound, justify="right", no_wrap=True) for bound in bounds),
+        "",
+        title=title,
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for row in rows:
         values = [f"{row.difference[kind]:.1e}" for kind in kinds]
         table.add_row(row.name, str(row.micro_batches), *values, "differs" if row.beyond else "equal")

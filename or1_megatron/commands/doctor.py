@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.runtime.driver import driver_problem
 
@@ -83,9 +83,8 @@ def doctor() -> None:
 def print_findings(checks: Iterable[Check], console: Console) -> list[Finding]:
     """Run the checks and print their findings as a table."""
     findings = [finding for check in checks for finding in check()]
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "what", "found", "what follows"):
-        table.add_column(name, overflow="fold")
+    columns = [Column(name, overflow="fold") for name in ("", "what", "found", "what follows")]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
     for finding in findings:
         table.add_row(marks[finding.status], finding.what, finding.found, finding.follows)

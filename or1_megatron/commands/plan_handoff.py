@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.handoff.message.buckets import Slice
@@ -172,11 +172,8 @@ def forecast_of(config: Config) -> HandoffForecast:
 def print_forecast(made: HandoffForecast, gigabits_per_s: float, console: Console) -> None:
     """Print who sends what to whom, over the links with the most bytes."""
     plan = made.plan
-    table = Table(title=f"links over {made.transport}, busiest first")
-    for column in ("from", "to"):
-        table.add_column(column)
-    for column in ("MiB", "messages"):
-        table.add_column(column, justify="right")
+    figures = [Column(heading, justify="right") for heading in ("MiB", "messages")]
+    table = Table("from", "to", *figures, title=f"links over {made.transport}, busiest first")
     messages = Counter(hop for shipment in plan.shipments for hop in shipment.hops)
     for hop in sorted(made.links, key=lambda hop: (-made.links[hop], hop))[:_SHOWN]:
         where = "" if made.crosses(hop) else ", on its device"

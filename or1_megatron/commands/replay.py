@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.rl.dump import WEIGHTS, DumpError, UpdateDump, first_not_finite, read_dump
@@ -135,9 +135,9 @@ def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None
     """Print both side by side, and the samples with log-probs that are not finite."""
     tokens = dump.token_count
     title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {tokens} tokens"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("", "in the run", f"now ({layout})", "difference"):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    headings = ("in the run", f"now ({layout})", "difference")
+    columns = [Column("", no_wrap=True), *(Column(heading, justify="right", no_wrap=True) for heading in headings)]
+    table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     rows = [
         ("loss", _loss(dump.report), _loss(now.report)),
         ("gradient norm", dump.report.grad_norm, now.report.grad_norm),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.data.problems import check_ground_truth, no_verifier, read_problem
@@ -223,10 +223,8 @@ def _explain(console: Console, row: RecordedRow, verdict: Verdict) -> None:
 
 def _table(tally: Mapping[str, Counter[str]]) -> Table:
     statuses = [status for status in get_args(VerdictStatus) if any(counts[status] for counts in tally.values())]
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("source")
-    for name in ("rows", "reward", *statuses):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = [Column(name, justify="right", no_wrap=True) for name in ("rows", "reward", *statuses)]
+    table = Table("source", *figures, box=None, padding=(0, 2, 0, 0))
     total: Counter[str] = sum(tally.values(), Counter())
     rows = [*sorted(tally.items()), *([("all", total)] if len(tally) > 1 else [])]
     for source, counts in rows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from or1_megatron.report.console.format import fraction, number
 
@@ -61,16 +61,14 @@ def summarise(
 def show_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the outcome: accuracy before and after, time per verb with shares, and where the model is."""
     samples = summary["evaluation_samples"]
-    outcome = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("held-out" if samples is None else f"held-out, avg@{samples}", "before", "after"):
-        outcome.add_column(heading, justify="left" if heading.startswith("held") else "right")
+    held_out = "held-out" if samples is None else f"held-out, avg@{samples}"
+    figures = [Column(heading, justify="right") for heading in ("before", "after")]
+    outcome = Table(held_out, *figures, box=box.SIMPLE_HEAD, show_edge=False)
     for title, name, _, show in _EVALUATED:
         outcome.add_row(title, show(summary[f"{name}_before"]), show(summary[f"{name}_after"]))
 
-    times = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    times.add_column("verb")
-    times.add_column("seconds", justify="right")
-    times.add_column("share", justify="right")
+    figures = [Column(heading, justify="right") for heading in ("seconds", "share")]
+    times = Table("verb", *figures, box=box.SIMPLE_HEAD, show_edge=False)
     wall_s = summary["wall_s"]
     brief = {verb: seconds for verb, seconds in summary["time_s"].items() if seconds < _BRIEF_SHARE * wall_s}
     shown = {verb.replace("_", " "): seconds for verb, seconds in summary["time_s"].items() if verb not in brief}
