@@ -203,8 +203,5 @@ class Job:
 def forget(paths: Iterable[Path]) -> None:
     """Drop files from the page cache, so that they are read from the disk."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,6 +14,7 @@ from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError, RowError, published_row
 from or1_megatron.data.unusable import UnusableRows
+from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Message, Problem
 
 BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer within \\boxed{}."
@@ -120,14 +121,12 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
     _, problems = load_set(name, found_in, *window)
     sets.mkdir(parents=True, exist_ok=True)
     path = sets / f"{name}.jsonl"
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        for index, problem in enumerate(problems):
-            row = published_row(
-                problem.source, problem.messages, problem.ability, problem.ground_truth, {"index": index}
-            )
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    partial.replace(path)
+    rows = (
+        published_row(problem.source, problem.messages, problem.ability, problem.ground_truth, {"index": index})
+        for index, problem in enumerate(problems)
+    )
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(path, lines.encode(), "the problems")
     return path, len(problems)
 
 

@@ -43,12 +43,6 @@ def check_choice(config: Config, cuda: bool) -> None:
         )
 
 
-def cuda_here() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def worker_info(backend: str, info: dict[str, Any], engine_index: int, workers: int) -> dict[str, Any]:
     """Return what one engine's ``workers`` are told when they meet the trainer: ``info``, and which engine they are."""
     if backend in ("nccl", "nccl_m2n"):

@@ -11,7 +11,7 @@ from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.errors import UserError
-from or1_megatron.handoff.backend_check import check_choice, cuda_here
+from or1_megatron.handoff.backend_check import check_choice
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
@@ -47,7 +47,7 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
     with folder.lock(wait_s=2.0):
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
-    check_choice(config, cuda_here())
+    check_choice(config, torch.cuda.is_available())
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))

@@ -83,9 +83,8 @@ def without(box: Box, hole: Box) -> list[Box]:
     """Return ``box`` without ``hole``, which lies inside it, as rectangles that do not overlap."""
     rest: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
-        for part in ((start, low), (high, stop)):
-            if part[0] < part[1]:
-                rest.append((*hole[:axis], part, *box[axis + 1 :]))
+        outside = [part for part in ((start, low), (high, stop)) if part[0] < part[1]]
+        rest += [(*hole[:axis], part, *box[axis + 1 :]) for part in outside]
     return rest
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch.distributed import ProcessGroupGloo, Store
 
 from or1_megatron.handoff.message.message import Shipment
@@ -33,10 +35,8 @@ class Location:
 
 def this_location() -> Location:
     """Return where the calling process runs; its GPU is the current one."""
-    import torch
-
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        node = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    node = f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
     device = ""
     if torch.cuda.is_available():
         device = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -79,11 +79,8 @@ class HostSharedMemory:
             return known
         pid, number, token = description
         try:
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-            try:
-                pages = _tensor(mmap.mmap(descriptor, 0))
-            finally:
-                os.close(descriptor)
+            with open(f"/proc/{pid}/fd/{number}", "r+b") as file:
+                pages = _tensor(mmap.mmap(file.fileno(), 0))
         except (OSError, ValueError) as error:
             raise _unreachable(pid, error) from error
         if bytes(pages[:_TOKEN_BYTES].tolist()) != token:
