@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from or1_megatron.config.load import ConfigError, load_config
+from or1_megatron.config.resume import leaves
 from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, Section
 from or1_megatron.config.yaml_reader import read_file
 
@@ -165,7 +166,7 @@ def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = 
 
 def differences(arms: Sequence[Arm]) -> dict[str, list[str]]:
     """Return every configuration key in which arms differ, except seed and folder, with its value in each arm."""
-    flat = [_leaves(_plain(arm.config)) for arm in arms]
+    flat = [leaves(_plain(arm.config)) for arm in arms]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = {key: [values.get(key, "absent") for values in flat] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
@@ -182,10 +183,3 @@ def _key(config: Config) -> str:
     # Defaults are left out, so that a new key of the schema does not change the digests.
     text = json.dumps(_plain(config, exclude_defaults=True), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _leaves(value: Any, key: str = "") -> dict[str, str]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not items or not value:
-        return {key: json.dumps(value)}
-    return {k: v for name, child in items for k, v in _leaves(child, f"{key}.{name}" if key else str(name)).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,7 +86,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
     """Return a line for each key that differs and may not."""
-    before, after = _flat(old), _flat(new)
+    before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"
         for key in dict.fromkeys((*before, *after))
@@ -95,15 +95,9 @@ def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequen
     ]
 
 
-def _flat(config: Config) -> dict[str, str]:
-    """Return the JSON text of every leaf by its dotted key; an empty list or mapping is a leaf."""
-
-    def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        if not items or not value:
-            yield key, json.dumps(value)
-        else:
-            for name, child in items:
-                yield from leaves(child, f"{key}.{name}" if key else str(name))
-
-    return dict(leaves(config.model_dump(mode="json"), ""))
+def leaves(value: Any, key: str = "") -> dict[str, str]:
+    """Return the JSON text of every leaf of a dump by its dotted key; an empty list or mapping is a leaf."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        return {key: json.dumps(value)}
+    return {k: v for name, child in items for k, v in leaves(child, f"{key}.{name}" if key else str(name)).items()}
