@@ -43,13 +43,18 @@ class StatementsConfig(Section):
     """Shorter statements are incomplete."""
 
 
-class AnswersConfig(Section):
+class VerifiedStepConfig(Section):
+    timeout_s: PositiveFloat = 5.0
+    """Deadline of one verdict."""
+    workers: Positive = 1
+    """Verifiers at once."""
+
+
+class AnswersConfig(VerifiedStepConfig):
     """Re-extract the answer from the worked solution, and keep agreements."""
 
     without_solution: Literal["keep", "drop"] = "keep"
     """What becomes of a problem whose source gives an answer and no solution."""
-    workers: Positive = 1
-    timeout_s: PositiveFloat = 5.0
 
 
 class EmbeddingConfig(Section):
@@ -82,11 +87,9 @@ class DecontaminationConfig(Section):
     """Share of the n-grams of the shorter of the two texts that the other has too."""
 
 
-class CodeConfig(Section):
+class CodeConfig(VerifiedStepConfig):
     """Reference solutions must pass every test in the sandbox."""
 
-    timeout_s: PositiveFloat = 5.0
-    workers: Positive = 1
     max_solutions: Positive = 3
     """Reference solutions tried; one that passes all tests is enough."""
     without_solution: Literal["keep", "drop"] = "drop"
@@ -121,40 +124,35 @@ class SampledModel(Section):
         return self
 
 
-class DifficultyConfig(Section):
-    """How often each model fails; RECIPE section 7."""
-
+class SampledStepConfig(Section):
     models: tuple[SampledModel, ...] = Field(min_length=1)
-    samples_math: Positive = 16
-    samples_code: Positive = 8
     temperature: PositiveFloat = 1.0
     top_p: Fraction = 1.0
-    max_prompt_tokens: Positive = 2048
-    max_response_tokens: Positive = 32768
-    timeout_s: PositiveFloat = 5.0
-    """Deadline of one verdict."""
-    workers: Positive = 1
-    """Verifiers at once."""
     seed: NonNegative = 1
 
 
-class JudgesConfig(Section):
+class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
+    """How often each model fails; RECIPE section 7."""
+
+    samples_math: Positive = 16
+    samples_code: Positive = 8
+    max_prompt_tokens: Positive = 2048
+    max_response_tokens: Positive = 32768
+
+
+class JudgesConfig(SampledStepConfig):
     """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32."""
 
-    models: tuple[SampledModel, ...] = Field(min_length=1)
     votes: Positive = 16
     """Votes of each model per problem."""
     keep_at_least: Positive = 9
     """Votes for the problem, of all models together."""
-    temperature: PositiveFloat = 1.0
-    top_p: Fraction = 1.0
     max_prompt_tokens: Positive = 4096
     max_response_tokens: Positive = 2048
     retries: NonNegative = 2
     """How often a vote that cannot be read is asked again."""
     max_unreadable: Fraction = 0.5
     """A judge of whose votes more than this share cannot be read is no judge: the build stops and says so."""
-    seed: NonNegative = 1
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
