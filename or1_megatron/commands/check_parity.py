@@ -21,7 +21,7 @@ from or1_megatron.config.schema import ModelConfig
 from or1_megatron.runtime.launch import run_ranks
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
-from or1_megatron.weights.families import family_of, read_hf_config
+from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.shape import Shape
 
@@ -93,7 +93,6 @@ def check_parity(
         LayoutError, ModelError: before any rank starts.
     """
     hf = read_hf_config(model.hf)
-    family_of(hf)
     check_weight_files(model.hf, hf)
     names, ranks = [], 1
     for name in layouts or default_layouts(longest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:
     """Write ``folder``/ABILITY.parquet anew, whole or not at all; return the number of problems by ability."""
-    models = sorted({model for row in _rows(shards) for model in row.difficulty})
+    rows = (row for shard in shards for batch in read_candidates(shard) for row in batch)
+    models = sorted({model for row in rows for model in row.difficulty})
     aside = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(aside, ignore_errors=True)
     with naming_disk_full(folder, "the dataset"):
@@ -66,7 +67,3 @@ def _published(row: Candidate, index: int, models: Sequence[str]) -> Mapping[str
     measured = {model: row.difficulty.get(model) for model in models}
     extra = {"index": index, **({"model_difficulty": measured} if models else {})}
     return published_row(row.source, row.messages, row.ability, row.ground_truth, extra)
-
-
-def _rows(shards: Sequence[Path]) -> Iterator[Candidate]:
-    return (row for shard in shards for rows in read_candidates(shard) for row in rows)
