@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def _results(
         "before": None if window[1] is None else window[1].isoformat(),
         **_request_settings(settings),
         "wall_s": wall_s,
-        "outcome": outcome.as_json(),
+        "outcome": asdict(outcome),
     }
 
 

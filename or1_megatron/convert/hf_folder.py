@@ -129,9 +129,6 @@ class HFWeights:
                 self._where[name] = (mapped, header.size_bytes + stored.begin, entry)
             self.files.append(WeightFile(path.name, header.metadata, tuple(entries)))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
-
     def names(self) -> set[str]:
         return set(self._where)
 

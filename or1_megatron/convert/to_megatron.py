@@ -91,7 +91,7 @@ class ToMegatron:
 
     def _copies(self) -> dict[str, str]:
         """Return {output layer: embedding} if a tied model's files hold both; the two must be the same."""
-        if not (tied(self.hf) and _OUTPUT in self.weights):
+        if not (tied(self.hf) and _OUTPUT in self.weights.names()):
             return {}
         if not _same_tensor(self.weights, _OUTPUT, _EMBEDDING):
             raise ConvertError(

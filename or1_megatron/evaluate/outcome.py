@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -44,12 +44,6 @@ class EvaluationScores:
     """Bins of about equal counts, the paper's figure 5."""
     by_budget: Mapping[int, float]
     """avg@k if longer responses had been cut off at so many tokens, the paper's figure 8."""
-
-    def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        fields["passed"] = {str(k): asdict(score) for k, score in self.passed.items()}
-        fields["by_budget"] = {str(budget): share for budget, share in self.by_budget.items()}
-        return fields
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:

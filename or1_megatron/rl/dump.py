@@ -125,7 +125,8 @@ class DumpStore:
         place = aside.with_name(aside.name.removesuffix(PARTIAL_SUFFIX))
         shutil.rmtree(place, ignore_errors=True)  # a resumed run repeats steps
         os.replace(aside, place)
-        for doomed in self._unasked()[: -self.keep or None]:
+        unasked = [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
+        for doomed in unasked[: -self.keep or None]:
             shutil.rmtree(doomed, ignore_errors=True)
         return place
 
@@ -138,9 +139,6 @@ class DumpStore:
         """Return all dumps in the order of writing. A run that went back to a checkpoint repeats step numbers."""
         records = sorted(self.folder.glob(f"step_*/{RECORD}"), key=lambda record: record.stat().st_mtime_ns)
         return [record.parent for record in records]
-
-    def _unasked(self) -> list[Path]:
-        return [path for path in self.kept() if json.loads((path / RECORD).read_text())["reason"] != "asked"]
 
 
 def write_dump(folder: Path, dump: UpdateDump) -> None:

@@ -117,12 +117,12 @@ def test_scores_are_the_servers_and_the_same_command_asks_no_more(
     out = tmp_path / "out"
     outcome = run(server, problems, out, 4)["outcome"]
     assert outcome["average"]["value"] == pytest.approx(0.5)
-    assert outcome["passed"]["1"]["value"] == pytest.approx(0.5)
-    assert outcome["passed"]["4"]["value"] == pytest.approx(0.8)
+    assert outcome["passed"][1]["value"] == pytest.approx(0.5)
+    assert outcome["passed"][4]["value"] == pytest.approx(0.8)
     assert outcome["statuses"] == {"right": 10, "wrong": 10}
     assert outcome["mean_tokens"] == 25.0  # 10, 20, 30, 40 of each
     # With a budget of 512 tokens nothing changes; the limit here is 64.
-    assert outcome["by_budget"] == {"64": 0.5}
+    assert outcome["by_budget"] == {64: 0.5}
     assert server.asked.total() == 20
     run(server, problems, out, 4)
     assert server.asked.total() == 20
