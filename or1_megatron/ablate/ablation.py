@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -26,7 +26,6 @@ from or1_megatron.config.resume import leaves
 from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, Section
 from or1_megatron.config.yaml_reader import read_file
 
-SCALES: Final = ("paper", "small")
 Scale = Literal["paper", "small"]
 Window = Literal["early", "late", "all", "last", "equal_time"]
 Overrides = dict[str, Any]
