@@ -5,7 +5,8 @@
 
 N = 32768 tokens, H = 5120, V = 152064, bf16; forward and backward of -sum(A log p + 0.01 H), gradients to hidden
 states and weight, the weight's in fp32 main_grad as under Megatron. The floor is 8NHV (recompute) or 6NHV (one_pass)
-operations at the rate of one large matrix product, measured in the same rounds. The variants take turns; medians.
+operations at the rate of one large matrix product, measured in the same rounds, and the expected time is
+kernels/estimate.py's at that rate. The variants take turns; medians.
 Liger's kernel yields a plain cross-entropy without entropy, in one pass; verl's both, recomputing.
 """
 
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from result import figure, shown, write_result
 
+from or1_megatron.kernels.estimate import GPUS, Mode, estimate
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
+from or1_megatron.kernels.plan import allocation_plan
 
 ON_GPU = torch.cuda.is_available()
 ENTROPY_COEFFICIENT = 0.01
@@ -174,10 +177,17 @@ def measure(
     return {name: (statistics.median(times[name]), peaks[name]) for name in peaks}
 
 
+def expected_s(size: Size, mode: Mode, rate: float) -> float:
+    """Return the estimate for this size with an H200's SMs and memory, at the measured rate of products."""
+    plan = allocation_plan(size.tokens, size.hidden, size.vocabulary, torch.bfloat16, mode)
+    tile = plan.tile_tokens, plan.block_rows
+    return estimate(size.tokens, size.hidden, size.vocabulary, *tile, mode, replace(GPUS["H200"], flops=rate)).seconds
+
+
 def figures(size: Size, found: dict[str, tuple[float, int]], epilogue: str) -> dict[str, Any]:
     product_s = found["product"][0]
     rate = 2.0 * size.tokens * size.hidden * size.product_columns / product_s
-    floors = {"recompute": size.operations(4) / rate, "one_pass": size.operations(3) / rate}
+    floors: dict[Mode, float] = {"recompute": size.operations(4) / rate, "one_pass": size.operations(3) / rate}
     ours = {mode: found[f"{mode}, {epilogue}"][0] for mode in floors}
     result: dict[str, Any] = {
         "recompute, floor / time": figure(floors["recompute"] / ours["recompute"], "share", at_least=0.85),
@@ -187,6 +197,7 @@ def figures(size: Size, found: dict[str, tuple[float, int]], epilogue: str) -> d
     }
     for mode, floor in floors.items():
         result[f"floor, {mode}"] = figure(floor * 1e3, "ms")
+        result[f"expected time / time, {mode}"] = figure(expected_s(size, mode, rate) / ours[mode])
     for name, (time_s, peak) in found.items():
         if name != "product":
             result[f"time, {name}"] = figure(time_s * 1e3, "ms")

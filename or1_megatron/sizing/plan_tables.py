@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from or1_megatron.config.schema import Config, EntropyConfig
+from or1_megatron.kernels.estimate import GPUS, estimate
+from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Evaluation, Plan
 
@@ -57,12 +60,28 @@ def _layout_rows(found: Plan) -> Iterator[Row]:
         f"{parallel.data}{extras}",
     )
     yield "micro-batch", f"{parallel.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"
+    if found.device == "cuda" and found.config.model.dtype == "bfloat16":
+        yield f"head, {parallel.head}", _head(found)
     yield "engines", f"{rollout.engines} x TP {rollout.tensor_parallel}, {rollout.placement}; {devices}"
     yield "decoding at once", f"{rollout.engines * rollout.max_concurrent:,} responses; KV cache {kv}"
     yield (
         "in all",
         f"{found.rollout_steps:,} rollout steps, {found.responses_total:,} responses, "
         f"{found.optimizer_steps:,} SGD steps",
+    )
+
+
+def _head(found: Plan) -> str:
+    parallel, hidden = found.config.parallel, found.shape.hidden
+    tokens, rows = parallel.micro_batch_tokens // parallel.context, -(-found.shape.vocab // parallel.tensor)
+    sizes = allocation_plan(tokens, hidden, rows, torch.bfloat16, parallel.head)
+    gpus: dict[str, list[str]] = {}
+    for name, gpu in GPUS.items():
+        took = estimate(tokens, hidden, rows, sizes.tile_tokens, sizes.block_rows, parallel.head, gpu)
+        gpus.setdefault(f"{took.seconds * 1e3:.3g} ms ({took.share_of_floor:.0%})", []).append(name)
+    times = ", ".join(f"{time} on {' and '.join(names)}" for time, names in gpus.items())
+    return (
+        f"{times} per micro-batch (share of full rate), expected; tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}"
     )
 
 

@@ -18,15 +18,15 @@ from or1_megatron.kernels.plan import allocation_plan
 
 
 @pytest.mark.parametrize(("mode", "limit_bytes", "logits_bytes"), [
-    # 8,192 tokens by 152,064 / 15 rows, rounded up to a multiple of 64; 32,768 / 16 tokens by all rows
-    ("recompute", 350e6, 8192 * 10176 * 4),
-    ("one_pass", 1.3e9, 2048 * 152064 * 4),
+    # 8,192 tokens by 152,064 / 18 rows; 32,768 / 8 tokens by all rows
+    ("recompute", 350e6, 8192 * 8448 * 4),
+    ("one_pass", 2.6e9, 4096 * 152064 * 4),
 ])  # fmt: skip
 @pytest.mark.parametrize("scratch", [False, True])
 def test_32k_tokens_of_qwen_32b(mode: Any, limit_bytes: float, logits_bytes: int, scratch: bool) -> None:
     plan = allocation_plan(32768, 5120, 152064, torch.bfloat16, mode, scratch=scratch)
     assert plan.workspace_bytes <= limit_bytes
-    assert plan.tile_tokens * plan.block_rows * plan.blocks * 4 >= 0.8 * limit_bytes
+    assert plan.tile_tokens * plan.block_rows * plan.blocks * 4 >= 0.75 * limit_bytes
     if not scratch:
         assert 4 * plan.logits_numbers == logits_bytes
         assert plan.workspace_bytes - logits_bytes <= 10e6  # per-token vectors

@@ -1,0 +1,118 @@
+"""What a head call should take on a GPU, from shapes and the GPU's rates. Not compared with a GPU yet.
+
+A matrix product runs as tiles of 128 x 256 results, one on each SM at a time, so it takes whole waves of tiles.
+Products, epilogues and the traffic of the fp32 sums are added as if nothing overlapped.
+
+Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, Literal
+
+Mode = Literal["recompute", "one_pass"]
+
+_M, _N = 128, 256
+"""Results of one tile of a product: the largest that a Hopper SM's registers hold, and what large products use."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What large bf16 products and large copies reach."""
+
+    sms: int
+    flops: float
+    """Operations per second of a product whose waves are full."""
+    bandwidth: float
+    """Bytes per second."""
+
+
+_HOPPER_80GB = Gpu(sms=132, flops=788e12, bandwidth=3.0e12)
+GPUS: Final[Mapping[str, Gpu]] = {
+    # SMs from NVIDIA's data sheets (SXM); rates are 80% and 90% of theirs: 989 TFLOP/s dense in bf16, 3.35 and 4.8
+    # TB/s. Assumed, not measured by us; in Liger-Kernel#1422 a head's products on Hopper run at 763 TFLOP/s.
+    "H100": _HOPPER_80GB,
+    "H800": _HOPPER_80GB,  # differs in NVLink only
+    "H200": Gpu(sms=132, flops=788e12, bandwidth=4.3e12),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one forward and backward pass with bf16 inputs."""
+
+    tiles: int
+    """Of [t, v]; in one_pass, where v is all rows, of [t, V/tp]."""
+    floor_s: float
+    """8THV or 6THV operations at the GPU's rate."""
+    epilogue_bytes: int
+    """The fp32 logits are read twice, their bf16 gradient written once."""
+    weight_sum_bytes: int
+    """The weight's fp32 gradient is read and written once per tile of tokens."""
+    hidden_sum_bytes: int
+    """A tile's fp32 hidden gradient is read and written once per block of rows."""
+    seconds: float
+    """Expected: products in whole waves, and all these bytes."""
+
+    @property
+    def share_of_floor(self) -> float:
+        return self.floor_s / self.seconds
+
+
+def wave_efficiency(rows: int, columns: int, sms: int) -> float:
+    """Return the share of SMs at work over the waves of a product with ``rows`` x ``columns`` results."""
+    tiles = _tiles(rows, columns)
+    return tiles / (-(-tiles // sms) * sms)
+
+
+def estimate(
+    tokens: int, hidden: int, vocab_local: int, tile_tokens: int, block_rows: int, mode: Mode, gpu: Gpu
+) -> Estimate:
+    """Estimate a head call in tiles of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
+
+    Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 284 ms, 91% of the floor;
+    one_pass in tiles of 4,096 tokens: 220 ms, 88%.
+    """
+    logits_products = 2 if mode == "recompute" else 1
+    products_s = 0.0
+    tiles = 0
+    for (t, token_tiles), (v, blocks) in product(_cut(tokens, tile_tokens), _cut(vocab_local, block_rows)):
+        products_s += (token_tiles * blocks) * (
+            logits_products * _product_s(t, v, hidden, gpu)
+            + _product_s(t, hidden, v, gpu)
+            + _product_s(v, hidden, t, gpu)
+        )
+        tiles += token_tiles * blocks
+    token_tiles, blocks = -(-tokens // tile_tokens), -(-vocab_local // block_rows)
+    epilogue_bytes = tokens * vocab_local * (4 + 4 + 2)
+    weight_sum_bytes = 8 * vocab_local * hidden * token_tiles
+    hidden_sum_bytes = 8 * tokens * hidden * blocks
+    return Estimate(
+        tiles=tiles,
+        floor_s=2 * (logits_products + 2) * tokens * hidden * vocab_local / gpu.flops,
+        epilogue_bytes=epilogue_bytes,
+        weight_sum_bytes=weight_sum_bytes,
+        hidden_sum_bytes=hidden_sum_bytes,
+        seconds=products_s + (epilogue_bytes + weight_sum_bytes + hidden_sum_bytes) / gpu.bandwidth,
+    )
+
+
+def _product_s(rows: int, columns: int, summed: int, gpu: Gpu) -> float:
+    """Return the seconds of [rows, summed] x [summed, columns]."""
+    operations = 2 * _M * _N * _tiles(rows, columns) * summed
+    return operations / gpu.flops / wave_efficiency(rows, columns, gpu.sms)
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return -(-rows // _M) * -(-columns // _N)
+
+
+def _cut(whole: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (size of a piece, how many pieces have it) when ``whole`` is cut into pieces of ``size`` and a rest."""
+    if whole >= size:
+        yield size, whole // size
+    if rest := whole % size:
+        yield rest, 1
