@@ -35,8 +35,12 @@ class Case:
     c: Tensor | None  # [T]
     temperature: float
     true_vocab_size: int
-    budget_bytes: int
+    budget_bytes: int | None
     mode: str = "recompute"
+
+    def to(self, device: str) -> Case:
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Found:
 
     def __iter__(self) -> Any:
         return iter((self.log_probs, self.entropies, self.of_hidden, self.of_weight))
+
+    def cpu(self) -> Found:
+        return Found(*(tensor.cpu() for tensor in self))
 
 
 def random_case(
@@ -85,6 +92,88 @@ def random_case(
     )
 
 
+def in_both_modes(cases: dict[str, Case]) -> dict[str, Case]:
+    return {
+        f"{name}, {mode}": replace(case, mode=mode)
+        for name, case in cases.items()
+        for mode in ("recompute", "one_pass")
+    }
+
+
+def normal_case(
+    tokens: int,
+    vocabulary: int,
+    hidden: int,
+    *,
+    padding: int = 0,
+    temperature: float = 1.0,
+    shift: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Random normal inputs and logits, whose dot products fp32 does round."""
+    generator = torch.Generator().manual_seed(tokens + vocabulary)
+    x = torch.randn(tokens, hidden, generator=generator)
+    weight = torch.randn(vocabulary + padding, hidden, generator=generator) / hidden**0.5 * 2
+    x[:, 0], weight[:, 0] = 1.0, shift
+    weight[vocabulary:] = 1e3  # a padded row that is counted would win
+    return Case(
+        hidden=x.to(dtype),
+        weight=weight.to(dtype),
+        targets=torch.randint(vocabulary, (tokens,), generator=generator),
+        a=torch.randn(tokens, generator=generator),
+        c=torch.randn(tokens, generator=generator),
+        temperature=temperature,
+        true_vocab_size=vocabulary,
+        budget_bytes=None,
+    )
+
+
+NORMAL_CASES = in_both_modes(
+    {
+        "tails everywhere": normal_case(301, 5003, 136),
+        "temperature 0.6": normal_case(256, 4096, 128, temperature=0.6),
+        "one token": normal_case(1, 777, 64),
+        "padded rows": normal_case(130, 1000, 64, padding=24),
+        "all logits very negative": normal_case(65, 1501, 64, shift=-1e4),
+    }
+)
+
+
+def fp32_bounds(case: Case) -> tuple[float, float]:
+    """Return how far rounding in fp32 may move the case's log-probs and entropies.
+
+    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and rounding errors as good
+    as independent (Higham and Mary, 2019), whatever the order of its sums. 64 more roundings stand for the temperature,
+    exp, and sums over the vocabulary in trees. If each logit moves by at most d, a log-prob moves by at most 2 d and an
+    entropy by d sum p |log p + H|.
+    """
+    x, w = case.hidden.double(), case.weight[: case.true_vocab_size].double()
+    log_p = torch.log_softmax(x @ w.t() / case.temperature, dim=1)
+    p = log_p.exp()
+    spread = (p * (log_p - (p * log_p).sum(1, keepdim=True)).abs()).sum(1)
+    terms = float((x.abs() @ w.abs().t()).max()) / case.temperature
+    of_logits = (4 * case.hidden.shape[1] ** 0.5 * terms + 64) * 2**-24
+    return 2 * of_logits, max(float(spread.max()), 1.0) * of_logits
+
+
+def check_normal(found: Found, case: Case) -> None:
+    """fp32 inputs: scores within ``fp32_bounds`` of float64; gradients within 1e-4 of their norm, where logits of size
+    1e4 have not lost more before the head has done anything; the padding's are 0."""
+    true = oracle(case)
+    of_log_probs, of_entropies = fp32_bounds(case)
+    assert (found.log_probs.double() - true.log_probs).abs().max() <= of_log_probs
+    assert (found.entropies.double() - true.entropies).abs().max() <= of_entropies
+    assert found.log_probs.max() <= 0.0
+    assert not found.of_weight[case.true_vocab_size :].any()
+    if float(case.weight[0, 0]) == 0.0:
+        assert relative(found.of_hidden, true.of_hidden) <= 1e-4
+        assert relative(found.of_weight, true.of_weight) <= 1e-4
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    return float((found.double() - true).norm() / true.norm().clamp_min(1e-30))
+
+
 def oracle(case: Case) -> Found:
     """By autograd on the whole matrix in float64; the padding's gradient is 0."""
     x = case.hidden.detach().double().requires_grad_()
@@ -100,9 +189,14 @@ def oracle(case: Case) -> Found:
     return Found(log_probs.detach(), entropies.detach(), x.grad, w.grad)
 
 
-def run(case: Case, epilogue: Any = "torch", shard: VocabularyShard | None = None) -> Found:
-    """Through the head; with a ``shard``, ``weight`` holds that shard's rows."""
+def run(
+    case: Case, epilogue: Any = "torch", shard: VocabularyShard | None = None, *, into_main_grad: bool = False
+) -> Found:
+    """Through the head; with a ``shard``, ``weight`` holds that shard's rows. ``into_main_grad``: the weight's gradient
+    goes there, on top of ones."""
     x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    if into_main_grad:
+        w.main_grad = torch.ones(w.shape, device=w.device)  # type: ignore[attr-defined]
     shard = shard or VocabularyShard(0, case.true_vocab_size)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -122,15 +216,22 @@ def run(case: Case, epilogue: Any = "torch", shard: VocabularyShard | None = Non
     loss.backward()
     assert x.grad is not None and w.grad is not None
     log_probs, entropies = (torch.cat(parts) for parts in zip(*seen, strict=True))
-    return Found(log_probs, entropies, x.grad, w.grad)
+    of_weight = w.main_grad - 1.0 if into_main_grad else w.grad  # type: ignore[attr-defined]
+    return Found(log_probs, entropies, x.grad, of_weight)
 
 
-def in_both_modes(cases: dict[str, Case]) -> dict[str, Case]:
-    return {
-        f"{name}, {mode}": replace(case, mode=mode)
-        for name, case in cases.items()
-        for mode in ("recompute", "one_pass")
-    }
+def forward_and_backward(mode: str, hidden: Tensor, weight: Tensor, targets: Tensor, budget_bytes: int | None) -> None:
+    """Of -sum(log p + 0.1 H), with nothing allocated beside what the head does."""
+    arguments = (hidden, weight, targets, 0.6, VocabularyShard(0, len(weight)))
+
+    def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_probs.sum() - 0.1 * entropies.sum(), {}
+
+    if mode == "one_pass":
+        loss, _ = one_pass_loss(*arguments, pointwise, budget_bytes=budget_bytes)
+    else:
+        loss, _ = pointwise(*log_probs_and_entropies(*arguments, budget_bytes=budget_bytes), slice(None))
+    loss.backward()
 
 
 def run_interpreted(cases: dict[str, Case], folder: Path) -> dict[str, Found]:

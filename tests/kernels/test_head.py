@@ -16,7 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from head_cases import Case, Found, in_both_modes, oracle, random_case, run, run_interpreted
+from head_cases import (
+    NORMAL_CASES,
+    Case,
+    Found,
+    check_normal,
+    fp32_bounds,
+    in_both_modes,
+    oracle,
+    random_case,
+    relative,
+    run,
+    run_interpreted,
+)
 
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.statistics import Scores, merge
@@ -35,10 +47,6 @@ CASES = in_both_modes(
         "no tokens": random_case(0, 40),
     }
 )
-
-
-def relative(found: torch.Tensor, true: torch.Tensor) -> float:
-    return float((found.double() - true).norm() / true.norm().clamp_min(1e-30))
 
 
 def check(found: Found, true: Found) -> None:
@@ -66,6 +74,26 @@ def test_torch_equals_float64(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_float64(name: str, interpreted: dict[str, Found]) -> None:
     check(interpreted[name], oracle(CASES[name]))
+
+
+@pytest.mark.parametrize("name", NORMAL_CASES)
+def test_normal_inputs_stay_within_the_bounds_of_fp32(name: str) -> None:
+    """The cases and bounds of tests/gpu/test_head_gpu.py, with the weight's gradient in main_grad."""
+    check_normal(run(NORMAL_CASES[name], into_main_grad=True), NORMAL_CASES[name])
+
+
+def tf32(values: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to the 10 bits of mantissa that a tensor core reads of it."""
+    return ((values.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_the_bounds_of_fp32_exclude_tf32() -> None:
+    """Matrix products in TF32, the likeliest way to lose digits on a GPU, miss both bounds by twice or more."""
+    case = NORMAL_CASES["tails everywhere, recompute"]
+    found, true = run(replace(case, hidden=tf32(case.hidden), weight=tf32(case.weight))), oracle(case)
+    of_log_probs, of_entropies = fp32_bounds(case)
+    assert (found.log_probs.double() - true.log_probs).abs().max() > 2 * of_log_probs
+    assert (found.entropies.double() - true.entropies).abs().max() > 2 * of_entropies
 
 
 @pytest.mark.parametrize("mode", ["recompute", "one_pass"])

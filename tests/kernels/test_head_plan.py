@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from head_cases import forward_and_backward
 from torch.profiler import ProfilerActivity, profile
 
-from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.plan import allocation_plan
 
 
@@ -67,19 +67,7 @@ def test_allocates_what_the_plan_says(mode: Any, dtype: torch.dtype, tmp_path: P
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(rows, width, dtype=dtype, requires_grad=True)
     targets = torch.randint(rows, (tokens,))
-    arguments = (hidden, weight, targets, 0.6, VocabularyShard(0, rows))
-
-    def pointwise(log_probs: torch.Tensor, entropies: torch.Tensor, part: slice) -> Any:
-        return -log_probs.sum() - 0.1 * entropies.sum(), {}
-
-    def work() -> None:
-        if mode == "one_pass":
-            loss, _ = one_pass_loss(*arguments, pointwise, budget_bytes=budget)
-        else:
-            loss, _ = pointwise(*log_probs_and_entropies(*arguments, budget_bytes=budget), slice(None))
-        loss.backward()
-
-    peak = allocated_peak(work, tmp_path / "trace.json")
+    peak = allocated_peak(lambda: forward_and_backward(mode, hidden, weight, targets, budget), tmp_path / "trace.json")
     plan = allocation_plan(tokens, width, rows, dtype, mode, device_type="cpu", scratch=True, budget_bytes=budget)
     outputs = (tokens + rows) * width * dtype.itemsize
     accumulators = plan.accumulator_bytes + (4 * rows * width)
