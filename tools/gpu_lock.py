@@ -28,14 +28,14 @@ _HEAD: Final = """\
 #     pip install --no-deps -r requirements/gpu.lock
 #     pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
 #     pip install --no-deps --no-build-isolation -e .
-# Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. A version that requirements/cpu.lock
-# names is the same here, but for builds for CUDA and what they need.
+# Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. What cpu.lock names has
+# the same version here, but for builds for CUDA and what they need.
 """
 _HEAD_ENGINE: Final = """\
 # The second step of the GPU environment. requirements/gpu.lock comes first and holds all that these need.
-# transformer-engine-torch is a source package: it compiles C++ against the installed torch, and needs a C++ compiler and
-# the headers of CUDA 13.0 and cuDNN (CUDA_HOME). --no-build-isolation: an isolated build takes the newest torch.
-# --no-deps: its published metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.
+# transformer-engine-torch is a source package: a C++ compiler compiles it against the installed torch, in minutes.
+# --no-build-isolation: an isolated build takes the newest torch.
+# --no-deps: its metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.
 """
 
 
