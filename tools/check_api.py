@@ -195,7 +195,8 @@ class _File(ast.NodeVisitor):
     def value(self, node: ast.expr) -> Thing:
         """Check an expression, and return what it is."""
         thing = self._value(node)
-        hint = self.hints.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
+        looked_up = bool(self.hints) and isinstance(node, (ast.Name, ast.Attribute))
+        hint = self.hints.get(ast.unparse(node)) if looked_up else None
         if hint is None or hint.removeprefix("type:").split(".")[0] not in self.sources.roots:
             return thing
         named = self.sources.find(hint.removeprefix("type:"))
@@ -303,10 +304,13 @@ class _File(ast.NodeVisitor):
         self._found(node, ast.unparse(node.func) + "(...)")
 
     def _found(self, node: ast.stmt | ast.expr, what: str) -> None:
-        self.report.checked.add((f"{self.module.path.relative_to(ROOT)}:{node.lineno}", what))
+        self.report.checked.add((self._place(node), what))
 
     def _problem(self, node: ast.stmt | ast.expr, what: str) -> None:
-        self.report.problems.add(f"{self.module.path.relative_to(ROOT)}:{node.lineno}: {what}")
+        self.report.problems.add(f"{self._place(node)}: {what}")
+
+    def _place(self, node: ast.stmt | ast.expr) -> str:
+        return f"{self.module.path.relative_to(self.sources.roots[OURS])}:{node.lineno}"
 
 
 def check(folders: Sequence[Path], ours: Path = ROOT) -> Report:

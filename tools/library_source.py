@@ -81,7 +81,7 @@ class Sources:
         stem = root.joinpath(*name.split("."))
         for path in (stem / "__init__.py", stem.with_suffix(".py")):
             if path.is_file():
-                return Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+                return Module(name, path, _parse(path))
         return None
 
     def find(self, name: str) -> Thing | None:
@@ -301,6 +301,11 @@ def refusals(function: Function, call: ast.Call) -> Iterator[str]:
     for name in [*wanted[len(call.args) :], *only]:
         if name not in given:
             yield f"needs the argument '{name}'"
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[ast.AST, str]]:
