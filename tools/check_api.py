@@ -344,7 +344,8 @@ def _tables(sources: Sources) -> Iterator[str]:
         fields = sources.fields(of) or set() if isinstance(of, Class) else set()
         for key in _dict_keys(made.node):
             if key.value not in fields:
-                yield f"{OURS}.{function}, line {key.lineno}: {record} has no field '{key.value}'"
+                place = made.module.path.relative_to(sources.roots[OURS])
+                yield f"{place}:{key.lineno}: {record} has no field '{key.value}'"
     for module, text, library in STRINGS:
         theirs, mine = sources.module(library), sources.module(f"{OURS}.{module}")
         assert mine is not None and text in mine.path.read_text(), f"{module} no longer says {text}"

@@ -5,11 +5,13 @@
 #
 #   benchmarks/gpu/run.sh [--wheels FOLDER] [--out FOLDER] [--tiny]
 #
-# --wheels  what the machine's Python lacks, as wheels: installed aside for this call alone. With PyTorch, Triton, transformers
-#           and pytest there, what is missing usually is megatron-core, pydantic and pydantic-core; on a machine
-#           with a network, for the other's Python 3.12 on x86-64:
+# --wheels  what the machine's Python lacks, as wheels: installed aside for this call alone. These are enough where PyTorch,
+#           Triton and transformers are; from a machine with a network, for the other's Python 3.12 on x86-64:
 #             pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-#               --platform manylinux_2_17_x86_64 -d FOLDER megatron-core==0.16.1 pydantic==2.14.3 pydantic-core==2.50.4
+#               --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d FOLDER \
+#               megatron-core==0.16.1 psutil==7.2.2 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
+#               typing-inspection==0.4.5 typing-extensions==4.16.0 \
+#               pytest==9.2.0 pluggy==1.7.0 iniconfig==2.3.1 pygments==2.21.0
 # --tiny    tiny sizes, on a machine without a GPU: shows only that this script and what it starts work.
 #
 # PYTHON names the interpreter (default python3). BENCHMARK_COMMIT says of which commit the tree is, where git cannot.
@@ -42,7 +44,7 @@ if [[ -n $wheels ]]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$scratch/site" "$wheels"/*.whl
   export PYTHONPATH="$scratch/site:$PYTHONPATH"
 fi
-if ! "$python" -c 'import megatron.core, pydantic, safetensors, torch, transformers, yaml' 2> "$scratch/missing"; then
+if ! "$python" -c 'import megatron.core, psutil, pydantic, pytest, safetensors, torch, transformers, yaml' 2> "$scratch/missing"; then
   echo "run.sh: $("$python" --version) lacks something: $(tail -n 1 "$scratch/missing"); give it with --wheels (see --help)" >&2
   exit 1
 fi
