@@ -1,6 +1,6 @@
 """Compare our calls into vLLM, Ray, Megatron-Core and Transformer Engine with their sources, without importing them.
 
-    python tools/check_api.py [FOLDER...]
+    python -m tools.check_api [FOLDER...]
 
 Each FOLDER holds packages, as site-packages or an unpacked wheel does; default: where this Python's packages are. A
 package that no folder holds is left out, with a note. What is looked at: names that are imported;
