@@ -29,7 +29,8 @@ _HEAD: Final = """\
 #     pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
 #     pip install --no-deps --no-build-isolation -e .
 # Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. What cpu.lock names has
-# the same version here, but for builds for CUDA and what they need.
+# the same version here, but for builds for CUDA and what they need. torch has ===, because == also takes 2.13.0+cpu,
+# where pip knows an index of CPU wheels.
 """
 _HEAD_ENGINE: Final = """\
 # The second step of the GPU environment. requirements/gpu.lock comes first and holds all that these need.
@@ -41,7 +42,7 @@ _HEAD_ENGINE: Final = """\
 
 def read_lock(name: str) -> dict[str, str]:
     """Return the versions that a file of requirements/ pins, by normalised name."""
-    found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;+]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE)
+    found = re.findall(r"^([A-Za-z0-9_.-]+)===?([^\s;+=]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
 
@@ -81,7 +82,8 @@ def main() -> None:
 
 
 def _write(name: str, head: str, versions: Mapping[str, str], packages: Iterable[str]) -> None:
-    lines = "".join(f"{package}=={versions[package]}\n" for package in sorted(packages))
+    equals = {"torch": "==="}
+    lines = "".join(f"{each}{equals.get(each, '==')}{versions[each]}\n" for each in sorted(packages))
     (REQUIREMENTS / name).write_text(head + lines)
 
 

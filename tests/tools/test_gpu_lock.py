@@ -31,6 +31,7 @@ def test_one_torch_and_one_cuda() -> None:
     CUTLASS's DSL names its CUDA 12 libraries besides those for 13, whatever is asked for.
     """
     assert not any(name.startswith("torch") for name in ENGINE)
+    assert "\ntorch===" in (ROOT / "requirements/gpu.lock").read_text()  # and not a build for CPU of the same version
     twelve = {name for name in GPU | ENGINE if re.search(r"cu12|cuda12", name)}
     assert twelve == {"nvidia-cutlass-dsl-libs-cu12"}
     counted = re.compile(r"(nvidia-)?cuda-(?!core|pathfinder|tile)")
