@@ -25,6 +25,7 @@ OURS: Final = "or1_megatron"
 LIBRARIES: Final = ("vllm", "ray", "megatron", "transformer_engine")
 
 HINTS: Final[Mapping[tuple[str, str], str]] = {
+    ("rollout.engine", "self._llm"): "vllm.entrypoints.llm.LLM",
     ("rollout.engine", "self._engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("rollout.engine", "self._sampling_params"): "type:vllm.sampling_params.SamplingParams",
     ("rollout.engine", "output"): "vllm.outputs.RequestOutput",
