@@ -46,6 +46,8 @@ PERMUTE = {
     "checker": "unordered",
 }
 MEAN = {"inputs": ["[1, 2]", "[0.1, 0.2]"], "outputs": ["1.5", "0.15"], "fn_name": "mean"}
+MEAN["checker"] = {"kind": "float", "tolerance": 1e-9}
+HALVES = {"inputs": ["3", "0.3"], "outputs": ["1.5", "0.15"], "fn_name": "half"}
 REVERSE = {"inputs": ["[1, 2, 3]", "[]"], "outputs": ["[3, 2, 1]", "[]"], "fn_name": "reverseList"}
 DEPTH = {"inputs": ["[3, 9, 20, null, null, 15, 7]", "[]"], "outputs": ["3", "0"], "fn_name": "maxDepth"}
 ASSERTS = {"assert_case": ["assert fib(0) == 0", "assert fib(10) == 55", "assert fib(1) == 1"]}
@@ -107,6 +109,27 @@ CHECKED = {
 }
 UNICODE = {"inputs": ["cafe\u0301\n", "A\u030angstro\u0308m\n"], "outputs": ["caf\u00e9\n", "\u00c5ngstr\u00f6m\n"]}
 FLOOD = {"inputs": ["300000\n"], "outputs": ["".join(f"{n}\n" for n in range(300000))]}
+ZERO_OF = {  # as HumanEval/32: the test judges by a function of the statement
+    "entry_point": "find_zero",
+    "import_prefix": "import math\n\ndef poly(xs, x):\n    return sum(c * math.pow(x, i) for i, c in enumerate(xs))\n",
+    "test_code": "def check(candidate):\n    for coeffs in ([-10, -2], [1, 2], [-4, 2]):\n"
+    "        solution = candidate(list(coeffs))\n        assert math.fabs(poly(coeffs, solution)) < 1e-4\n",
+}
+THIRDS = {  # as HumanEval/33: the test calls the function by its own name, too
+    "entry_point": "sort_third",
+    "import_prefix": "",
+    "test_code": "def check(candidate):\n    assert tuple(candidate([1, 2, 3])) == tuple(sort_third([1, 2, 3]))\n"
+    "    assert tuple(candidate([5, 6, 3, 4, 8, 9, 2])) == (2, 6, 3, 4, 8, 9, 5)\n",
+    "helpers": ["sort_third"],
+}
+SHIFT = {  # as HumanEval/50
+    "entry_point": "decode_shift",
+    "import_prefix": "",
+    "test_code": "def check(candidate):\n    assert encode_shift('az') == 'fe'\n    for text in ('', 'abc', 'xyz'):\n"
+    "        encoded = encode_shift(text)\n        assert candidate(encoded) == text\n",
+    "helpers": ["encode_shift"],
+}
+QUICK = {**SUM, "limits": {"time_s": 3, "memory_bytes": 200 << 20}}
 COUNTDOWN = {"inputs": ["3\n"], "outputs": ["3\n2\n1\n"], "checker": "exact"}
 
 
@@ -134,6 +157,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "leetcode": LEETCODE, "in_place": IN_PLACE, "merge": MERGE, "invert": INVERT,
     "odd": ODD, "count": COUNT, "shout": SHOUT, "zipped": ZIPPED, "primes": PRIMES, "safe": SAFE, "point": POINT,
     "checked": CHECKED, "unicode": UNICODE, "countdown": COUNTDOWN, "flood": FLOOD,
+    "halves": HALVES, "zero_of": ZERO_OF, "thirds": THIRDS, "shift": SHIFT, "quick": QUICK,
     "lcb_stdin": _lcb(functional=False), "lcb_call": _lcb(functional=True),
 }  # fmt: skip
 

@@ -5,8 +5,11 @@ Not proven here: testlib itself (its header is not part of this repository; the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +65,13 @@ VALUES: list[tuple[Any, Any, Any, bool]] = [
     (None, True, 1, False),
     (None, 3.0, 3, True),
     (None, 1e20 + 1, 10**20 + 1, False),
-    (None, 0.1 + 0.2, 0.3, True),
+    (None, 0.1 + 0.2, 0.3, False),  # equal floats, as in LiveCodeBench
+    (None, [0.5], [0.5], True),
+    (None, float("nan"), 0.5, False),
+    ({"kind": "float", "tolerance": 1e-9}, 0.1 + 0.2, 0.3, True),
+    ({"kind": "float", "tolerance": 0}, 0.1 + 0.2, 0.3, False),
+    ({"kind": "float", "tolerance": 1}, 4, 5, False),  # integers are not near each other
+    ({"kind": "float", "tolerance": 1}, True, 1, False),
     (None, 3, [3], False),
     (None, {1: "a"}, {"1": "a"}, True),
     (None, {1, 2}, [1, 2], False),
@@ -135,6 +144,24 @@ def test_values_cross_unchanged() -> None:
         encode(ring)
 
 
+def test_what_can_be_iterated_over() -> None:
+    """As lists where that is asked for, at any depth; an object of a class of one's own is not data."""
+
+    class Own:
+        def __iter__(self) -> Any:
+            return iter([1])
+
+    values = [iter([1, 2]), (n for n in (1, 2)), map(int, "12"), range(1, 3), {1: 0, 2: 0}.keys(), deque([1, 2])]
+    assert encode([*values, (enumerate([5], 1),)], iterators=True) == [[1, 2]] * len(values) + [
+        {"tuple": [[{"tuple": [1, 5]}]]}
+    ]
+    for value, iterators in ((iter([1]), False), (range(2), False), (Own(), True)):
+        with pytest.raises(TypeError, match="is not data"):
+            encode(value, iterators)
+    with pytest.raises(ValueError, match="an iterator of more than 999999 items"):
+        encode(itertools.count(), iterators=True)
+
+
 PYTHON = """def check(input, output, answer):
     print('noise')
     return sorted(output.split()) == sorted(answer.split())
@@ -164,6 +191,11 @@ def test_python_checkers(sandbox: Sandbox) -> None:
     programs.prepare(checker)
     assert programs.accepts(checker, "", b"2 1\n", "1 2")
     assert not programs.accepts(checker, "", b"2 2\n\xff", "1 2")
+    mistyped = parse_checker({"kind": "python", "source": "def check(i, o, a): return o.x or a.strip()"}, calls=True)
+    assert not programs.accepts(mistyped, [], 3, 1)  # 3 lacks an attribute: another type than expected
+    for source in ("import math\ndef check(i, o, a): return math.nothing", "def check(i, o, a): return a.nothing"):
+        with pytest.raises(CheckerFailed, match="AttributeError"):
+            programs.accepts(parse_checker({"kind": "python", "source": source}, calls=True), [], 3, 1)
     unreadable = parse_checker({"kind": "python", "source": "def check(i, o, a): return int(o) == 1"}, calls=False)
     assert programs.accepts(unreadable, "", b"1", "")
     assert not programs.accepts(unreadable, "", b"x", "")
@@ -173,6 +205,21 @@ def test_python_checkers(sandbox: Sandbox) -> None:
     for source, words in (("def check(", "does not parse"), ("x = 1", "define check")):
         with pytest.raises(ValueError, match=words):
             programs.prepare(parse_checker({"kind": "python", "source": source}, calls=False))
+
+
+@needs_bubblewrap
+def test_a_checker_that_meets_a_limit(sandbox: Sandbox) -> None:
+    """The output is refused when the checker copes with the expected one; else the checker is at fault."""
+    programs = CheckerPrograms(sandbox)
+    limits, sandbox.limits = sandbox.limits, replace(sandbox.limits, cpu_s=0.5)
+    try:
+        spins = "def check(i, o, a):\n    while o != a: pass\n    return True"
+        assert not programs.accepts(parse_checker({"kind": "python", "source": spins}, calls=False), "", b"1", "2")
+        always = "def check(i, o, a):\n    while True: pass"
+        with pytest.raises(CheckerFailed, match="CPU time limit"):
+            programs.accepts(parse_checker({"kind": "python", "source": always}, calls=True), [], 1, 2)
+    finally:
+        sandbox.limits = limits
 
 
 @needs_bubblewrap

@@ -5,6 +5,7 @@ Not proven here: that what is accepted runs (test_code_corpus.py), or that real 
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import pickle
@@ -17,7 +18,7 @@ from code_corpus import compress
 from or1_megatron.verify.code import livecodebench
 from or1_megatron.verify.code.ground_truth import parse_code_tests
 from or1_megatron.verify.code.imports import with_imports
-from or1_megatron.verify.code.tests import CallTest, ProgramTest, StdinTest
+from or1_megatron.verify.code.tests import CallTest, ProgramTest, RowLimits, StdinTest
 
 
 def parsed(truth: Any) -> Any:
@@ -57,6 +58,37 @@ BAD_TRUTHS = {
     "checker's key": ({**STDIN, "checker": {"kind": "float", "eps": 1}}, "unknown key 'eps'"),
     "no source": ({**STDIN, "checker": "python"}, "expected its 'source'"),
     "one answer": ({**STDIN, "checker": "any_of"}, "outputs[0]: found '2', expected for any_of"),
+    "limits": ({**STDIN, "limits": [5]}, "limits: found [5], expected an object"),
+    "limits' key": ({**STDIN, "limits": {"seconds": 5}}, "expected an object with time_s, memory_bytes"),
+    "both limits": (
+        {**STDIN, "limits": {"time_s": 0, "memory_bytes": 4.0}},
+        "limits.time_s: found 0, expected seconds above 0; limits.memory_bytes: found 4.0, expected an integer",
+    ),
+    "true time": ({**STDIN, "limits": {"time_s": True}}, "limits.time_s: found True"),
+    "little memory": ({**STDIN, "limits": {"memory_bytes": 1 << 20}}, "limits.memory_bytes: found 1048576"),
+    "helpers of asserts": ({"assert_case": ["assert f() == 1"], "helpers": ["g"]}, "helpers: found beside tests"),
+    "helpers is text": ({**CHECK, "helpers": "g"}, "helpers: found 'g', expected a list of names"),
+    "unused helper": ({**CHECK, "helpers": ["g"]}, "helpers: 'g' is not a name that test_code uses"),
+    "bound helper": (
+        {**CHECK, "import_prefix": "def g(): pass", "helpers": ["g"]},
+        "helpers: 'g' is defined in import_prefix",
+    ),
+    "unbound names": (
+        {**CHECK, "test_code": "def check(candidate):\n    assert poly(candidate(1)) == twice(1)"},
+        "test_code: 'poly' is not defined: expected in import_prefix, or listed in helpers; test_code: 'twice'",
+    ),
+    "judged by a helper": (
+        {
+            **CHECK,
+            "test_code": "def check(candidate):\n    x = candidate(1)\n    assert same(x, 2)",
+            "helpers": ["same"],
+        },
+        "judge its own result",
+    ),
+    "judged by way of variables": (
+        {"assert_case": ["(a, b) = f(1), 2\nfor n in range(3):\n    c = a + n\n    assert same(c, 2)"]},
+        "judge its own result",
+    ),
     "lcb test": ({"public_test_cases": '[{"input": 1}]'}, "public_test_cases[0]: found {'input': 1}"),
     "lcb mixed": ({"public_test_cases": [TEST, {**TEST, "testtype": "functional"}]}, "all 'stdin' or all 'functional'"),
     "lcb name": ({"public_test_cases": [{**TEST, "testtype": "functional"}]}, "no func_name"),
@@ -128,11 +160,28 @@ def test_plain_asserts_are_split_and_others_are_programs() -> None:
     assert tuple(map(type, both)) == (StdinTest, CallTest)
 
 
+def test_limits_of_a_row() -> None:
+    assert parsed({**STDIN, "limits": {"time_s": 1.5}}).limits == RowLimits(1.5, None)
+    assert parsed({**CHECK, "limits": {"memory_bytes": 1 << 30}}).limits == RowLimits(None, 1 << 30)
+    assert parsed({"public_test_cases": [TEST], "limits": {"time_s": 2}}).limits == RowLimits(2, None)
+    assert parsed(STDIN).limits == RowLimits()
+
+
+def test_what_a_check_may_call() -> None:
+    """A name of the prefix is the row's own, a listed one the submission's; a star import may bind any name."""
+    code = "def check(candidate):\n    x = 3\n    assert g(candidate(x)) == 918273"
+    (test,) = parsed({**CHECK, "test_code": code, "helpers": ["g"]}).tests
+    assert test.stand_ins == {"candidate": "f", "g": "g"}
+    for prefix in ("def g(x): return x", "from nowhere import *"):
+        (test,) = parsed({**CHECK, "test_code": code, "import_prefix": prefix}).tests
+        assert test.stand_ins == {"candidate": "f"}
+
+
 def test_only_missing_imports_are_added() -> None:
     def added(source: str, prefix: str = "") -> str:
         lines = with_imports(source, prefix).split("\n")
-        (line,) = [line for line in lines if line.startswith("__import__")]
-        return line.partition("; ")[2]
+        (line,) = [line for line in lines if "__import__" in line]
+        return line[line.index("__import__") :].partition("; ")[2]
 
     assert added("print(1)") == ""
     assert added("x: List[int] = []\nd = defaultdict(int)\nmath.pi") == (
@@ -142,4 +191,14 @@ def test_only_missing_imports_are_added() -> None:
     assert added("def gcd(a, b): return gcd(b, a)") == ""
     assert added("deque()", prefix="from collections import *") == ""
     future = with_imports('"""doc"""\nfrom __future__ import annotations\ninf\n').split("\n")
-    assert future[1] == "from __future__ import annotations" and "import inf" in future[2]
+    assert future[1].startswith("from __future__ import annotations; __import__") and "import inf" in future[1]
+    assert added("class S:\n    def gcd(self): return gcd(4, 6)") == "from math import gcd"
+    assert added("def f(gcd): return gcd\ndef g(): return gcd(4, 6)") == "from math import gcd"
+    assert added("def f():\n    global gcd\n    gcd = max\nf()\ngcd(4, 6)") == ""
+    assert added("try: pass\nexcept E as inf: pass\nmatch 3:\n    case pi: print(inf, pi)") == ""
+    for source, first in (
+        ('("a"\n"\u00e4") # x\ninf', "a\u00e4"),
+        ('from __future__ import print_function; x = """\n"""', ""),
+    ):
+        lines = ast.unparse(ast.parse(with_imports(source))).split("\n")
+        assert "__import__" in lines[1] and first in lines[0], lines

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from or1_megatron.verify.code.codec import build_list, build_tree, encode
-from or1_megatron.verify.code.imports import module_imports, names_of
+from or1_megatron.verify.code.imports import has_unknown_star, module_imports, names_of, unbound_names
 from or1_megatron.verify.code.tests import CallTest, CodeTest, Comparison, ProgramTest, call_request, is_call_name
 
 _HELPERS = frozenset({"ListNode", "TreeNode", "list_node", "tree_node", "is_same_list", "is_same_tree"})
@@ -44,24 +44,50 @@ def assert_tests(cases: Any) -> tuple[CodeTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
-    """Return the tests of ``{entry_point, import_prefix, test_code}``. Raises ValueError."""
+    """Return the tests of ``{entry_point, import_prefix, test_code, helpers?}``. Raises ValueError."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
     if not is_call_name(decoded["entry_point"]):
         raise ValueError(f"entry_point: found {decoded['entry_point']!r:.100}, expected 'f' or 'Solution().f'")
-    _parse("import_prefix", decoded["import_prefix"])
+    prefix = _parse("import_prefix", decoded["import_prefix"])
     module = _parse("test_code", decoded["test_code"])
     checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(checks) != 1 or [argument.arg for argument in checks[0].args.args] != ["candidate"]:
         raise ValueError("test_code: expected it to define one function check(candidate)")
+    helpers = _helpers(decoded.get("helpers"), decoded["test_code"], prefix, module)
     statements = [node for node in checks[0].body if not _is_docstring(node)]
     split = _split_all(statements, decoded["entry_point"]) if len(module.body) == 1 else None
     if split:
         return split
-    _check_program("test_code", module, {"candidate"})
+    _check_program("test_code", module, {"candidate", *helpers})
     program = decoded["test_code"] + "\ncheck(candidate)"
-    return (ProgramTest("check", program, {"candidate": decoded["entry_point"]}),)
+    stand_ins = {name: name for name in helpers} | {"candidate": decoded["entry_point"]}
+    return (ProgramTest("check", program, stand_ins),)
+
+
+def _helpers(listed: Any, test_code: str, prefix: ast.Module, module: ast.Module) -> list[str]:
+    """Return the submission's functions that the row lists for ``test_code``, which ``module`` is, parsed.
+
+    Raises ValueError, naming all of them, for names that are bound or unused, and for used ones that nothing binds.
+    """
+    if listed is None:
+        listed = []
+    if not isinstance(listed, list) or not all(isinstance(name, str) and name.isidentifier() for name in listed):
+        raise ValueError(f"helpers: found {listed!r:.100}, expected a list of names of functions")
+    unbound = [name for name in unbound_names(test_code) if not hasattr(builtins, name) and name not in _HELPERS]
+    given, wrong = names_of(prefix)[1], []
+    for name in listed:
+        if name in given:
+            wrong.append(f"helpers: {name!r} is defined in import_prefix, and that is what test_code uses: not listed")
+        elif name not in unbound:
+            wrong.append(f"helpers: {name!r} is not a name that test_code uses without defining it")
+    for name in unbound if not has_unknown_star(prefix) and not has_unknown_star(module) else ():
+        if name not in given and name not in listed:
+            wrong.append(f"test_code: {name!r} is not defined: expected in import_prefix, or listed in helpers")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return list(listed)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -159,21 +185,48 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     """Raise ValueError when the program calls no submission, or would let it judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
+    results = _results(module, remote)
     for node in ast.walk(module):
-        if isinstance(node, ast.Assert) and _judged_inside(node.test, remote):
+        if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
             raise ValueError(
                 f"{where}: '{ast.unparse(node)[:200]}': a function of the submission would judge its own result and be "
                 "shown what is expected; expected a comparison, such as `assert CALL == VALUE`"
             )
 
 
-def _judged_inside(test: ast.expr, remote: set[str]) -> bool:
+def _results(module: ast.Module, remote: set[str]) -> set[str]:
+    """Return the variables that are assigned what the submission's functions have returned, whole or in part."""
+    found: set[str] = set()
+    assigned = [node for node in ast.walk(module) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    while True:
+        more = {
+            target.id
+            for node in assigned
+            if node.value is not None and _has_result(node.value, remote, found)
+            for part in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            for target in ast.walk(part)
+            if isinstance(target, ast.Name)
+        }
+        if more <= found:
+            return found
+        found |= more
+
+
+def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
+    return any(
+        (isinstance(part, ast.Name) and part.id in results)
+        or (isinstance(part, ast.Call) and _is_remote(part.func, remote))
+        for part in ast.walk(node)
+    )
+
+
+def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
     """Whether the submission decides the truth of ``test``: by a call about one of its results, or by comparing its
-    results only with each other."""
+    results only with each other. ``results``: the variables that hold such."""
     if isinstance(test, ast.BoolOp):
-        return any(_judged_inside(value, remote) for value in test.values)
+        return any(_judged_inside(value, remote, results) for value in test.values)
     if isinstance(test, ast.UnaryOp):
-        return _judged_inside(test.operand, remote)
+        return _judged_inside(test.operand, remote, results)
     if isinstance(test, ast.Compare):
         return all(
             isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in (test.left, *test.comparators)
@@ -181,9 +234,7 @@ def _judged_inside(test: ast.expr, remote: set[str]) -> bool:
     if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
         return False
     arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
-    return any(
-        isinstance(node, ast.Call) and _is_remote(node.func, remote) for item in arguments for node in ast.walk(item)
-    )
+    return any(_has_result(item, remote, results) for item in arguments)
 
 
 def _is_remote(function: ast.expr, remote: set[str]) -> bool:

@@ -5,10 +5,13 @@ after its process has ended.
 
 - ``python``: source that defines ``check(input, output, answer) -> bool``. It gets texts for standard input and output,
   and for calls the argument list, the result and the expected value. An exception refuses the output, which could not
-  be read; but a missing name or attribute, or a source that does not run, means that the checker is broken.
+  be read; but a missing name, a module's missing attribute, or a source that does not run means that the checker is
+  broken.
 - ``testlib``: C++ that is compiled when the data is loaded (cached by hash), or a ready binary in base64, called as
   ``checker input output answer``. Exit status 0 accepts; 1, 2 and 7 (wrong, badly formed, partial) refuse; any other
   means that the checker failed.
+
+A checker that meets a limit refuses the output, if it copes with the expected one in its place; else it failed.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from or1_megatron.errors import Or1Error
 from or1_megatron.verify.code.checkers import Checker
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.in_sandbox import own_program
-from or1_megatron.verify.sandbox.program import Program, SandboxLimits
+from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxResult
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 
 _CHECKER_RUNNER = own_program("checker_runner")
@@ -41,6 +44,10 @@ _ACCEPTS, _REFUSES = frozenset({0}), frozenset({1, 2, 7})
 
 class CheckerFailed(Or1Error):
     """The checker itself gave no verdict, which says nothing about the submission."""
+
+
+class _CheckerStopped(CheckerFailed):
+    """The checker met a limit of its sandbox."""
 
 
 class CheckerPrograms:
@@ -66,6 +73,15 @@ class CheckerPrograms:
 
     def accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
         """Whether the checker accepts the output, which is bytes, or a call's result, encoded. Raises CheckerFailed."""
+        try:
+            return self._accepts(checker, given, output, expected)
+        except _CheckerStopped:
+            self._accepts(
+                checker, given, expected.encode() if isinstance(output, bytes) else encode(expected), expected
+            )
+            return False
+
+    def _accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
         if checker.kind == "python":
             found = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
             try:
@@ -82,14 +98,14 @@ class CheckerPrograms:
         result = self._sandbox.run(program)
         if result.ending == "exited" and result.exit_status in _ACCEPTS | _REFUSES:
             return result.exit_status in _ACCEPTS
-        raise CheckerFailed(f"the testlib checker failed: {result.failure}")
+        raise _failed(result)(f"the testlib checker failed: {result.failure}")
 
     def _python(self, source: str, arguments: str) -> bool:
         result = self._sandbox.run(_CHECKER_RUNNER, json.dumps([source, arguments]).encode())
         try:
             answer = json.loads(result.output)
         except ValueError:
-            raise CheckerFailed(f"the python checker gave no answer: {result.failure}") from None
+            raise _failed(result)(f"the python checker gave no answer: {result.failure}") from None
         if "broken" in answer:
             raise CheckerFailed(f"the python checker is broken: {answer['broken']}")
         return bool(answer["accepted"])
@@ -137,6 +153,10 @@ class CheckerPrograms:
         if not result.succeeded:
             raise ValueError(f"checker testlib: does not compile: {result.failure}: {result.errors.strip()[-1000:]}")
         return result.output
+
+
+def _failed(result: SandboxResult) -> type[CheckerFailed]:
+    return CheckerFailed if result.ending == "exited" else _CheckerStopped
 
 
 def _write(path: Path, content: bytes) -> None:

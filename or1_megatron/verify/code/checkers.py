@@ -26,7 +26,6 @@ from or1_megatron.verify.code.codec import decode
 FLOAT_TOLERANCE = 1e-6
 """The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
 
-_CALL_TOLERANCE = 1e-9
 _MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take us too long
 
 PROGRAM_KINDS = frozenset({"python", "testlib"})
@@ -164,7 +163,10 @@ def _line_tokens(text: str) -> list[list[str]]:
 
 
 def _json_equal(found: Any, expected: Any, _: Mapping[str, Any]) -> bool:
-    """Compare as JSON values: tuples as lists, linked structures as their values, floats to 1e-9, True never 1."""
+    """Compare as JSON values: tuples as lists, linked structures as their values, True never 1.
+
+    Floats are equal when ``==`` says so, as in LiveCodeBench's harness; 3.0 is 3.
+    """
     return _equal(as_json(found), expected)
 
 
@@ -221,14 +223,9 @@ def _key(value: Any) -> str:
 def _equal(found: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
     if isinstance(expected, bool) or isinstance(found, bool):
         return expected is found
-    if isinstance(expected, int) and isinstance(found, float):
-        return found == expected or (tolerance is not None and _close(found, expected, tolerance))
-    if isinstance(expected, float):
-        if not isinstance(found, int | float):
-            return False
-        if tolerance is not None:
-            return _close(found, expected, tolerance)
-        return math.isclose(found, expected, rel_tol=_CALL_TOLERANCE, abs_tol=_CALL_TOLERANCE)
+    if isinstance(expected, int | float) and isinstance(found, int | float):
+        close = tolerance is not None and float in (type(found), type(expected)) and _close(found, expected, tolerance)
+        return found == expected or close
     if isinstance(expected, list) and isinstance(found, list):
         pairs = zip(found, expected, strict=False)
         return len(expected) == len(found) and all(_equal(left, right, tolerance) for left, right in pairs)

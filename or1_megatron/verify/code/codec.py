@@ -10,8 +10,11 @@ None, bool, str, list, float and small int stand for themselves; everything else
 
 from __future__ import annotations
 
+import itertools
+from _collections import deque  # type: ignore[import-not-found]  # collections itself takes time to import
 from typing import Any
 
+_ITERABLES: tuple[type, ...] = (range, deque, type({}.keys()), type({}.values()), type({}.items()))
 _BIG = 1 << 4096  # above it, decimal conversion is slow (quadratic) and Python may refuse it
 _MAX_NODES = 1_000_000
 
@@ -33,8 +36,11 @@ class TreeNode:
         self.right = right
 
 
-def encode(value: Any) -> Any:
-    """Encode a value. Raises TypeError for anything but data, ValueError for a linked structure that does not end."""
+def encode(value: Any, iterators: bool = False) -> Any:
+    """Encode a value. ``iterators``: what can only be iterated over (generators, map objects, ranges, ...) is a list.
+
+    Raises TypeError for anything but data, ValueError for a linked structure or an iterator that does not end.
+    """
     if value is None or isinstance(value, (bool, str)):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, int):
@@ -43,12 +49,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode(item, iterators) for item in value]
     if isinstance(value, dict):
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+        return {"dict": [[encode(key), encode(item, iterators)] for key, item in value.items()]}
     for tag, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
         if isinstance(value, kind):
-            return {tag: [encode(item) for item in value]}
+            return {tag: [encode(item, iterators) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
     if hasattr(value, "tolist"):  # NumPy scalars and arrays
@@ -57,6 +63,11 @@ def encode(value: Any) -> Any:
         return {"list_node": [encode(item) for item in walk_list(value)]}
     if hasattr(value, "left") and hasattr(value, "right") and hasattr(value, "val"):
         return {"tree_node": [encode(item) for item in walk_tree(value)]}
+    if iterators and (isinstance(value, _ITERABLES) or hasattr(value, "__next__")):
+        items = [encode(item, iterators) for item in itertools.islice(value, _MAX_NODES)]
+        if len(items) == _MAX_NODES:
+            raise ValueError("an iterator of more than " + str(_MAX_NODES - 1) + " items")
+        return items
     raise TypeError("a value of type " + type(value).__name__ + " is not data")
 
 

@@ -7,12 +7,14 @@ Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
 - ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
 - ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
 
-Optional beside them: ``checker`` (see ``verify.code.checkers``), and ``starter_code``, whose annotations say which
-arguments are linked lists or trees when the submission's do not.
+Optional beside them: ``checker`` (see ``verify.code.checkers``); ``starter_code``, whose annotations say which
+arguments are linked lists or trees when the submission's do not; ``limits`` {time_s?, memory_bytes?} of each test; and
+beside ``test_code`` ``helpers``, the submission's other functions that it calls.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ from or1_megatron.verify.code.tests import (
     CodeTest,
     CodeTests,
     Comparison,
+    RowLimits,
     StdinTest,
     call_request,
     is_call_name,
@@ -35,6 +38,7 @@ _KINDS = (
     "expected one of {inputs, outputs, fn_name?}, {assert_case}, {entry_point, import_prefix, test_code}, "
     "{public_test_cases, private_test_cases, metadata}"
 )
+_LEAST_MEMORY_BYTES = 64 << 20  # below it Python itself would run out, and the submission would be blamed
 
 
 def parse_code_tests(ground_truth: str) -> CodeTests:
@@ -46,10 +50,14 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
     if not isinstance(decoded, dict):
         raise ValueError(f"found the JSON of a {type(decoded).__name__}; {_KINDS}")
     if "public_test_cases" in decoded or "private_test_cases" in decoded:
-        decoded = {**livecodebench.as_input_output(decoded), "checker": decoded.get("checker")}
+        kept = {name: decoded.get(name) for name in ("checker", "limits", "helpers")}
+        decoded = {**livecodebench.as_input_output(decoded), **kept}
+    limits = _limits(decoded.get("limits"))
     if "test_code" in decoded:
         _no_checker(decoded)
-        return CodeTests(check_tests(decoded), Checker("json"), decoded["import_prefix"])
+        return CodeTests(check_tests(decoded), Checker("json"), decoded["import_prefix"], limits=limits)
+    if decoded.get("helpers") is not None:
+        raise ValueError("helpers: found beside tests that have no names of their own; expected them beside test_code")
     if "inputs" not in decoded and "assert_case" not in decoded:
         raise ValueError(f"unknown kind: an object with keys {sorted(decoded)}; {_KINDS}")
     tests: tuple[CodeTest, ...] = ()
@@ -65,7 +73,25 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
     starter = decoded.get("starter_code") or ""
     if not isinstance(starter, str):
         raise ValueError(f"starter_code: found {starter!r:.100}, expected source")
-    return CodeTests(tests, checker, starter=starter)
+    return CodeTests(tests, checker, starter=starter, limits=limits)
+
+
+def _limits(value: Any) -> RowLimits:
+    if value is None:
+        return RowLimits()
+    if not isinstance(value, dict) or not value.keys() <= {"time_s", "memory_bytes"}:
+        raise ValueError(f"limits: found {value!r:.100}, expected an object with time_s, memory_bytes or both")
+    time_s, memory_bytes = value.get("time_s"), value.get("memory_bytes")
+    wrong = []
+    if time_s is not None and (type(time_s) not in (int, float) or not 0 < time_s < math.inf):
+        wrong.append(f"limits.time_s: found {time_s!r:.100}, expected seconds above 0")
+    if memory_bytes is not None and (type(memory_bytes) is not int or memory_bytes < _LEAST_MEMORY_BYTES):
+        wrong.append(
+            f"limits.memory_bytes: found {memory_bytes!r:.100}, expected an integer of at least {_LEAST_MEMORY_BYTES}"
+        )
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return RowLimits(time_s, memory_bytes)
 
 
 def _no_checker(decoded: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from or1_megatron.verify.code.checkers import plain, text_matches, value_matches
 from or1_megatron.verify.code.codec import encode
 from or1_megatron.verify.code.imports import with_imports
 from or1_megatron.verify.code.in_sandbox import own_program
-from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, StdinTest
-from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits
+from or1_megatron.verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
+from or1_megatron.verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits
 from or1_megatron.verify.sandbox.sandbox import Sandbox
 from or1_megatron.verify.sandbox.session import Session, SessionEnded
 
@@ -45,12 +45,12 @@ class TestOutcome:
 
 
 class CodeRun:
-    """Runs tests in a sandbox, whose limits apply to each test; ``budget_s`` is the wall time of all together."""
+    """Runs tests in a sandbox, whose limits apply to each test unless the row has its own; ``budget_s`` is the wall
+    time of all together."""
 
     def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
         self._sandbox = sandbox
         self._checkers = checkers
-        self._limits = sandbox.limits
         self._budget_s = budget_s
 
     def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
@@ -60,26 +60,29 @@ class CodeRun:
         """
         deadline_s = time.monotonic() + self._budget_s
         source = with_imports(source, tests.prefix)
-        calls = _Calls(self._sandbox, tests, source)
+        limits = row_limits(self._sandbox, tests.limits)
+        calls = _Calls(self._sandbox, tests, source, limits)
         try:
             for test in tests.tests:
                 if time.monotonic() > deadline_s:
                     yield TestOutcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
                     return
-                yield TestOutcome(test.name, self._failure(test, tests, source, calls))
+                yield TestOutcome(test.name, self._failure(test, tests, source, calls, limits))
         finally:
             calls.close()
 
-    def _failure(self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls) -> str | None:
+    def _failure(
+        self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls, limits: SandboxLimits
+    ) -> str | None:
         if isinstance(test, StdinTest):
-            return self._stdin(test, tests, source)
+            return self._stdin(test, tests, source, limits)
         if isinstance(test, CallTest):
             return self._call(test, tests, calls)
-        return self._program(test, tests, source)
+        return self._program(test, tests, source, limits)
 
-    def _stdin(self, test: StdinTest, tests: CodeTests, source: str) -> str | None:
+    def _stdin(self, test: StdinTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
         program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
-        result = self._sandbox.run(program, test.stdin)
+        result = self._sandbox.run(program, test.stdin, limits)
         if result.failure:
             return result.failure
         if tests.checker.is_program:
@@ -110,13 +113,13 @@ class CodeRun:
             right = any(value_matches(found, one, tests.checker) for one in wanted)
         return None if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
 
-    def _program(self, test: ProgramTest, tests: CodeTests, source: str) -> str | None:
+    def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
         """Carry lines between the test program's sandbox and the submission's."""
-        limits = replace(self._limits, cpu_s=_PROGRAM_CPU_TIMES * self._limits.cpu_s)
+        limits = replace(limits, cpu_s=_PROGRAM_CPU_TIMES * limits.cpu_s)
         if key := limits.keys.get("cpu_time"):
             limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
         judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
-        calls = _Calls(self._sandbox, tests, source, limits)
+        calls = _Calls(self._sandbox, tests, source, limits, for_program=True)
         setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
         line, asked = json.dumps(setup).encode(), 0
         deadline_s = time.monotonic() + self._budget_s
@@ -140,17 +143,30 @@ class CodeRun:
         return f"{message['failed']}: {message['at']}"
 
 
+def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
+    """Return the sandbox's limits with those of the row in their place; memory is at most the node's."""
+    limits, keys = sandbox.limits, dict(sandbox.limits.keys)
+    if row.time_s is not None:
+        keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
+        limits = replace(limits, cpu_s=row.time_s, wall_s=WALL_PER_CPU * row.time_s, keys=keys)
+    if row.memory_bytes is not None:
+        most = sandbox.most_memory_bytes or row.memory_bytes
+        keys["memory"] = "the row's limits.memory_bytes" if row.memory_bytes <= most else "verify.node_memory_bytes"
+        limits = replace(limits, memory_bytes=min(row.memory_bytes, most), keys=keys)
+    return limits
+
+
 class _Calls:
     """A submission in a sandbox, loaded at the first call. Each call runs in a fork of it.
 
-    With ``program_limits`` the calls are a test program's: one process runs them all and holds the objects they make.
+    ``for_program``: the calls are a test program's; one process runs them all and holds the objects they make.
     """
 
     def __init__(
-        self, sandbox: Sandbox, tests: CodeTests, source: str, program_limits: SandboxLimits | None = None
+        self, sandbox: Sandbox, tests: CodeTests, source: str, limits: SandboxLimits, for_program: bool = False
     ) -> None:
         self._sandbox, self._tests, self._source = sandbox, tests, source
-        self._limits = program_limits
+        self._limits, self._for_program = limits, for_program
         self._forks = False  # until the call server says that it can
         self._session: Session | None = None
 
@@ -161,7 +177,7 @@ class _Calls:
             "prefix": self._tests.prefix,
             "source": self._source,
             "starter": self._tests.starter,
-            "fork": self._limits is None,
+            "fork": not self._for_program,
         }
         answer = self._exchange(setup)
         if "raised" in answer:
@@ -177,7 +193,7 @@ class _Calls:
         except SessionEnded:
             self.close()
             raise
-        if self._limits is None and not self._forks:  # no forks here: the next call gets a sandbox of its own
+        if not self._for_program and not self._forks:  # no forks here: the next call gets a sandbox of its own
             self.close()
         return answer
 

@@ -51,6 +51,15 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 
 @dataclass(frozen=True, slots=True)
+class RowLimits:
+    """The limits that a row sets for each of its tests; None: the configuration's. They bind submissions alone."""
+
+    time_s: float | None = None
+    """CPU time; the wall time limit follows it."""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CodeTests:
     """All tests of one problem. ``prefix``: source that is put before the submission's; it expects nothing.
 
@@ -61,6 +70,7 @@ class CodeTests:
     checker: Checker
     prefix: str = ""
     starter: str = ""
+    limits: RowLimits = RowLimits()
 
 
 def call_request(name: str, arguments: list[Any], keywords: Mapping[str, Any], typed: bool) -> Mapping[str, Any]:

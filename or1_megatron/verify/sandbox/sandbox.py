@@ -47,6 +47,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
         """``node_memory_bytes`` limits all sandboxes on this machine together, where cgroups can be used."""
         self.limits = limits
+        self.most_memory_bytes = node_memory_bytes
+        """The memory that one run may ever have; None: no bound."""
         self._cgroups = CgroupPool.open(node_memory_bytes)
         self._tier: Bubblewrap | Landlock
         failures = []
@@ -130,11 +132,12 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
     )
     node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     sandbox = Sandbox(limits, config.sandbox, node_bytes)
+    most_bytes, key = node_bytes, "verify.node_memory_bytes"
     if not sandbox.cgroups:  # nothing limits their sum, so each worker's programs get the worker's share
-        share = node_bytes // config.workers
-        if share < limits.memory_bytes:
-            keys = {**limits.keys, "memory": "verify.node_memory_bytes / verify.workers"}
-            sandbox.limits = replace(limits, memory_bytes=share, keys=keys)
+        most_bytes, key = node_bytes // config.workers, f"{key} / verify.workers"
+        sandbox.most_memory_bytes = most_bytes
+    if most_bytes < limits.memory_bytes:
+        sandbox.limits = replace(limits, memory_bytes=most_bytes, keys={**limits.keys, "memory": key})
     return sandbox
 
 

@@ -58,9 +58,9 @@ class Submission:
             return [self.decode(item) for item in encoded]
         return codec.decode(encoded, self.names["ListNode"], self.names["TreeNode"])
 
-    def encode(self, value: Any, keep: bool) -> Any:
+    def encode(self, value: Any, keep: bool, iterators: bool = False) -> Any:
         try:
-            return codec.encode(value)
+            return codec.encode(value, iterators)
         except TypeError:
             if not keep:
                 raise
@@ -98,7 +98,7 @@ class Submission:
         value = function(*arguments, **keywords)
         if back is not None and value is None:  # an empty structure
             value = []
-        answer = {"value": self.encode(value, keep)}
+        answer = {"value": self.encode(value, keep, bool(call.get("typed")))}
         if keep:  # for tests that look at the arguments after the call
             answer["changed"] = [self.changed(item) for item in arguments]
             answer["changed_keywords"] = {name: self.changed(item) for name, item in keywords.items()}

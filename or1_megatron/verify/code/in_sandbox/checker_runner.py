@@ -25,10 +25,16 @@ def verdict(source: str, arguments: str) -> dict[str, Any]:
         check = checker.check
     except BaseException as error:
         return {"broken": codec.complaint(error)}
+    given: list[Any] = []
     try:
-        return {"accepted": bool(check(*[codec.decode(item) for item in json.loads(arguments)]))}
-    except (NameError, ImportError, AttributeError) as error:
+        given = [codec.decode(item) for item in json.loads(arguments)]
+        return {"accepted": bool(check(*given))}
+    except (NameError, ImportError) as error:
         return {"broken": codec.complaint(error)}
+    except AttributeError as error:
+        own = isinstance(error.obj, ModuleType) or any(error.obj is item for item in given[::2])
+        kind = "broken" if own else "raised"  # else the output lacks it: another type than the checker expects
+        return {"accepted": False, kind: codec.complaint(error)}
     except BaseException as error:
         return {"accepted": False, "raised": codec.complaint(error)}
 

@@ -22,6 +22,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+# Two end loops: to `zip(map(f, xs), wanted)` and `all(map(f, xs))`, a StopIteration means that all was compared. Two
+# cannot be made from one text.
+NEVER_PASSED_ON = (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)
+
 
 class Channel:
     def __init__(self) -> None:
@@ -74,7 +78,7 @@ class Channel:
         answer = self.receive()
         if "raised" in answer:
             kind = getattr(builtins, answer["type"], RuntimeError)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, UnicodeError):
+            if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, NEVER_PASSED_ON):
                 kind = RuntimeError
             raise kind(answer["raised"])
         for argument, state in zip(arguments, answer.get("changed") or [], strict=False):
