@@ -107,6 +107,13 @@ CHECKED = {
         "sum(k * given[0] == result for k in range(1, result + 1)) == 1\n",
     },
 }
+ACCOUNT = {
+    "assert_case": "a = Account(5)\nassert a.owner is None and not hasattr(a, 'password')\na.open('x')\n"
+    "assert a.owner is not None and hasattr(a, 'balance')\nassert 4 < a.balance + 1 < 7\n"
+    "assert isinstance(a.balance, int)\ndraw = a.draw\nassert f'{draw(2)} {a.balance}' == '2 3'\n"
+    "assert getattr(a, 'limit', 0) == 0"
+}
+OWNED = {"assert_case": "a = Account()\nassert a.owner is not None\nassert hasattr(a, 'balance')"}
 UNICODE = {"inputs": ["cafe\u0301\n", "A\u030angstro\u0308m\n"], "outputs": ["caf\u00e9\n", "\u00c5ngstr\u00f6m\n"]}
 FLOOD = {"inputs": ["300000\n"], "outputs": ["".join(f"{n}\n" for n in range(300000))]}
 ZERO_OF = {  # as HumanEval/32: the test judges by a function of the statement
@@ -158,6 +165,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "odd": ODD, "count": COUNT, "shout": SHOUT, "zipped": ZIPPED, "primes": PRIMES, "safe": SAFE, "point": POINT,
     "checked": CHECKED, "unicode": UNICODE, "countdown": COUNTDOWN, "flood": FLOOD,
     "halves": HALVES, "zero_of": ZERO_OF, "thirds": THIRDS, "shift": SHIFT, "quick": QUICK,
+    "account": ACCOUNT, "owned": OWNED,
     "lcb_stdin": _lcb(functional=False), "lcb_call": _lcb(functional=True),
 }  # fmt: skip
 

@@ -188,7 +188,8 @@ class VerifyConfig(Section):
     workers: Positive = 1
     """Verifier workers. Unit: processes."""
     timeout_s: PositiveFloat = 5.0
-    """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced."""
+    """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced. Code: CPU time of
+    each test, unless its row has ``limits.time_s``."""
     max_error_fraction: Fraction = 0.05
     """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
     custom: dict[str, str] = Field(default_factory=dict)
@@ -203,7 +204,8 @@ class VerifyConfig(Section):
     """Confinement of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak:
     neither, and files of this machine can be read: only for a machine that holds nothing of value."""
     memory_bytes: Positive = 4 << 30
-    """Memory of one untrusted program. Recipe: 50 GB per test process in the paper (docs/recipe.md, section 8)."""
+    """Memory of one untrusted program, unless its row has ``limits.memory_bytes``; at most node_memory_bytes. Recipe:
+    50 GB per test process in the paper (docs/recipe.md, section 8)."""
     node_memory_bytes: Positive | None = None
     """Memory of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get
     the worker's share of it. Unset: half of the node's memory."""

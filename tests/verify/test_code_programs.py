@@ -45,6 +45,13 @@ PROGRAMS: dict[str, tuple[str, str, str]] = {
         STACK,
         STACK.replace("self.size += 1", "pass"),
     ),
+    "attributes, fetched where they are not called": (
+        "import enum\nclass Color(enum.Enum): RED = 1\ns = Stack().push(1)\nassert s.top is None and s.size > 0\n"
+        "assert not hasattr(s, 'colour') and getattr(s, 'colour', 3) == 3\npush = s.push\npush(2)\n"
+        "match Color.RED:\n    case Color.RED: assert f'{s.size}' == '2'",
+        STACK.replace("self.size = [], 0", "self.size = [], 0; self.top = None"),
+        STACK,
+    ),
     "random inputs and a reference": (
         "import random\nrandom.seed(1)\nfor _ in range(20):\n    xs = [random.randrange(9) for _ in range(5)]\n"
         "    assert f(list(xs)) == sorted(xs)",

@@ -86,6 +86,55 @@ def test_a_run_names_the_limit_that_it_met(sandbox: Sandbox, case: str) -> None:
     assert sandbox.run(program, limits=replace(sandbox.limits, **times)).failure == words
 
 
+ROWS = {
+    "time": ("program", {"time_s": 0.2}, "while True: pass", "the row's limits.time_s)"),
+    "a call's time": ("call", {"time_s": 0.2}, "while True: pass", "the row's limits.time_s)"),
+    "a process's memory": (
+        "stdin",
+        {"memory_bytes": 80 << 20},
+        "x = bytearray(90 << 20)",
+        "memory limit of 80.0 MiB (the row's limits.memory_bytes)",
+    ),
+    "more than the configuration's": ("call", {"memory_bytes": 200 << 20}, "x = bytearray(110 << 20)", ""),
+    "more than the node's": (
+        "stdin",
+        {"memory_bytes": 1 << 40},
+        "x = bytearray(1 << 30)",
+        "memory limit of 256.0 MiB (verify.node_memory_bytes)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_has_limits_of_its_own(sandbox: Sandbox, case: str) -> None:
+    """In the place of the configuration's, for each kind of test, and never more memory than the node's budget."""
+    kind, limits, body, words = ROWS[case]
+    truth: dict[str, object] = {
+        "stdin": {"inputs": [""], "outputs": ["1"]},
+        "call": {"inputs": [[]], "outputs": [1], "fn_name": "f"},
+        "program": {"assert_case": ["x = 1\nassert f() == x"]},
+    }[kind]
+    source = f"def f():\n    {body}\n    return 1\n" + ("print(f())" if kind == "stdin" else "")
+    text = json.dumps({**truth, "limits": limits})
+    problem = Problem("i", "s", "code", (Message("user", "q"),), text, {}, "x.jsonl:1")
+    sandbox.most_memory_bytes = 256 << 20
+    verdict = CodeVerifier(VerifyConfig(), sandbox).verify(problem, f"</think>\n```python\n{source}\n```", False)
+    assert verdict.status == ("wrong" if words else "right") and words in verdict.detail, verdict
+
+
+def test_memory_is_at_most_the_nodes() -> None:
+    """A recipe's 50 GB on a machine that has less."""
+    made = open_sandbox(VerifyConfig(memory_bytes=50_000_000_000, node_memory_bytes=1 << 30, workers=2))
+    made.close()
+    expected = (
+        (1 << 30, "verify.node_memory_bytes")
+        if made.cgroups
+        else (1 << 29, "verify.node_memory_bytes / verify.workers")
+    )
+    assert (made.limits.memory_bytes, made.limits.keys["memory"]) == expected
+    assert made.most_memory_bytes == expected[0]
+
+
 @pytest.mark.parametrize("case", CALLS)
 def test_a_verdict_names_the_limit_that_a_call_met(sandbox: Sandbox, case: str) -> None:
     """A call runs in a fork, whose death its parent reports from inside; in the second tier there are no forks."""

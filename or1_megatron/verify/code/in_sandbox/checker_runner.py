@@ -32,8 +32,9 @@ def verdict(source: str, arguments: str) -> dict[str, Any]:
     except (NameError, ImportError) as error:
         return {"broken": codec.complaint(error)}
     except AttributeError as error:
-        own = isinstance(error.obj, ModuleType) or any(error.obj is item for item in given[::2])
-        kind = "broken" if own else "raised"  # else the output lacks it: another type than the checker expects
+        rows_own = any(error.obj is item for item in given[::2]) and error.obj is not given[1]
+        # what the output lacks, it lacks because it is of another type than the checker expects
+        kind = "broken" if rows_own or isinstance(error.obj, ModuleType) else "raised"
         return {"accepted": False, kind: codec.complaint(error)}
     except BaseException as error:
         return {"accepted": False, "raised": codec.complaint(error)}

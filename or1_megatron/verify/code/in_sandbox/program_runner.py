@@ -54,8 +54,6 @@ class Channel:
         self.out.flush()
 
     def encode(self, value: Any) -> Any:
-        if isinstance(value, Member):
-            value = value._value()
         if isinstance(value, Remote):
             if "object" not in value._operation:
                 raise TypeError("a function of the submission cannot be an argument")
@@ -151,46 +149,67 @@ class Remote(StandIn):
 
 
 class Member(StandIn):
-    """Stands for ``object.name``: a method when it is called, else data, fetched when it is compared or used."""
+    """Stands for ``object.name``, which is called as a method, or fetched at once (``fetch``) where it is not."""
 
-    def _value(self) -> Any:
+    def fetch(self) -> Any:
         return self._channel.ask({"operation": "attribute", **self._operation})
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._value(), name)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self._value() == other)
-
-    def __ne__(self, other: object) -> bool:
-        return bool(self._value() != other)
-
-    def __bool__(self) -> bool:
-        return bool(self._value())
-
-    def __len__(self) -> int:
-        return len(self._value())
-
-    def __iter__(self) -> Any:
-        return iter(self._value())
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._value()[key]
+def fetch(value: Any) -> Any:
+    return value.fetch() if isinstance(value, Member) else value
 
 
-class AssertMarker(ast.NodeTransformer):
-    """Tells the channel when an assert is being evaluated."""
+def get_attribute(owner: Any, name: str, *default: Any) -> Any:
+    """``getattr``, which would not ask whether the submission's object has the attribute."""
+    try:
+        return fetch(getattr(owner, name))
+    except AttributeError:
+        if not default:
+            raise
+        return default[0]
+
+
+def has_attribute(owner: Any, name: str) -> bool:
+    try:
+        get_attribute(owner, name)
+    except AttributeError:
+        return False
+    return True
+
+
+class Marker(ast.NodeTransformer):
+    """Tells the channel when an assert is being evaluated, and fetches attributes that are not called."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
+        self.generic_visit(node)
         begin, end = (ast.parse(name + "()").body[0] for name in ("__assert_begins__", "__assert_ends__"))
-        marked = ast.Try(body=[begin, node], handlers=[], orelse=[], finalbody=[end])
-        for part in (begin, end, marked):
-            for child in ast.walk(part):
-                if child is not node and not hasattr(child, "lineno"):
-                    ast.copy_location(child, node)
-        return ast.fix_missing_locations(marked)
+        return located(ast.Try(body=[begin, node], handlers=[], orelse=[], finalbody=[end]), node)
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        if isinstance(node.func, ast.Attribute):
+            node.func.value = self.visit(node.func.value)
+        else:
+            node.func = self.visit(node.func)
+        node.args = [self.visit(item) for item in node.args]
+        node.keywords = [self.visit(item) for item in node.keywords]
+        return node
+
+    def visit_MatchValue(self, node: ast.MatchValue) -> ast.MatchValue:
+        return node  # a pattern can hold no call
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        return located(ast.Call(ast.Name("__fetch__", ast.Load()), [node], []), node)
+
+
+def located(made: Any, node: ast.AST) -> Any:
+    """Give every new part of ``made`` the place of ``node``, which it stands for."""
+    for part in ast.walk(made):
+        if hasattr(part, "_attributes") and not hasattr(part, "lineno"):
+            ast.copy_location(part, node)
+    return ast.fix_missing_locations(made)
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -203,13 +222,14 @@ def run(setup: dict[str, Any]) -> None:
     names["list_node"] = lambda values: codec.build_list(values, names["ListNode"])
     names["tree_node"] = lambda values: codec.build_tree(values, names["TreeNode"])
     names["is_same_list"] = names["is_same_tree"] = is_same
-    exec(compile(setup["prefix"], "prefix.py", "exec"), names)
+    names.update(__assert_begins__=CHANNEL.assert_begins, __assert_ends__=CHANNEL.assert_ends)
+    names.update(__fetch__=fetch, getattr=get_attribute, hasattr=has_attribute)
+    exec(compile(Marker().visit(ast.parse(setup["prefix"])), "prefix.py", "exec"), names)
     for name, of in setup["stand_ins"].items():
         names[name] = Remote(CHANNEL, {"name": of})
-    names.update(__assert_begins__=CHANNEL.assert_begins, __assert_ends__=CHANNEL.assert_ends)
     for statement in ast.parse(setup["program"]).body:
         try:
-            marked = AssertMarker().visit(statement)
+            marked = Marker().visit(statement)
             exec(compile(ast.Module([marked], []), "test_program.py", "exec"), names)
         except BaseException as error:
             CHANNEL.send({"failed": codec.complaint(error), "at": failing_line(error, setup["program"].splitlines())})
