@@ -30,8 +30,10 @@ from or1_megatron.verify.code.verifier import CodeVerifier
 TESTS = 30
 STDIN = {"inputs": [f"{n}\n" for n in range(TESTS)], "outputs": [f"{n * n}\n" for n in range(TESTS)]}
 CALLS = {"inputs": [f"{n}" for n in range(TESTS)], "outputs": [f"{n * n}" for n in range(TESTS)], "fn_name": "f"}
-OURS_ALONE = frozenset({"fraction_tolerant", "divisors", "pair", "split", "permute", "reverse", "depth"})
-"""Problems with a checker or with nodes. Both peers have neither, and ignore them."""
+OURS_ALONE = frozenset(
+    name for name, truth in PROBLEMS.items() if {"checker", "limits"} & truth.keys() or name in ("reverse", "depth")
+)
+"""Problems with a checker, with limits of their own or with nodes. Both peers have none, and ignore them."""
 
 SPEED = (("stdin", STDIN, "n = int(input())\nprint(n * n)"), ("call", CALLS, "def f(n):\n    return n * n"))
 

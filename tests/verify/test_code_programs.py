@@ -80,6 +80,18 @@ DISHONEST: dict[str, tuple[str, str]] = {
         "x = 1\nassert f() == 3",
         "class E:\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef f(): return E()",
     ),
+    "an exception that ends the loop": (
+        "for found, wanted in zip(map(f, [1, 2]), [1, 4]):\n    assert found == wanted",
+        "def f(n): raise StopIteration",
+    ),
+    "an exception that is called like one that ends the loop": (
+        "assert all(map(f, [1, 2]))\nassert not any(map(f, [3]))",
+        "class StopIteration(Exception): pass\ndef f(n): raise StopIteration",
+    ),
+    "attributes that are not there": (
+        "x = f()\nassert x.left is not None or hasattr(x, 'right')",
+        "class E: left = None\ndef f(): return E()",
+    ),
     "an object that is always true": ("x = 1\nassert f().ok", "class E:\n    ok = None\ndef f(): return E()"),
     "a length that lies about itself": (
         "x = 1\nassert len(f()) == 3",
