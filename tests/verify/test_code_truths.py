@@ -89,6 +89,12 @@ BAD_TRUTHS = {
         {"assert_case": ["(a, b) = f(1), 2\nfor n in range(3):\n    c = a + n\n    assert same(c, 2)"]},
         "judge its own result",
     ),
+    "judged by way of a loop": (
+        {"assert_case": ["found = []\nfound.append(f(1))\nfor x in found:\n    assert same(x, 2)"]},
+        "judge its own result",
+    ),
+    "judged for all": ({"assert_case": ["assert all(same(f(n), n) for n in range(3))"]}, "judge its own result"),
+    "judged to be true": ({"assert_case": ["assert same(f(1), 2) is True"]}, "judge its own result"),
     "lcb test": ({"public_test_cases": '[{"input": 1}]'}, "public_test_cases[0]: found {'input': 1}"),
     "lcb mixed": ({"public_test_cases": [TEST, {**TEST, "testtype": "functional"}]}, "all 'stdin' or all 'functional'"),
     "lcb name": ({"public_test_cases": [{**TEST, "testtype": "functional"}]}, "no func_name"),
@@ -152,6 +158,9 @@ def test_plain_asserts_are_split_and_others_are_programs() -> None:
         "assert abs(f(1) - 2) < 1e-6": (ProgramTest,),
         "assert decode(encode('x')) == 'x'": (ProgramTest,),
         "assert math.isclose(f(1), 2)": (ProgramTest,),
+        "for n in [2, 3]:\n    assert is_prime(n)": (ProgramTest,),
+        "assert all(is_prime(n) for n in (2, 3))": (ProgramTest,),
+        "x = f(1)\nassert x == 2 and g(3) == x": (ProgramTest,),
     }
     for program, expected in kinds.items():
         assert tuple(map(type, parsed({"assert_case": [program]}).tests)) == expected, program

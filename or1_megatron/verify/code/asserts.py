@@ -197,19 +197,31 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
 def _results(module: ast.Module, remote: set[str]) -> set[str]:
     """Return the variables that are assigned what the submission's functions have returned, whole or in part."""
     found: set[str] = set()
-    assigned = [node for node in ast.walk(module) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
         more = {
-            target.id
-            for node in assigned
-            if node.value is not None and _has_result(node.value, remote, found)
-            for part in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            for target in ast.walk(part)
-            if isinstance(target, ast.Name)
+            part.id
+            for target, value in bindings
+            if _has_result(value, remote, found)
+            for part in ast.walk(target)
+            if isinstance(part, ast.Name)
         }
         if more <= found:
             return found
         found |= more
+
+
+def _bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Return (what gets a value, the value) of an assignment, a loop or a method's argument: ``a.append(f(1))``."""
+    if isinstance(node, ast.Assign):
+        return [(target, node.value) for target in node.targets]
+    if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+        return [] if node.value is None else [(node.target, node.value)]
+    if isinstance(node, ast.For | ast.comprehension):
+        return [(node.target, node.iter)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        return [(node.func.value, item) for item in node.args]
+    return []
 
 
 def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
@@ -228,9 +240,13 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _judged_inside(test.operand, remote, results)
     if isinstance(test, ast.Compare):
-        return all(
-            isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in (test.left, *test.comparators)
-        )
+        sides = (test.left, *test.comparators)
+        if any(isinstance(item, ast.Constant) and isinstance(item.value, bool) for item in sides):
+            return any(_judged_inside(item, remote, results) for item in sides)
+        return all(isinstance(item, ast.Call) and _is_remote(item.func, remote) for item in sides)
+    if isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in ("all", "any", "bool"):
+        items = [item.elt if isinstance(item, ast.GeneratorExp | ast.ListComp) else item for item in test.args]
+        return any(_judged_inside(item, remote, results) for item in items)
     if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
         return False
     arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
