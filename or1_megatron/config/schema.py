@@ -157,8 +157,8 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1
     """OpenMP threads of one engine. CPU alone. Unit: threads."""
-    start_timeout_s: PositiveFloat = 600.0
-    """Deadline for the engines to start."""
+    start_timeout_s: PositiveFloat | None = None
+    """Deadline for the engines to start. Unset: 600 s, and the time to read the model's weights at 0.2 GB/s."""
     max_engine_restarts: NonNegative = 2
     """How often each engine is started again when it dies, before its death ends the run. Unit: restarts."""
     old_kv_cache: Literal["recompute", "keep"] = "recompute"

@@ -107,7 +107,7 @@ def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> 
             expert_model_parallel_size=config.expert,
             expert_tensor_parallel_size=config.tensor,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
-            create_gloo_process_groups=True,
+            create_gloo_process_groups=False,  # they serve Megatron's own formats of optimizer checkpoints alone
         )
     model_parallel_cuda_manual_seed(seed)
     control, replica, leaders = _control_groups(timeout_s)

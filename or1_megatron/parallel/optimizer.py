@@ -103,6 +103,7 @@ def build_optimizer(
         ),
         chunks,
         config_overrides={},
+        use_gloo_process_groups=False,
     )
 
 

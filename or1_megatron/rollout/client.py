@@ -14,7 +14,7 @@ from or1_megatron.config.schema import RolloutConfig, VerifyConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
 
@@ -153,11 +153,12 @@ def start_rollouts(
     manager = ManagerActor.options(**options).remote(
         engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
     )
+    timeout_s = config.start_timeout_s or START_S
     try:
-        ray.get(manager.start.remote(), timeout=config.start_timeout_s)
+        ray.get(manager.start.remote(), timeout=timeout_s)
     except GetTimeoutError as error:
         raise RolloutError(
-            f"rollout manager and verifiers were not up after rollout.start_timeout_s = {config.start_timeout_s:g}"
+            f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
         ) from error
     except RayError as error:
         raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error

@@ -58,8 +58,6 @@ def start_ray(address: str | None, run_id: str) -> None:
     if ray.is_initialized():
         raise ClusterError("start_ray: this process is connected to Ray already; call stop_ray() first")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Engines share the trainer's GPUs under num_gpus=0 with an explicit device list, which Ray would otherwise blank.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {
         "namespace": namespace(run_id),
         "logging_level": "ERROR",
@@ -122,18 +120,6 @@ def stop_ray() -> None:
         _reaper.terminate()
         _reaper.wait()
         _reaper = None
-
-
-def node_of(host: str) -> str:
-    """Return the Ray node id of a host, by address or name.
-
-    Raises:
-        ClusterError: the host is not part of the cluster.
-    """
-    for node in ray.nodes():
-        if node["Alive"] and host in (node["NodeManagerAddress"], node["NodeManagerHostname"]):
-            return str(node["NodeID"])
-    raise ClusterError(f"trainer node {host} is not part of the Ray cluster: run 'ray start --address=...' there")
 
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:

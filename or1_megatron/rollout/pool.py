@@ -18,6 +18,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
+from or1_megatron.rollout.gpus import KEEP_DEVICES
 
 __all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePool"]
 
@@ -27,15 +28,38 @@ log = logging.getLogger(__name__)
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
+START_S = 600.0
+"""Deadline for a start that reads nothing large: processes, imports, compilation, CUDA graphs."""
+_SLOW_STORAGE = 0.2e9  # bytes per second of a network file system that many nodes read at once; all read all weights
 _ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the others answer meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where an engine runs. ``devices`` are CUDA_VISIBLE_DEVICES entries (indices or UUIDs) on that node."""
+    """Where an engine runs. ``devices`` are UUIDs of GPUs of that node, as CUDA_VISIBLE_DEVICES takes them."""
 
     node_id: str | None = None
     devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StartDeadline:
+    """How long the engines may take to start, and why so long."""
+
+    seconds: float
+    reason: str
+
+    @classmethod
+    def of(cls, config: RolloutConfig, model: Path) -> StartDeadline:
+        """Return ``start_timeout_s``; if it is unset, the deadline for the weights in the folder ``model``."""
+        if config.start_timeout_s is not None:
+            return cls(config.start_timeout_s, f"rollout.start_timeout_s = {config.start_timeout_s:g}")
+        weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        return cls(
+            START_S + weights / _SLOW_STORAGE,
+            f"rollout.start_timeout_s is not set, so {START_S:g} s and {weights / 1e9:.1f} GB of weights at "
+            f"{_SLOW_STORAGE / 1e9:g} GB/s",
+        )
 
 
 @ray.remote(num_cpus=0, max_concurrency=_ACTOR_THREADS)
@@ -95,7 +119,7 @@ class EnginePool:
             max_model_tokens: longest prompt + response that any stage or evaluation asks for.
             run_id: as given to ``cluster.start_ray``.
             on_cpu: the engines' nodes have no GPU.
-            places: one per engine; required when colocated on GPUs, else Ray places the engines.
+            places: one per engine; None lets Ray choose, which does not know of trainer ranks and their GPUs.
             weight_transfer: ``handoff.backend``.
 
         Raises:
@@ -115,6 +139,7 @@ class EnginePool:
         self._config, self._run_id, self._on_cpu = config, run_id, on_cpu
         self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()
+        self._deadline = StartDeadline.of(config, model)
         self._settings = [
             EngineSettings(index, model, dtype, max_model_tokens, config, weight_transfer)
             for index in range(config.engines)
@@ -134,11 +159,11 @@ class EnginePool:
         """Block until every engine is up.
 
         Raises:
-            EngineError: one failed to start (with its reason), or was not up ``start_timeout_s`` after the start.
+            EngineError: one failed to start (with its reason), or was not up at the deadline (``StartDeadline``).
         """
-        left_s = self._config.start_timeout_s - (time.monotonic() - self._started_s)
+        left_s = self._deadline.seconds - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
-        self.node_ids = gather(calls, max(left_s, 0.1), "start (rollout.start_timeout_s)")
+        self.node_ids = gather(calls, max(left_s, 0.1), f"start ({self._deadline.reason})")
 
     def restart_lost(self) -> list[int]:
         """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.
@@ -196,6 +221,11 @@ def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cp
 def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> Mapping[str, str]:
     """Return the environment of an engine's process, which vLLM, torch and OpenMP read when they are loaded."""
     env = {
+        # The engines run the model runner that runs on CPU, too. GPUs have another by default, which reports log-probs
+        # only after top-p (worker.FullDistributionLogProbs).
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # CUDA's default. Megatron's 1 comes with the environment of rank 0, if that has started Ray.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the engine's process
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -214,5 +244,5 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             "TORCH_COMPILE_DISABLE": "1",
         }
     if devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        env |= {**KEEP_DEVICES, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
     return env

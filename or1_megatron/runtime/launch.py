@@ -58,7 +58,7 @@ def run_ranks(
     Returns the exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n
     if signal n stopped this process. No process of the ranks is left when it returns.
     """
-    threads = threads_per_rank or max(1, (os.cpu_count() or 1) // ranks)
+    threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
     supervisor = _Supervisor(module, ranks, grace_s)
     os.environ[_MARK] = supervisor.mark  # the ranks and all that they start inherit it
@@ -77,6 +77,15 @@ def run_ranks(
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 128 + supervisor.number if supervisor.number else 0
+
+
+def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
+    """Return the CPU threads of a rank: those wanted, else its share of the machine's cores.
+
+    Args:
+        ranks_here: ranks on this machine, whatever others the run has.
+    """
+    return wanted or max(1, (os.cpu_count() or 1) // ranks_here)
 
 
 class _Supervisor:

@@ -1,16 +1,18 @@
-"""Place engines on the trainer's GPUs when they share them."""
+"""Place engines on GPUs: on those of the trainer, or on the cluster's others."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from or1_megatron.config.schema import Config
+from or1_megatron.config.schema import Config, RolloutConfig
 from or1_megatron.errors import UserError
-from or1_megatron.rollout.cluster import node_of
+from or1_megatron.rollout.gpus import NodeGpus, gpu_uuid, node_gpus
 from or1_megatron.rollout.pool import EnginePlace
 
 
@@ -18,42 +20,90 @@ class PlacementError(UserError, ValueError):
     """Engines and trainer ranks do not fit on the devices as configured."""
 
 
-def engine_places(config: Config) -> list[EnginePlace] | None:
-    """Return one place per engine, on the GPUs of consecutive trainer ranks; None where Ray chooses (CPU, or separate).
+@dataclass(frozen=True, slots=True)
+class RankGpu:
+    """The GPU of a trainer rank. ``host`` is for messages: two hosts may have the same name."""
 
-    Collective over the trainer's ranks on GPUs.
+    host: str
+    uuid: str
+
+
+def engine_places(config: Config) -> list[EnginePlace] | None:
+    """Return one place per engine; None on CPU, where Ray chooses, and on other ranks than 0.
+
+    Collective over the trainer's ranks on GPUs; rank 0 is connected to Ray.
 
     Raises:
-        PlacementError: the engines need more GPUs than there are ranks, or an engine would span nodes.
-        ClusterError: a trainer's node is not part of the Ray cluster.
+        PlacementError: there are too few GPUs, or an engine would span nodes.
+        ClusterError: a node did not list its GPUs.
     """
-    if config.rollout.placement == "separate" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return None
     from or1_megatron.parallel.mesh import start_process_group
 
     start_process_group(config.cluster.verb_timeout_s)
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    mine = (socket.gethostbyname(socket.gethostname()), str(torch.cuda.get_device_properties(index).uuid))
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return None if dist.get_rank() > 0 else _consecutive(config, everyone)
+    mine = RankGpu(socket.gethostname(), gpu_uuid(int(os.environ.get("LOCAL_RANK", "0"))))
+    ranks = [mine] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() > 0:
+        return None
+    place = colocated_places if config.rollout.placement == "colocated" else separate_places
+    return place(config.rollout, ranks, node_gpus())
 
 
-def _consecutive(config: Config, ranks: list[tuple[str, str]]) -> list[EnginePlace]:
-    size, engines = config.rollout.tensor_parallel, config.rollout.engines
+def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
+    """Return places on the GPUs of consecutive trainer ranks."""
+    size, engines = rollout.tensor_parallel, rollout.engines
     if size * engines > len(ranks):
         raise PlacementError(
             f"rollout: {engines} engines of tensor_parallel {size} need {size * engines} GPUs; placement 'colocated' "
             f"has the trainer's {len(ranks)}"
         )
+    node_of = {uuid: node.node_id for node in nodes for uuid in node.gpus}
+    for number, rank in enumerate(ranks[: size * engines]):
+        if rank.uuid not in node_of:
+            raise PlacementError(
+                f"trainer rank {number} on host {rank.host} has {rank.uuid}, which no node of the Ray cluster shows "
+                f"({_listed(nodes, ranks)}): run 'ray start --address=...' there, with all of the trainer's GPUs in "
+                "CUDA_VISIBLE_DEVICES if that is set"
+            )
     places = []
     for engine in range(engines):
         part = ranks[engine * size : (engine + 1) * size]
-        hosts = {host for host, _ in part}
-        if len(hosts) > 1:
+        node_ids = {node_of[rank.uuid] for rank in part}
+        if len(node_ids) > 1:
             raise PlacementError(
-                f"rollout: engine {engine} (tensor_parallel {size}) would span the nodes {sorted(hosts)}; let "
-                "tensor_parallel divide the GPUs of a node"
+                f"rollout: engine {engine} (tensor_parallel {size}) would span the nodes "
+                f"{', '.join(dict.fromkeys(rank.host for rank in part))}; let tensor_parallel divide the GPUs of a node"
             )
-        places.append(EnginePlace(node_of(hosts.pop()), tuple(f"GPU-{uuid}" for _, uuid in part)))
+        places.append(EnginePlace(node_ids.pop(), tuple(rank.uuid for rank in part)))
     return places
+
+
+def separate_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
+    """Return places on GPUs that no trainer rank has, node by node."""
+    size, engines = rollout.tensor_parallel, rollout.engines
+    taken = {rank.uuid for rank in ranks}
+    places: list[EnginePlace] = []
+    for node in nodes:
+        free = [uuid for uuid in node.gpus if uuid not in taken]
+        taken |= set(free)  # two Ray nodes on one machine show the same GPUs
+        places += [
+            EnginePlace(node.node_id, tuple(free[first : first + size]))
+            for first in range(0, len(free) - size + 1, size)
+        ]
+    if len(places) < engines:
+        raise PlacementError(
+            f"rollout: {engines} engines of tensor_parallel {size} need {size * engines} GPUs beside the trainer's "
+            f"{len(ranks)} with placement 'separate', and there is room for {len(places)} of them "
+            f"({_listed(nodes, ranks)}); lower rollout.engines, tensor_parallel or parallel.ranks, or add nodes"
+        )
+    return places[:engines]
+
+
+def _listed(nodes: Sequence[NodeGpus], ranks: Sequence[RankGpu]) -> str:
+    trained = {rank.uuid for rank in ranks}
+    return "; ".join(
+        f"{node.host} shows {len(node.gpus)} GPUs, {len(trained.intersection(node.gpus))} of them the trainer's"
+        for node in nodes
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import torch
 
@@ -34,7 +35,8 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
     for them here or other rows are refused: then all unusable rows are found at once.
 
     Raises:
-        RunFolderBusy, ConfigError: another trainer uses the folder, or the run in it had another configuration.
+        RunFolderBusy, ConfigError: another trainer uses the folder, the run in it had another configuration, or the
+            run asks for more GPUs than are here.
         PreviousStageMissing, ResumeError: the stage before has left no checkpoint, or has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError, DataError, SandboxUnavailable, VerifierBroken: the model, the problems or their verifiers cannot be
@@ -48,6 +50,8 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
     check_choice(config, torch.cuda.is_available())
+    if torch.cuda.is_available():
+        check_gpus_here(config, torch.cuda.device_count())
     for model in (config.model.hf, config.algorithm.kl.reference):
         if model is not None:
             check_weight_files(model, read_hf_config(model))
@@ -75,6 +79,32 @@ def check_room(planned: Plan) -> None:
             return
         there = min(int(gpu.total_memory) for gpu in gpus)
     check_memory(planned.config, planned.shape, planned.device, there)
+
+
+def check_gpus_here(config: Config, gpus: int) -> None:
+    """Check that a run whose ranks all start on this machine finds its GPUs here, before anything starts.
+
+    Args:
+        gpus: how many this process sees.
+
+    Raises:
+        ConfigError: there are fewer than the configuration asks for.
+    """
+    needed, asked = config.parallel.ranks, f"parallel.ranks = {config.parallel.ranks}"
+    if config.rollout.placement == "separate" and config.cluster.ray_address is None:
+        rollout = config.rollout
+        needed += rollout.engines * rollout.tensor_parallel
+        asked += (
+            f" and, with rollout.placement = separate, rollout.engines {rollout.engines} * tensor_parallel "
+            f"{rollout.tensor_parallel} on others"
+        )
+    if needed > gpus:
+        limit = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"{asked} need {needed} GPUs, and there are {gpus} here"
+            + (f" (CUDA_VISIBLE_DEVICES = {limit})" if limit is not None else "")
+            + "; lower one of them, share GPUs (rollout.placement = colocated), or start one launcher per node"
+        )
 
 
 def lacking(config: Config) -> list[str]:

@@ -45,6 +45,7 @@ from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.driver import check_driver
+from or1_megatron.runtime.launch import threads_of_rank
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
@@ -101,8 +102,8 @@ def dump_store(config: Config, folder: RunFolder) -> DumpStore:
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     """Build this rank's mesh and its share of the policy; end the process group afterwards."""
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(config.parallel.threads_per_rank or max(1, cores // config.parallel.ranks))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks))  # torchrun sets it
+    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_here))
     start_process_group(config.cluster.verb_timeout_s)
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)

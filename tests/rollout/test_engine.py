@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from engine_fixtures import END, MAX_MODEL_TOKENS, WORDS, TinyModel, decode, prompt
 from ray.exceptions import RayTaskError
+from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout import pool
+from or1_megatron.rollout.pool import EngineError, EnginePlace, EnginePool, engine_env
 from or1_megatron.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
@@ -136,3 +142,53 @@ def test_scores_of_prompts_equal_transformers(tiny_model: TinyModel, engine_pool
 def test_engines_on_cpu_are_refused_without_a_size_for_their_cache(tiny_model: TinyModel) -> None:
     with pytest.raises(EngineError, match=r"kv_cache_bytes of the engines is not set; on CPU"):
         EnginePool(RolloutConfig(engines=1), tiny_model.folder, "float32", 64, "none", on_cpu=True)
+
+
+def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
+    """With Triton, as on GPUs, vLLM would run its V2 runner, which ``keep_log_probs_of_full_distribution`` refuses.
+
+    Asks vLLM's own decision for the real engine's configuration; does not prove that the V1 runner runs on a GPU.
+    """
+
+    def runners(actor: Any) -> tuple[bool, bool, str]:
+        import vllm.config.vllm as deciding
+        from vllm import envs
+
+        class Unset:
+            def __getattr__(self, name: str) -> Any:
+                return None if name == "VLLM_USE_V2_MODEL_RUNNER" else getattr(envs, name)
+
+        config = actor._thread.call(lambda engine: engine._llm.llm_engine.vllm_config)
+        found, deciding.HAS_TRITON = deciding.HAS_TRITON, True
+        try:
+            ours = config.use_v2_model_runner
+            deciding.envs = Unset()
+            default = config.use_v2_model_runner
+        finally:
+            deciding.HAS_TRITON, deciding.envs = found, envs
+        return ours, default, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+    assert ray.get(engine_pool.handles[0].__ray_call__.remote(runners), timeout=PATIENCE_S) == (False, True, "8")
+
+
+def test_every_variable_of_vllm_that_an_engine_gets_is_one_that_vllm_knows() -> None:
+    from vllm import envs
+
+    ours = engine_env(RolloutConfig(), (), on_cpu=True)
+    assert [name for name in ours if name.startswith("VLLM_") and name not in envs.environment_variables] == []
+
+
+def test_the_deadline_of_a_start_grows_with_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked by hand for Qwen3-235B-A22B: 470 GB in bf16 at 0.2 GB/s are 2350 s. What storage gives is not measured."""
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(235 * 10**9)  # a hole: it takes no space
+    monkeypatch.setattr(EnginePool, "_start", lambda self, settings: SimpleNamespace(ready=SimpleNamespace(remote=int)))
+    waited: list[tuple[float, str]] = []
+    monkeypatch.setattr(pool, "gather", lambda calls, timeout_s, what: waited.append((timeout_s, what)))
+    monkeypatch.setattr(pool.time, "monotonic", lambda: 7.0)
+    for asked in (None, 90.0):
+        config = RolloutConfig(start_timeout_s=asked)
+        EnginePool(config, tmp_path, "bfloat16", 64, "x", on_cpu=False, places=[EnginePlace()]).wait_ready()
+    reason = "rollout.start_timeout_s is not set, so 600 s and 470.0 GB of weights at 0.2 GB/s"
+    assert waited == [(2950.0, f"start ({reason})"), (90.0, "start (rollout.start_timeout_s = 90)")]

@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from or1_megatron.runtime.launch import threads_of_rank
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -180,3 +183,24 @@ def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) ->
     code, errors = run.end()
     assert code == 0, errors
     assert run.left() == []
+
+
+def test_threads_are_shared_by_the_ranks_of_a_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 ranks, 8 on each machine of 192 cores: 24 threads each, however many other machines there are."""
+    from or1_megatron.trainer import run
+
+    config = SimpleNamespace(
+        parallel=SimpleNamespace(threads_per_rank=None, ranks=256), cluster=SimpleNamespace(verb_timeout_s=1.0)
+    )
+    set_to: list[int] = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    monkeypatch.setattr(run.torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(run, "start_process_group", lambda _timeout_s: 1 / 0)
+    for ranks_here in ("8", None):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks_here is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        with pytest.raises(ZeroDivisionError), run.trainer_rank(config):
+            pass
+    assert set_to == [24, 1]  # not started by torchrun: it cannot tell, and takes the fewest
+    assert threads_of_rank(3, 8) == 3

@@ -20,13 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from training import ROOT, Training
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.config.load import load_config
+from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.trainer import preflight
 from or1_megatron.trainer.preflight import check_inputs
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
@@ -127,6 +129,26 @@ def test_a_parquet_file_that_is_none(small_config: SmallConfig, tmp_path: Path) 
     data.write_text("PAR1")
     said = refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
     assert f"data.train: {data} is not a readable parquet file" in said
+
+
+def test_more_gpus_are_asked_for_than_are_here(
+    small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before a rank starts. The GPUs are pretended, and so does the test prove nothing of torch's count."""
+    monkeypatch.setattr(preflight, "cuda_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = small_config(tmp_path / "run")
+    eight = ["parallel.ranks=6", "rollout.engines=1", "rollout.tensor_parallel=2"]
+    check_inputs(load_config(config, [*eight, "rollout.placement=separate"]))
+    more = [*eight, "rollout.placement=separate", "rollout.engines=2"]
+    elsewhere = "cluster.ray_address=auto"  # other nodes may have them; the start counts
+    check_inputs(load_config(config, [*more, elsewhere]))
+    expected = "parallel.ranks = 6 and, with rollout.placement = separate, rollout.engines 2 * tensor_parallel 2"
+    with pytest.raises(ConfigError, match=re.escape(expected) + r" on others need 10 GPUs, and there are 8 here; "):
+        check_inputs(load_config(config, more))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    with pytest.raises(ConfigError, match=r"parallel.ranks = 9 need 9 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
+        check_inputs(load_config(config, ["parallel.ranks=9"]))
 
 
 def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
