@@ -134,7 +134,7 @@ def test_a_parquet_file_that_is_none(small_config: SmallConfig, tmp_path: Path) 
 def test_more_gpus_are_asked_for_than_are_here(
     small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused before a rank starts. The GPUs are pretended, and so does the test prove nothing of torch's count."""
+    """Refused before a rank starts. The GPUs are pretended: that torch counts right is not proven."""
     monkeypatch.setattr(preflight, "cuda_here", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = small_config(tmp_path / "run")
@@ -147,8 +147,8 @@ def test_more_gpus_are_asked_for_than_are_here(
     with pytest.raises(ConfigError, match=re.escape(expected) + r" on others need 10 GPUs, and there are 8 here; "):
         check_inputs(load_config(config, more))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    with pytest.raises(ConfigError, match=r"parallel.ranks = 9 need 9 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
-        check_inputs(load_config(config, ["parallel.ranks=9"]))
+    with pytest.raises(ConfigError, match=r"parallel.ranks = 10 need 10 GPUs, .* 8 here \(CUDA_VISIBLE_DEVICES = 0,1"):
+        check_inputs(load_config(config, ["parallel.ranks=10"]))
 
 
 def test_no_bubblewrap(small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

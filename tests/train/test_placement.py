@@ -61,7 +61,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=2 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
