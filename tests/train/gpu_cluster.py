@@ -104,7 +104,7 @@ def end(nodes: Cluster) -> None:
 def seen_by_engines(settings: Settings, places: Any) -> list[dict[str, Any]]:
     pool = EnginePool(settings.rollout, Path("/no/model"), "float32", 64, RUN, on_cpu=False, places=places)
     calls = [handle.__ray_call__.remote(look_around) for handle in pool.handles]
-    seen: list[dict[str, Any]] = ray.get(calls, timeout=300)
+    seen: list[dict[str, Any]] = ray.get(calls, timeout=500)
     pool.close()
     return seen
 
