@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from or1_megatron.config.schema import ClusterConfig, RolloutConfig
 from or1_megatron.parallel import mesh  # noqa: F401  # once, before the ranks are forked
 from or1_megatron.rollout import cluster, reaper
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.trainer import placement
 from or1_megatron.trainer.placement import engine_places
 
 RUN = "pretended"
@@ -50,6 +52,7 @@ def main(told: dict[str, Any]) -> int:
     nodes = start_nodes(told["nodes"])
     try:
         cluster.start_ray(nodes.address, RUN)
+        placement.node_gpus = cache(placement.node_gpus)  # it stays the same, and each answer starts two processes
         os.environ.update(ranks[0])  # not earlier: Ray's nodes would inherit it
         seen = {}
         for name, rollout in told["scenarios"].items():

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.gpus import NodeGpus
 from or1_megatron.trainer.placement import PlacementError, RankGpu, colocated_places, separate_places
 
 HERE = Path(__file__).parent
+PROGRAM_S = 800.0
+"""Ends a hang of the program, which starts a dozen processes; less than the time limit of a test."""
 A = [f"GPU-a{number}-of-host-a" for number in range(8)]
 B = [f"GPU-b{number}-of-host-b" for number in range(8)]
 NODES = [
@@ -61,7 +62,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         env=environment,
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=PROGRAM_S,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
