@@ -91,8 +91,10 @@ def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
     return lost
 
 
-def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+def gather(calls: Sequence[Any], timeout_s: float, what: str, deadline_of: str = "") -> list[Any]:
     """Return the results of one call per engine, in their order. The first error ends the wait.
+
+    ``deadline_of``: where the deadline comes from, for the message when it passes.
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.
@@ -105,7 +107,9 @@ def gather(calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
         done, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             names = ", ".join(f"engine {order[call]}" for call in waiting)
-            raise EngineError(f"{names} did not {what} within {timeout_s:.0f} s")
+            raise EngineError(
+                f"{names} did not {what} within {timeout_s:.0f} s" + f" ({deadline_of})" * bool(deadline_of)
+            )
         for call in done:
             results[order[call]] = result_of(call, order[call], what, timeout_s=0)
     return [results[index] for index in range(len(order))]

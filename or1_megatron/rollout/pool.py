@@ -163,7 +163,7 @@ class EnginePool:
         """
         left_s = self._deadline.seconds - (time.monotonic() - self._started_s)
         calls = [handle.ready.remote() for handle in self.handles]
-        self.node_ids = gather(calls, max(left_s, 0.1), f"start ({self._deadline.reason})")
+        self.node_ids = gather(calls, max(left_s, 0.1), "start", self._deadline.reason)
 
     def restart_lost(self) -> list[int]:
         """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.

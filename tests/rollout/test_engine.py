@@ -16,6 +16,7 @@ from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import pool
+from or1_megatron.rollout.engine_group import gather
 from or1_megatron.rollout.pool import EngineError, EnginePlace, EnginePool, engine_env
 from or1_megatron.types import Completion, Request, Sampling
 
@@ -185,10 +186,15 @@ def test_the_deadline_of_a_start_grows_with_the_weights(tmp_path: Path, monkeypa
             file.truncate(235 * 10**9)  # a hole: it takes no space
     monkeypatch.setattr(EnginePool, "_start", lambda self, settings: SimpleNamespace(ready=SimpleNamespace(remote=int)))
     waited: list[tuple[float, str]] = []
-    monkeypatch.setattr(pool, "gather", lambda calls, timeout_s, what: waited.append((timeout_s, what)))
+    monkeypatch.setattr(pool, "gather", lambda calls, timeout_s, what, reason: waited.append((timeout_s, reason)))
     monkeypatch.setattr(pool.time, "monotonic", lambda: 7.0)
     for asked in (None, 90.0):
         config = RolloutConfig(start_timeout_s=asked)
         EnginePool(config, tmp_path, "bfloat16", 64, "x", on_cpu=False, places=[EnginePlace()]).wait_ready()
     reason = "rollout.start_timeout_s is not set, so 600 s and 470.0 GB of weights at 0.2 GB/s"
-    assert waited == [(2950.0, f"start ({reason})"), (90.0, "start (rollout.start_timeout_s = 90)")]
+    assert waited == [(2950.0, reason), (90.0, "rollout.start_timeout_s = 90")]
+
+
+def test_a_start_that_takes_too_long_says_whose_deadline_it_was(ray_cluster: None) -> None:
+    with pytest.raises(EngineError, match=r"^engine 0 did not start within 0 s \(rollout.start_timeout_s = 90\)$"):
+        gather([ray.ObjectRef.from_random()], 0.0, "start", "rollout.start_timeout_s = 90")
