@@ -34,8 +34,8 @@ class ParallelConfig(Section):
     distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass. selective: MLPs (and norms, under Transformer Engine), which
-    take most of the memory; full: whole layers."""
+    """Activations computed again in the backward pass. selective: MLPs, which take most of the memory; full: whole
+    layers."""
     head: Literal["recompute", "one_pass"] = "recompute"
     """The fused head. recompute: computes logits again in the backward pass, with the smallest workspace; one_pass:
     forms the gradient in the forward pass, with three products of tokens and vocabulary instead of four."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from or1_megatron.weights.decoder import fused_names
 from or1_megatron.weights.holdings import pieces
 from or1_megatron.weights.table import HFConfig, ModelFamily
 
@@ -93,7 +94,7 @@ def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
         key, stack, index = _stacked(row.megatron, layers, 0 if experts is None else experts.count)
         layer = int(found[1]) if (found := _LAYER.match(row.megatron)) else None
         shape = (sum(shape[0] for shape in parts), *parts[0][1:])
-        made.append(MegatronTensor((key, *_other_names(key)), stack, index, shape, sources, layer))
+        made.append(MegatronTensor((key, *fused_names(key)), stack, index, shape, sources, layer))
     return made
 
 
@@ -117,10 +118,3 @@ def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...]
         name = name[: found.start()] + "experts.experts." + name[found.end() :]
         stack, index = (*stack, experts), (*index, int(found[1]))
     return name, stack, index
-
-
-def _other_names(key: str) -> Iterator[str]:
-    """Megatron's stock layers fuse a norm with the linear that follows, and name it after that linear."""
-    for norm, linear in (("input_layernorm.", "self_attention.linear_qkv."), ("pre_mlp_layernorm.", "mlp.linear_fc1.")):
-        if f".{norm}" in key:
-            yield key.replace(norm, f"{linear}layer_norm_")

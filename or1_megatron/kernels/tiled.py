@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from or1_megatron.kernels.estimate import Mode
 from or1_megatron.kernels.plan import AllocationPlan, aligned, allocation_plan
 from or1_megatron.kernels.statistics import Scores, VocabularyShard, merge
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
-from or1_megatron.kernels.weight_gradient import WeightGradient
+from or1_megatron.kernels.weight_gradient import WeightGradient, add_product
 
 if TYPE_CHECKING:
     from or1_megatron.kernels.tiles_triton import TritonEpilogue
@@ -124,9 +124,9 @@ class TiledHead:
                 self._product_dtype,
             )
             if hidden_sum is not None:
-                _add_product(hidden_sum, gradient, self._block_of_weight(rows))
+                add_product(hidden_sum, gradient, self._block_of_weight(rows))
             if grad_weight is not None:
-                _add_product(grad_weight.sum[rows], gradient.t(), self._tile_of_hidden(part))
+                add_product(grad_weight.sum[rows], gradient.t(), self._tile_of_hidden(part))
         if grad_hidden is not None and hidden_sum is not None:
             grad_hidden[part] = hidden_sum
 
@@ -155,7 +155,7 @@ class TiledHead:
         """Return [t, v] fp32, divided by the temperature."""
         logits = self._logits_view(part, rows, index)
         factors = self._tile_of_hidden(part), self._block_of_weight(rows).t()
-        _add_product(logits, *factors, keep=0.0, factor=1.0 / self._temperature)
+        add_product(logits, *factors, keep=0.0, factor=1.0 / self._temperature)
         return logits
 
     def _tile_of_hidden(self, part: slice) -> Tensor:
@@ -178,12 +178,6 @@ class TiledHead:
         if tile.dtype == torch.float32:
             return tile.zero_()
         return self._hidden_sum[: tile.numel()].view(tile.shape).zero_()
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, factor: float = 1.0) -> None:
-    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 its old values are not read."""
-    out_dtype: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
-    torch.addmm(total, a, b, beta=keep, alpha=factor, out=total, **out_dtype)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:

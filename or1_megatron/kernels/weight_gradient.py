@@ -1,4 +1,4 @@
-"""The sum of the output weight's gradient: in Megatron's main_grad, or in a buffer for autograd.
+"""Sums a weight's gradient in fp32: in Megatron's main_grad, or in a buffer for autograd.
 
 Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that it reduces. When
 autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to it, unless
@@ -14,6 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float = 1.0, factor: float = 1.0) -> None:
+    """total = keep * total + factor * a @ b, total in fp32. With ``keep`` 0 its old values are not read.
+
+    On the CPU ``a`` and ``b`` must be fp32: it has no GEMM of bf16 factors with an fp32 result.
+    """
+    out_dtype: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    torch.addmm(total, a, b, beta=keep, alpha=factor, out=total, **out_dtype)
 
 
 class WeightGradient:

@@ -110,17 +110,6 @@ def _patch_tensor() -> None:
     module.cuda = lambda self, *args, **kwargs: self
 
 
-def _skip_compilation() -> None:
-    """Megatron compiles small functions at import; on CPU that costs seconds and a C++ compiler, and gains nothing."""
-    from megatron.core.jit import disable_jit_fuser
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    disable_jit_fuser()
-    # Importing that switch has already compiled one of them.
-    compiled: Any = TopKRouter._apply_expert_bias
-    TopKRouter._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-
-
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """For the expert dispatcher's counts of tokens: Megatron makes numpy arrays only of tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -131,7 +120,8 @@ def install_without_cuda() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    _skip_compilation()
+    # Megatron compiles small functions. On CPU that takes a C++ compiler and a minute, and gains nothing.
+    torch.compiler.set_stance("force_eager")
     _patch_torch_cuda()
     _patch_tensor()
     _CudaMeansCpu().__enter__()

@@ -1,6 +1,7 @@
 """The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Both kinds name and cut their parameters alike, so that a checkpoint of one loads into the other.
+Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them under a name of theirs,
+which ``weights.decoder.unfused_name`` maps, so that a checkpoint of one kind loads into the other.
 """
 
 from __future__ import annotations
@@ -62,13 +63,42 @@ def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: Tr
 def layer_spec(kind: LayerKind, qk_norm: bool, experts: bool = False) -> tuple[ModuleSpec, Any]:
     """Return (one decoder layer, dense or with a mixture of experts; the norm after the last layer)."""
     if kind == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELayerNormColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
 
-        attention = _transformer_engine_attention()
-        mlp = _mlp(TEColumnParallelLinear, TERowParallelLinear, experts)
-        return _spec(TEColumnParallelLinear, TERowParallelLinear, TENorm, attention, qk_norm, mlp), TENorm
+        # A norm and the linear after it in one module: only this one overlaps its communication in the backward pass
+        # too. A router needs the norm's output, so experts keep a norm of their own.
+        fused = TELayerNormColumnParallelLinear
+        mlp = _mlp(TEColumnParallelLinear if experts else fused, TERowParallelLinear, experts)
+        return (
+            _spec(
+                fused,
+                TERowParallelLinear,
+                _transformer_engine_attention(),
+                mlp,
+                input_norm=IdentityOp,
+                head_norm=TENorm if qk_norm else IdentityOp,
+                mlp_norm=TENorm if experts else IdentityOp,
+            ),
+            TENorm,
+        )
     mlp = _mlp(ColumnParallelLinear, RowParallelLinear, experts)
-    return _spec(ColumnParallelLinear, RowParallelLinear, RMSNorm, PackedCausalAttention, qk_norm, mlp), RMSNorm
+    return (
+        _spec(
+            ColumnParallelLinear,
+            RowParallelLinear,
+            PackedCausalAttention,
+            mlp,
+            input_norm=RMSNorm,
+            head_norm=RMSNorm if qk_norm else IdentityOp,
+            mlp_norm=RMSNorm,
+        ),
+        RMSNorm,
+    )
 
 
 def _mlp(column: Any, row: Any, experts: bool) -> ModuleSpec:
@@ -82,12 +112,13 @@ def _mlp(column: Any, row: Any, experts: bool) -> ModuleSpec:
     )
 
 
-def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool, mlp: ModuleSpec) -> ModuleSpec:
-    head_norm = norm if qk_norm else IdentityOp
+def _spec(
+    column: Any, row: Any, attention: Any, mlp: ModuleSpec, *, input_norm: Any, head_norm: Any, mlp_norm: Any
+) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=input_norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -100,7 +131,7 @@ def _spec(column: Any, row: Any, norm: Any, attention: Any, qk_norm: bool, mlp: 
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=mlp_norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),

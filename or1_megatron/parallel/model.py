@@ -21,6 +21,7 @@ from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.parallel.layers import layer_spec
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
+from or1_megatron.parallel.weight_gradient import use_own_weight_gradient
 from or1_megatron.sizing.parallel_layouts import LayerKind
 from or1_megatron.weights.rope import rope_frequencies
 from or1_megatron.weights.table import ModelFamily
@@ -32,6 +33,7 @@ def transformer_config(
     hf: Mapping[str, Any], family: ModelFamily, parallel: ParallelConfig, dtype: str, kind: LayerKind = "own"
 ) -> TransformerConfig:
     """Translate an HF config.json to Megatron's configuration."""
+    use_own_weight_gradient()
     params_dtype = TORCH_DTYPE[dtype]
     _, sharper = rope_frequencies(hf)
     with warnings.catch_warnings():
@@ -66,19 +68,18 @@ def transformer_config(
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,
             calculate_per_token_loss=True,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=True,
             tp_comm_overlap=parallel.overlap_tensor,
             masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
+            bias_activation_fusion=True,  # SwiGLU: one kernel for each direction, made by torch.compile
+            bias_dropout_fusion=False,  # there is neither bias nor dropout after attention and MLP
+            apply_rope_fusion=kind == "transformer_engine",  # by its kernel, with the angles of ``PackedRotary``
             persist_layer_norm=False,
             # Batched sends get swapped between two ranks that are each other's next and previous stage.
             batch_p2p_comm=False,
             overlap_p2p_comm=parallel.virtual_pipeline > 1,
             recompute_granularity=None if parallel.recompute == "none" else parallel.recompute,
-            # Without Transformer Engine Megatron's checkpointed norms do not run.
-            recompute_modules=["mlp", "moe"] if kind == "own" else ["mlp", "moe", "layernorm"],
+            recompute_modules=["mlp", "moe"],
             recompute_method="uniform" if parallel.recompute == "full" else None,
             recompute_num_layers=1 if parallel.recompute == "full" else None,
             deallocate_pipeline_outputs=False,

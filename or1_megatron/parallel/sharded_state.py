@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.shard_files import LocalShard, TensorSlice
+from or1_megatron.weights.decoder import unfused_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -143,6 +144,7 @@ def slices_of(sizes: Sequence[int], first: int, last: int) -> Iterator[tuple[tup
 def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
     """Return the place of every parameter of this rank, from Megatron's ``sharded_state_dict``.
 
+    Names do not depend on which layers compute them, so that a checkpoint of one kind loads into the other.
     Transformer Engine's ``_extra_state`` is left out: without fp8 it is empty.
     """
     places: dict[Parameter, _Place] = {}
@@ -151,11 +153,11 @@ def _places(policy: MegatronPolicy) -> dict[Parameter, _Place]:
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue
             blank = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
-            described = replace(entry, data=blank)
+            described = replace(entry, data=blank, key=unfused_name(entry.key))
             built = described.build() if isinstance(entry, ShardedTensorFactory) else described
             shards = built if isinstance(built, list) else list(built.values()) if isinstance(built, dict) else [built]
             is_spread = not getattr(entry.data, "allreduce", True)  # Megatron's mark on experts under EP
-            places[entry.data] = _Place(entry.key, tuple(shards), tuple(entry.replica_id), blank.numel(), is_spread)
+            places[entry.data] = _Place(described.key, tuple(shards), tuple(entry.replica_id), blank.numel(), is_spread)
     missing = [
         name for network in policy.networks for name, parameter in network.named_parameters() if parameter not in places
     ]

@@ -19,6 +19,7 @@ from torch import Tensor
 from or1_megatron.parallel.cpu_device import device
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import PolicyModel
+from or1_megatron.weights.decoder import unfused_name
 from or1_megatron.weights.families import ModelError
 from or1_megatron.weights.files import check_weight_files
 from or1_megatron.weights.holdings import Box, Holding, Piece, RankGrid, holdings, intersection, pieces
@@ -265,9 +266,10 @@ class ShardedWeights:
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
     """Return a parameter's name with its layer and expert numbered in the whole model instead of on this rank.
 
-    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names that they have one by one.
+    Experts of one grouped product (``experts.linear_fc1.weight3``) get the names that they have one by one, and norms
+    that a linear holds (``linear_qkv.layer_norm_weight``) the names that they have by themselves.
     """
-    name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", name)
+    name = _GROUPED_EXPERT.sub(r"experts.local_experts.\2.\1.weight", unfused_name(name))
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(layers[int(parts[2])])

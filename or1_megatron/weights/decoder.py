@@ -33,6 +33,27 @@ ATTENTION_OUTPUT = Row(
 MLP_NORM = Row((HF + "post_attention_layernorm.weight",), ("H",), MEGATRON + "pre_mlp_layernorm.weight", Cut.WHOLE)
 ATTENTION: Final = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
 
+_NORM_AND_LINEAR: Final = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+"""Where a layer computes a norm together with the linear that follows (Megatron's TELayerNormColumnParallelLinear), the
+linear holds the norm's weight. The table and our checkpoints always use the norm's own name."""
+
+
+def fused_names(name: str) -> Iterator[str]:
+    """Yield the other name that a norm's weight may have in Megatron; nothing for any other weight."""
+    for norm, linear in _NORM_AND_LINEAR:
+        if f".{norm}" in name:
+            yield name.replace(norm, linear)
+
+
+def unfused_name(name: str) -> str:
+    """Return a weight's name in the table: the norm's own for a norm that its linear holds."""
+    for norm, linear in _NORM_AND_LINEAR:
+        name = name.replace(linear, norm)
+    return name
+
 
 def gated_mlp(hf: str, megatron: str, width: str) -> tuple[Row, Row]:
     """Return the rows of down(silu(gate x) * up x) under these prefixes; ``width`` is an axis letter."""

@@ -19,7 +19,7 @@ PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests" / "rl")))
 TIMEOUT_S = 240.0
 """A hang is reported after this long; no test depends on how long its ranks take."""
 
-_server: subprocess.Popen[str] | None = None
+_servers: dict[str, subprocess.Popen[str]] = {}
 
 
 def environment() -> dict[str, str]:
@@ -32,15 +32,17 @@ def job(script: str, ranks: int, *arguments: str, folder: Path, watched: bool = 
     return {**told, "watched": watched, "timeout_s": TIMEOUT_S}
 
 
-def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run jobs at the same time, as forks; return each one's ``ends`` and ``outputs`` by rank."""
-    global _server
-    if _server is None:
-        command = [sys.executable, str(FOLDER / "rank_server.py")]
-        _server = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert _server.stdin is not None and _server.stdout is not None
-    print(json.dumps(jobs), file=_server.stdin, flush=True)
-    answer = _server.stdout.readline()
+def run_jobs(jobs: Sequence[dict[str, Any]], server: str = "rank_server.py") -> list[dict[str, Any]]:
+    """Run jobs at the same time, as forks of a server; return each one's ``ends`` and ``outputs`` by rank."""
+    if server not in _servers:
+        command = [sys.executable, str(FOLDER / server)]
+        _servers[server] = subprocess.Popen(
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    process = _servers[server]
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(jobs), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
     assert answer, "the rank server ended; its output is above"
     results: list[dict[str, Any]] = json.loads(answer)
     return results
@@ -48,18 +50,16 @@ def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_server() -> Iterator[None]:
-    """Ends the rank server with the session; the conftest of each folder that uses it imports this."""
-    global _server
+    """Ends the rank servers with the session; the conftest of each folder that uses them imports this."""
     yield
-    if _server is not None:
-        _server.communicate()
-        _server = None
+    while _servers:
+        _servers.popitem()[1].communicate()
 
 
-def run_json(script: str, ranks: int, out: Path, *arguments: str) -> Any:
+def run_json(script: str, ranks: int, out: Path, *arguments: str, server: str = "rank_server.py") -> Any:
     """Run a script that must succeed and writes JSON to ``out`` (its first argument)."""
     with tempfile.TemporaryDirectory() as folder:
-        (result,) = run_jobs([job(script, ranks, str(out), *arguments, folder=Path(folder))])
+        (result,) = run_jobs([job(script, ranks, str(out), *arguments, folder=Path(folder))], server)
     output = "\n".join(result["outputs"])
     assert result["ends"] == [0] * ranks, f"{result['ends']}\n{output[-4000:]}"
     return json.loads(out.read_text())

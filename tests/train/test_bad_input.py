@@ -135,7 +135,7 @@ def test_more_gpus_are_asked_for_than_are_here(
     small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before a rank starts. The GPUs are pretended: that torch counts right is not proven."""
-    monkeypatch.setattr(preflight, "cuda_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = small_config(tmp_path / "run")
     eight = ["parallel.ranks=6", "rollout.engines=1", "rollout.tensor_parallel=2"]

@@ -1,0 +1,36 @@
+"""Megatron's gradient accumulation fusion without APEX: the GEMM of a weight's gradient adds to ``main_grad`` itself.
+
+Unfused, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in fp32.
+Megatron asks APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. torch's own addmm computes the
+same, on the CPU too, and is put in its place. Transformer Engine's linears have a fused product of their own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from or1_megatron.kernels.weight_gradient import add_product
+
+
+def add_weight_gradient(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor) -> None:
+    """Add the gradient of a linear's weight over T tokens, grad_outputs^T inputs, to ``main_grad``.
+
+    Args:
+        inputs: [T, in].
+        grad_outputs: [T, out].
+        main_grad: [out, in] fp32.
+    """
+    if inputs.device.type == "cpu":
+        inputs, grad_outputs = inputs.float(), grad_outputs.float()
+    add_product(main_grad, grad_outputs.t(), inputs)
+
+
+def use_own_weight_gradient() -> None:
+    """Make Megatron's linears add their weight gradients so where ``gradient_accumulation_fusion`` is set."""
+    module: Any = layers
+    module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
+    module._grad_accum_fusion_available = True

@@ -1,0 +1,388 @@
+"""A stand-in for the package ``transformer_engine`` on CPU, with which Megatron's own wrappers of it can be run.
+
+Names of arguments, parameters and state, their shapes and attributes, and when a gradient is added to ``main_grad`` are
+those of Transformer Engine 2.11.0 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py,
+module/rmsnorm.py, module/base.py, attention/rope.py, attention/dot_product_attention); an argument that it does not
+have is an error here too. The arithmetic is plain torch and our own, so it says nothing about the real kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VERSION = "2.11.0"
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _own_part(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(group.size())[group.rank()].clone()
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens of all ranks; backward: the ranks' gradients, summed, of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _own_part(_sum(g, ctx.group), ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over ranks, of this rank's tokens; backward: the tokens of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _own_part(_sum(x, group), group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _gathered(g, ctx.group), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _sum(g, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None
+
+
+class _Product(torch.autograd.Function):
+    """x w^T; with ``fused`` its weight gradient goes to main_grad, and what autograd gets in its place is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, is_first: bool | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.fused, ctx.is_first = weight, fused, is_first
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_weight = g.flatten(0, -2).t() @ x.flatten(0, -2)
+        if not ctx.fused:
+            return g @ weight, of_weight, None, None
+        parameter = ctx.weight
+        if ctx.is_first:  # the first micro-batch overwrites
+            parameter.main_grad.copy_(of_weight)
+        else:
+            parameter.main_grad.add_(of_weight)
+        parameter.grad_added_to_main_grad = True
+        dummy = 0.0 if getattr(parameter, "zero_out_wgrad", False) else float("nan")
+        return g @ weight, torch.full_like(weight, dummy), None, None
+
+
+class Linear(torch.nn.Module):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Any = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert parallel_mode in ("column", "row", None)
+        self.tp_group, self.tp_size = tp_group, 1 if tp_group is None else tp_group.size()
+        self.parallel_mode, self.fuse_wgrad_accumulation = parallel_mode, fuse_wgrad_accumulation
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+        self.use_bias, self.return_bias = bias, return_bias
+        self.overlaps = {
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+        }
+        self.ub_name = ub_name
+        made = {"device": device, "dtype": params_dtype}
+        self._before_weight(in_features, made)
+        self.weight = torch.nn.Parameter(torch.full((self.out_features, self.in_features), float("nan"), **made))
+        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **made)) if bias else torch.empty(0, **made)
+
+    def _before_weight(self, in_features: int, made: Any) -> None: ...
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+        column, row = (self.tp_size > 1 and self.parallel_mode == mode for mode in ("column", "row"))
+        if column:
+            inp = (_Gather if self.sequence_parallel else _Copy).apply(inp, self.tp_group)
+        out = _Product.apply(inp, self.weight, self.fuse_wgrad_accumulation, is_first_microbatch)
+        if row:
+            out = (_Scatter if self.sequence_parallel else _Sum).apply(out, self.tp_group)
+        if self.use_bias and not self.return_bias:
+            out = out + self.bias
+        return (out, self.bias) if self.return_bias else out
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+class LayerNormLinear(Linear):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Any = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        assert normalization == "RMSNorm" and not zero_centered_gamma and not return_layernorm_output
+        super().__init__(
+            in_features,
+            out_features,
+            sequence_parallel,
+            fuse_wgrad_accumulation,
+            tp_group,
+            bias=bias,
+            return_bias=return_bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            ub_name=ub_name,
+        )
+        self.eps = eps
+
+    def _before_weight(self, in_features: int, made: Any) -> None:
+        self.layer_norm_weight = torch.nn.Parameter(torch.full((in_features,), float("nan"), **made))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_bias = None
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_grad: bool = False) -> Any:
+        return super().forward(_normed(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        assert (normalized_shape is None) != (hidden_size is None)
+        size = normalized_shape or hidden_size
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.full((size,), float("nan"), device=device, dtype=params_dtype))  # type: ignore[arg-type]
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inp: Tensor) -> Tensor:
+        return _normed(inp, self.weight, self.eps)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Causal attention inside the sequences of ``thd``; without context parallelism."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Any = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+    ) -> None:
+        super().__init__()
+        assert cp_group is None
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query_layer: Tensor,  # [T, N, D]
+        key_layer: Tensor,  # [T, G, D]
+        value_layer: Tensor,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+    ) -> Tensor:
+        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and query_layer.dim() == 3
+        assert cu_seqlens_q is not None and cu_seqlens_kv is not None
+        bounds, outputs = cu_seqlens_q.tolist(), []
+        assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(bounds))
+        for a, b in itertools.pairwise(bounds):
+            q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query_layer, key_layer, value_layer))
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            scale = self.scale or q.shape[-1] ** -0.5
+            scores = (q @ k.transpose(-1, -2)).float() * scale
+            hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+            outputs.append((scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype) @ v)[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,  # [T, 1, N, D]
+    freqs: Tensor,  # [T, 1, 1, D]
+    tensor_format: str = "sbhd",
+    start_positions: Any = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Any = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its angle, as complex numbers in fp32."""
+    assert fused and (tensor_format, interleaved, cu_seqlens, cp_size) == ("sbhd", False, None, 1)
+    assert freqs.shape == (t.shape[0], 1, 1, t.shape[-1]) and freqs.dtype == torch.float32
+    half = t.shape[-1] // 2
+    turned = torch.complex(t[..., :half].float(), t[..., half:].float()) * torch.exp(1j * freqs[..., :half])
+    return torch.cat((turned.real, turned.imag), dim=-1).to(t.dtype)
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    return torch.full(shape, 0.0 if zero else float("nan"), dtype=dtype)
+
+
+def install() -> None:
+    """Put the stand-in where ``import transformer_engine`` finds it; before Megatron is imported."""
+    assert "megatron" not in sys.modules
+    absent = type("Absent", (torch.nn.Module,), {})
+    modules: dict[str, dict[str, Any]] = {
+        "": {"__version__": VERSION},
+        "common": {},
+        "common.recipe": {"DelayedScaling": absent},
+        "pytorch": {
+            "Linear": Linear,
+            "LayerNormLinear": LayerNormLinear,
+            "RMSNorm": RMSNorm,
+            "LayerNorm": absent,
+            "DotProductAttention": DotProductAttention,
+            "GroupedLinear": absent,
+            "ops": SimpleNamespace(Sequential=absent, FusibleOperation=absent),
+        },
+        "pytorch.fp8": {"FP8GlobalStateManager": absent, "fp8_autocast": None},
+        "pytorch.distributed": {"CudaRNGStatesTracker": absent, "activation_recompute_forward": None},
+        "pytorch.router": dict.fromkeys(
+            ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+        ),
+        "pytorch.tensor": {"QuantizedTensor": absent},
+        "pytorch.module": {},
+        "pytorch.module.base": {"get_dummy_wgrad": get_dummy_wgrad, "TransformerEngineBaseModule": Linear},
+        "pytorch.attention": {},
+        "pytorch.attention.rope": {"apply_rotary_pos_emb": apply_rotary_pos_emb},
+    }
+    for path, content in modules.items():
+        name = ".".join(filter(None, ("transformer_engine", path)))
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__dict__.update(content)
+        sys.modules[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
