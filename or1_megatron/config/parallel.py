@@ -44,6 +44,9 @@ class ParallelConfig(Section):
     ours."""
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
+    grad_bucket_size: Positive | None = None
+    """Parameters whose gradients are reduced together, and which are gathered together, where that overlaps. Unset:
+    Megatron's rule, 40 million or a million times the data-parallel ranks, whichever is more. Unit: parameters."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass instead of in the step. It pays only where one follows at
     once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""
@@ -80,6 +83,8 @@ class ParallelConfig(Section):
             )
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("parallel: overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+        if self.grad_bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError("parallel: grad_bucket_size needs overlap_grad_reduce: there is one bucket without it")
         if self.overlap_tensor and not self.sequence:
             raise ValueError("parallel: overlap_tensor needs sequence (and tensor > 1): there is nothing to overlap")
         if self.overlap_tensor and self.layers == "own":

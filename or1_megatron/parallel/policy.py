@@ -52,6 +52,7 @@ class MegatronPolicy:
                     use_distributed_optimizer=parallel.distributed_optimizer,
                     overlap_grad_reduce=parallel.overlap_grad_reduce,
                     overlap_param_gather=parallel.overlap_param_gather,
+                    bucket_size=parallel.grad_bucket_size,
                 ),
                 module=network,
                 disable_bucketing=index > 0,  # as Megatron does: the gradients of later chunks come early

@@ -41,6 +41,7 @@ _WORDS: Final[dict[str, dict[str, Any]]] = {
 }
 HELP: Final = (
     "TPn PPn VPPn CPn DPn EPn SP distopt; selective or full (recompute); one_pass (head); overlap, overlap_gather; "
+    "bucketsN (overlap, in buckets of N parameters); "
     "layers=3+1 (per chunk); rowsN (token budget); shuffled (samples in another order); response_mean (aggregation of "
     "the loss); 1 for none of them"
 )
@@ -74,13 +75,15 @@ def parse_layout(text: str, longest: int) -> Case:
     values: dict[str, Any] = {"distributed_optimizer": False}
     data, budget = 1, 4 * longest
     for word in text.split():
-        sized = re.fullmatch(r"(TP|PP|VPP|CP|DP|EP|rows)(\d+)", word)
+        sized = re.fullmatch(r"(TP|PP|VPP|CP|DP|EP|rows|buckets)(\d+)", word)
         if word in _WORDS:
             values |= _WORDS[word]
         elif sized and sized[1] == "DP":
             data = int(sized[2])
         elif sized and sized[1] == "rows":
             budget = int(sized[2])
+        elif sized and sized[1] == "buckets":
+            values |= {"grad_bucket_size": int(sized[2]), "overlap_grad_reduce": True}
         elif sized:
             values[_SIZES[sized[1]]] = int(sized[2])
         elif re.fullmatch(r"layers=\d+(\+\d+)*", word):

@@ -39,7 +39,7 @@ LAYOUTS = [
     "PP2 VPP2",
     "PP2 layers=3+1",
     "CP2 distopt shuffled response_mean",
-    "DP2 distopt overlap_gather",
+    "DP2 distopt overlap_gather buckets20000",
     "TP2 PP2 SP distopt",
     "full",
     "one_pass",

@@ -1,19 +1,21 @@
-"""Gradient accumulation fusion in Megatron's linears, which our own layers use.
+"""How gradients are summed: over micro-batches by the product that makes them, and over ranks in buckets.
 
-Not proven here: that it is faster on a GPU. Parity of whole models with it is test_parity's.
+Not proven here: that either is faster on a GPU. Parity of whole models with both is test_parity's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.model import transformer_config
+from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.weights.families import FAMILIES
 
 HF: dict[str, Any] = {
@@ -28,10 +30,9 @@ TOKENS, ROWS = 50, 40
 
 
 @pytest.fixture(autouse=True)
-def mesh() -> Iterator[None]:
+def mesh() -> Iterator[Mesh]:
     start_process_group(60)
-    build_mesh(ParallelConfig(), seed=1)
-    yield
+    yield build_mesh(ParallelConfig(), seed=1)
     stop_process_group()
 
 
@@ -63,3 +64,23 @@ def test_gradients_are_added_in_fp32(dtype: str) -> None:
     assert weight.grad_added_to_main_grad  # so DistributedDataParallel adds nothing to it
     apart = (weight.main_grad.double() - total).abs().max() / total.abs().max()
     assert float(apart) < 1e-6
+
+
+def test_buckets_are_cut_as_asked(mesh: Mesh, tiny_qwen2: Path) -> None:
+    """A bucket is closed by the parameter with which it reaches the size; no parameter has more than 12,288 numbers
+    (fc1: 2 * 96 * 64). The layout is also in test_parity, over two ranks."""
+
+    def sizes(**parallel: Any) -> list[int]:
+        layout = ParallelConfig(overlap_grad_reduce=True, **parallel)
+        policy = MegatronPolicy(ModelConfig(hf=tiny_qwen2, dtype="float32"), layout, OptimizerConfig(), mesh)
+        return [sum(p.numel() for p in bucket.params_list) for bucket in policy.chunks[0].buffers[0].buckets]
+
+    cut = sizes(grad_bucket_size=20_000)
+    whole = sizes()
+    assert len(whole) == 1 and sum(cut) == whole[0]
+    assert all(20_000 <= size < 20_000 + 12_288 for size in cut[:-1]) and len(cut) > 3
+
+
+def test_buckets_without_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="grad_bucket_size needs overlap_grad_reduce"):
+        ParallelConfig(grad_bucket_size=1000)
