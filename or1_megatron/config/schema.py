@@ -152,7 +152,9 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 256
     """Responses that one engine decodes at once. Unit: responses."""
     kv_cache_bytes: Positive | None = None
-    """KV cache of one engine; required on CPU. Unset, on GPU: vLLM takes what gpu_memory_fraction leaves."""
+    """KV cache on each device of an engine; required on CPU. Unset, on GPU: where the engine takes turns with a trainer
+    that offloads, what both leave of a GPU (sizing/kv_cache.py), so that it can wake; else vLLM takes what
+    gpu_memory_fraction leaves."""
     gpu_memory_fraction: Fraction = 0.85
     """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1

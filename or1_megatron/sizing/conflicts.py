@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.stage_rules import problem_conflicts, stage_conflicts
 from or1_megatron.weights.shape import Shape
 from or1_megatron.weights.table import Experts
@@ -33,10 +34,12 @@ def padded_sequence(config: Config, stage: StageConfig) -> int:
 
 def kv_tokens(config: Config, shape: Shape) -> int | None:
     """Return the tokens that one engine's KV cache holds; None where vLLM sizes it."""
-    if config.rollout.kv_cache_bytes is None:
+    size = config.rollout.kv_cache_bytes
+    size = shared_kv_cache_bytes(config, shape) if size is None else size
+    if size is None:
         return None
     cut = min(config.rollout.tensor_parallel, shape.kv_heads)
-    return config.rollout.kv_cache_bytes * cut // shape.kv_bytes_per_token(config.model.dtype)
+    return size * cut // shape.kv_bytes_per_token(config.model.dtype)
 
 
 def layout_conflicts(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
@@ -136,7 +139,13 @@ def _engine_conflicts(config: Config, shape: Shape, device: Device) -> Iterator[
         )
     longest = config.longest_sequence
     held = kv_tokens(config, shape)
-    if held is not None and held < longest:
+    if held is not None and held < longest and rollout.kv_cache_bytes is None:
+        yield (
+            f"a GPU of {config.cluster.gpu_memory_gb:g} GB has room for keys and values of {held:,} tokens, fewer than "
+            f"one sequence of {longest:,}, beside the engine's weights and what trainer and engine keep; raise "
+            "rollout.tensor_parallel, or set rollout.kv_cache_bytes yourself"
+        )
+    elif held is not None and held < longest:
         needed = longest * shape.kv_bytes_per_token(config.model.dtype) // max(1, min(tensor, shape.kv_heads))
         yield (
             f"rollout.kv_cache_bytes = {rollout.kv_cache_bytes} holds {held} tokens, fewer than one sequence of "

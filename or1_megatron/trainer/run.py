@@ -23,7 +23,7 @@ import torch
 
 from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.config.recipes import find
-from or1_megatron.config.schema import Config
+from or1_megatron.config.schema import Config, RolloutConfig
 from or1_megatron.data.stream import MixtureStream
 from or1_megatron.errors import USER_ERROR, AgreedError, UserError
 from or1_megatron.evaluate.held_out import HeldOut
@@ -55,11 +55,14 @@ from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.preflight import begin_of, check_resumable, check_room, checkpoint_keeper
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +182,7 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     """Check what can be checked before anything starts, write the configuration, and return where the run begins."""
     keeper = checkpoint_keeper(config, folder)
     keeper.clean()
-    planned = plan_run(config, "cuda" if torch.cuda.is_available() else "cpu")
+    planned = plan_run(with_gpu_memory(config), "cuda" if torch.cuda.is_available() else "cpu")
     if planned.device == "cuda":  # `or1 train` has looked at the host's memory, of which the ranks now hold some
         check_room(planned)
     if warning := choose_layers(config.parallel, config.model.dtype).warning:
@@ -203,8 +206,9 @@ def start_sampling(
     start_ray(config.cluster.ray_address, name)
     stack.callback(stop_ray)
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
+    rollout = sized_rollout(config)
     engines = EnginePool(
-        config.rollout,
+        rollout,
         config.model.hf,
         config.model.dtype,
         config.longest_sequence,
@@ -214,7 +218,7 @@ def start_sampling(
         config.handoff.backend,
     )
     stack.callback(engines.close)
-    rollouts = start_rollouts(engines, config.rollout, config.verify, abilities, name, stop=stop.requested)
+    rollouts = start_rollouts(engines, rollout, config.verify, abilities, name, stop=stop.requested)
     stack.callback(rollouts.close)
     if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
         engines.wait_ready()
@@ -249,6 +253,22 @@ def serve_policy(
     if not turns.engines_sleep:
         rollouts.revive_with(synced.revive)
     return synced
+
+
+def with_gpu_memory(config: Config) -> Config:
+    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
+    if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
+        return config
+    there = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_gb": there})})
+
+
+def sized_rollout(config: Config) -> RolloutConfig:
+    """Return the section ``rollout``; where engines must leave room for the trainer, with the size of the KV cache."""
+    if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
+        return config.rollout
+    size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
+    return config.rollout if size is None else config.rollout.model_copy(update={"kv_cache_bytes": size})
 
 
 def takes_turns(config: Config) -> bool:

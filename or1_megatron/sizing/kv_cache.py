@@ -1,0 +1,38 @@
+"""How large an engine's KV cache may be where the engine takes turns with the trainer on its GPU.
+
+vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes in a later turn, what the
+trainer cannot give back is there too: its CUDA context, communication buffers and fragments. So the size follows from
+what both keep. The two reserves are estimates and have not been compared with a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from or1_megatron.config.schema import Config
+from or1_megatron.weights.shape import BYTES, Shape
+
+TRAINER_RESERVE_BYTES: Final = 8 << 30
+"""What an offloaded trainer keeps of its GPU: CUDA context, NCCL's buffers, cuBLAS's workspaces, fragments."""
+ENGINE_RESERVE_BYTES: Final = 6 << 30
+"""What an engine holds beside weights and KV cache: CUDA context, CUDA graphs, NCCL's buffers, a step's activations."""
+_LOGITS_COPIES: Final = 3
+"""fp32 copies of its responses' logits that vLLM's sampler has at once."""
+_OVERLAP_BUFFERS: Final = 12
+"""Buffers of a row's hidden states that Transformer Engine 2.11 makes to overlap TP communication, for good."""
+
+
+def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
+    """Return the bytes for KV cache on each GPU of an engine, at least 0; None where the rule does not apply.
+
+    It applies to colocated engines of a trainer whose state leaves the GPU, if ``cluster.gpu_memory_gb`` is known.
+    """
+    rollout, parallel, gpu_gb = config.rollout, config.parallel, config.cluster.gpu_memory_gb
+    if rollout.placement != "colocated" or parallel.offload == "never" or gpu_gb is None:
+        return None
+    number = BYTES[config.model.dtype]
+    weights = -(-shape.parameters // rollout.tensor_parallel) * number
+    logits = _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab
+    row = parallel.micro_batch_tokens // parallel.context * shape.hidden * number
+    overlap = _OVERLAP_BUFFERS * row if parallel.overlap_tensor else 0
+    return max(0, int(gpu_gb * 1e9) - weights - logits - ENGINE_RESERVE_BYTES - TRAINER_RESERVE_BYTES - overlap)
