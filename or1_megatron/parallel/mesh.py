@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.runtime.numa import bind_near
 
 _START_UP_S = 4 * 3600.0
 
@@ -64,6 +65,7 @@ class SubWorld:
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun started: NCCL with CUDA (gloo beside it for CPU tensors), else gloo.
 
+    With CUDA the rank first takes its GPU and the CPU cores beside it.
     A process started without torchrun is a world of one. Only the processes of a sub-world join it.
     """
     if dist.is_initialized():
@@ -71,7 +73,9 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
     backend = "gloo"
     world: dict[str, Any] = {}
     if torch.cuda.is_available() and "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(index)
+        bind_near(_pci_address(index))
         backend = "cpu:gloo,cuda:nccl"
     if sub_world is not None:
         store = dist.PrefixStore(sub_world.name, sub_world.store)
@@ -82,6 +86,12 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
         if "RANK" not in os.environ:
             world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
+
+
+def _pci_address(index: int) -> str:
+    """Return a GPU's address as Linux writes it: domain, bus, device, and function 0."""
+    card: Any = torch.cuda.get_device_properties(index)
+    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
 def build_mesh(config: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Mesh:

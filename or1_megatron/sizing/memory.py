@@ -17,6 +17,7 @@ import torch
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.errors import UserError
 from or1_megatron.kernels.plan import allocation_plan
+from or1_megatron.sizing.activations import kept_numbers
 from or1_megatron.sizing.conflicts import Device, padded_sequence
 from or1_megatron.weights.shape import BYTES, Shape
 
@@ -156,19 +157,15 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     """What a rank of pipeline stage ``stage`` keeps for the backward pass at rows of ``micro_batch_tokens`` tokens, in
     each micro-batch that it has in flight; on the last stage, the head's workspace too.
 
-    Per token and layer, in numbers: none keeps the residual stream twice and both norms' outputs, queries, keys,
-    values, attention's output, and three of the MLP's width; selective computes the MLP's again; full keeps the
-    layer's input.
-    The layer at work has all of its own, and as much again in gradients.
+    Layers keep what ``kept_numbers`` says; the one at work has all of its own, and as much again in gradients.
     """
     parallel = config.parallel
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
     experts = shape.experts
     width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
-    mlp = 3 * width / parallel.tensor
-    whole = 4 * hidden + attention + mlp
-    kept = {"none": whole, "selective": whole - mlp, "full": hidden}[parallel.recompute]
+    kept = kept_numbers(parallel.recompute, hidden, attention, width / parallel.tensor)
+    whole = kept_numbers("none", hidden, attention, width / parallel.tensor)
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
     layers = sum(map(len, parallel.chunk_layers(shape.layers)[stage :: parallel.pipeline]))
