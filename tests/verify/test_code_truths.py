@@ -181,6 +181,10 @@ def test_what_a_check_may_call() -> None:
     code = "def check(candidate):\n    x = 3\n    assert g(candidate(x)) == 918273"
     (test,) = parsed({**CHECK, "test_code": code, "helpers": ["g"]}).tests
     assert test.stand_ins == {"candidate": "f", "g": "g"}
+    own = {**CHECK, "test_code": code.replace("g(", "f("), "import_prefix": "def f(x): ..."}
+    with pytest.raises(ValueError, match="'f' is not defined"):
+        parsed(own)
+    assert parsed({**own, "helpers": ["f"]}).tests[0].stand_ins == {"candidate": "f", "f": "f"}
     for prefix in ("def g(x): return x", "from nowhere import *"):
         (test,) = parsed({**CHECK, "test_code": code, "import_prefix": prefix}).tests
         assert test.stand_ins == {"candidate": "f"}

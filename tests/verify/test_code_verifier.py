@@ -73,7 +73,11 @@ RIGHT = {
         "            head.next, back, head = back, head, head.next\n        return back",
     ),
     "tuples": ({"assert_case": ["assert f() == (1, [2], {3: 'x'}, {4})"]}, "def f(): return (1, [2], {3: 'x'}, {4})"),
-    "floats": ({"inputs": [[0.1, 0.2]], "outputs": [0.3], "fn_name": "add"}, "def add(a, b): return a + b"),
+    "floats": ({"inputs": [[0.5, 0.25]], "outputs": [0.75], "fn_name": "add"}, "def add(a, b): return a + b"),
+    "near floats": (
+        {"inputs": [[0.1, 0.2]], "outputs": [0.3], "fn_name": "add", "checker": {"kind": "float", "tolerance": 1e-9}},
+        "def add(a, b): return a + b",
+    ),
     "wrapped output": ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, "def add(a, b): return a + b"),
     "json lines": ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, "def add(a, b): return a + b"),
 }

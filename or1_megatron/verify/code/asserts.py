@@ -55,7 +55,8 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
     checks = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(checks) != 1 or [argument.arg for argument in checks[0].args.args] != ["candidate"]:
         raise ValueError("test_code: expected it to define one function check(candidate)")
-    helpers = _helpers(decoded.get("helpers"), decoded["test_code"], prefix, module)
+    given = names_of(prefix)[1] - {decoded["entry_point"].rpartition(".")[2]}  # a prompt may hold its first lines
+    helpers = _helpers(decoded.get("helpers"), decoded["test_code"], given, has_unknown_star(prefix))
     statements = [node for node in checks[0].body if not _is_docstring(node)]
     split = _split_all(statements, decoded["entry_point"]) if len(module.body) == 1 else None
     if split:
@@ -66,8 +67,9 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
     return (ProgramTest("check", program, stand_ins),)
 
 
-def _helpers(listed: Any, test_code: str, prefix: ast.Module, module: ast.Module) -> list[str]:
-    """Return the submission's functions that the row lists for ``test_code``, which ``module`` is, parsed.
+def _helpers(listed: Any, test_code: str, given: set[str], any_given: bool) -> list[str]:
+    """Return the submission's functions that the row lists for ``test_code``. ``given``: the names that the prefix
+    binds; ``any_given``: it may bind any other.
 
     Raises ValueError, naming all of them, for names that are bound or unused, and for used ones that nothing binds.
     """
@@ -76,13 +78,13 @@ def _helpers(listed: Any, test_code: str, prefix: ast.Module, module: ast.Module
     if not isinstance(listed, list) or not all(isinstance(name, str) and name.isidentifier() for name in listed):
         raise ValueError(f"helpers: found {listed!r:.100}, expected a list of names of functions")
     unbound = [name for name in unbound_names(test_code) if not hasattr(builtins, name) and name not in _HELPERS]
-    given, wrong = names_of(prefix)[1], []
+    wrong = []
     for name in listed:
         if name in given:
             wrong.append(f"helpers: {name!r} is defined in import_prefix, and that is what test_code uses: not listed")
         elif name not in unbound:
             wrong.append(f"helpers: {name!r} is not a name that test_code uses without defining it")
-    for name in unbound if not has_unknown_star(prefix) and not has_unknown_star(module) else ():
+    for name in () if any_given or has_unknown_star(ast.parse(test_code)) else unbound:
         if name not in given and name not in listed:
             wrong.append(f"test_code: {name!r} is not defined: expected in import_prefix, or listed in helpers")
     if wrong:
