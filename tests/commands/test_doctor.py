@@ -34,6 +34,7 @@ def test_known_good_versions_are_those_of_the_lock() -> None:
     text = (ROOT / "requirements" / "cpu.lock").read_text()
     lock = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^+\s]+)", text, re.MULTILINE))
     assert {name: lock[name] for name in doctor.TESTED} == doctor.TESTED
+    assert f"=={doctor.TRANSFORMER_ENGINE}\n" in (ROOT / "requirements" / "transformer_engine.lock").read_text()
 
 
 def test_no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,6 +69,17 @@ def test_a_driver_out_of_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (finding,) = doctor.check_gpus()
     assert (finding.status, finding.stops_training) == ("warning", False)
     assert "version mismatch" in finding.found
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 535.129.03'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "driver_problem", lambda: "install a driver of series 580 or newer")
+    *_, finding = doctor.check_gpus()
+    assert (finding.what, finding.stops_training) == ("driver", True)
+    assert "580" in finding.follows
 
 
 def test_a_ray_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
