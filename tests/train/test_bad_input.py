@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.trainer import preflight
 from or1_megatron.trainer.preflight import check_inputs
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
