@@ -2,6 +2,8 @@
 
     python benchmarks/performance.py
 
+The figures of GPUs are in one file, gpu.json, as ``or1 selftest`` writes it.
+
 A figure is a row of its table or, if all names have the form "row: column", a cell.
 """
 
@@ -209,7 +211,7 @@ SECTIONS = (
         "Whole runs of examples/quickstart/run.sh; docs/quickstart.md explains them.",
     ),
     Section(
-        "gpu_head",
+        "gpu_kernels",
         "Fused head on one GPU",
         "benchmarks/gpu/run.sh",
         "N=32768, H=5120, V=152064 in bf16. The floor is the time of the matrix products alone, at the rate that one "
@@ -217,7 +219,7 @@ SECTIONS = (
         (("recompute, floor / time", "≥ 85%"), ("time, one_pass / recompute", "≤ 0.85")),
     ),
     Section(
-        "gpu_handoff",
+        "gpu_transports",
         "Handoff transports on GPUs",
         "benchmarks/gpu/run.sh",
         "Random bf16 tensors from trainer ranks to as many engine ranks, packed, sealed, compared and copied out, "
@@ -225,7 +227,7 @@ SECTIONS = (
         (("cuda_ipc", ""), ("nccl", ""), ("nccl+cuda_ipc", "")),
     ),
     Section(
-        "gpu_policy",
+        "gpu_throughput",
         "A Megatron policy on one GPU",
         "benchmarks/gpu/run.sh",
         "Forward, backward and optimizer step of random Qwen2 models in bf16 with fp32 master weights and our own "
@@ -239,7 +241,7 @@ SECTIONS = (
         "benchmarks/gpu/run.sh",
         "Parameters and optimizer state to the host and back, compared with a plain copy of as many bytes between "
         "page-locked memory and the GPU.",
-        (("each way / plain copy", "≥ 85%"), ("bit-exact", "yes"), ("freed on the device / held", "≥ 98%")),
+        (("each way / plain copy", "≥ 85%"), ("bit-exact", "yes"), ("freed on the device / held", "≥ 95%")),
     ),
     Section(
         "math_verifier",
@@ -260,11 +262,25 @@ SECTIONS = (
 
 def document(results: Path) -> str:
     """Return docs/performance.md, from the result files in a folder."""
-    found = {section.name: load(results / f"{section.name}.json") for section in SECTIONS}
+    found = {section.name: result_of(section.name, results) for section in SECTIONS}
     on_gpu = any(result is not None for name, result in found.items() if name.startswith("gpu_"))
     parts = [HEADER.rstrip("\n"), "" if on_gpu else NO_GPU.strip("\n")]
     parts += [part for section in SECTIONS for part in section_lines(section, found[section.name])]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def result_of(name: str, results: Path) -> dict[str, Any] | None:
+    """Return a section's result; that of ``gpu_CHECK`` is the check's part of gpu.json. None: there is none."""
+    kind, _, check = name.partition("_")
+    if kind != "gpu":
+        return load(results / f"{name}.json")
+    report = load(results / "gpu.json") or {"outcomes": []}
+    for outcome in report["outcomes"]:
+        if outcome["name"] == check and outcome["figures"]:
+            kept = {key: report[key] for key in ("command", "commit", "versions")}
+            here = {"date": report["started"], "device": report["machine"], "settings": {}}
+            return {**kept, **here, "figures": outcome["figures"]}
+    return None
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from or1_megatron.commands.cli_data import data
 from or1_megatron.commands.cli_eval import evaluate
 from or1_megatron.commands.cli_plan_handoff import plan_handoff
 from or1_megatron.commands.cli_replay import replay
+from or1_megatron.commands.cli_selftest import selftest
 from or1_megatron.commands.cli_verify import verify
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
@@ -52,7 +53,21 @@ def main(
     pass
 
 
-for command in (train, recipes, config, check_parity, replay, plan_handoff, doctor, rollouts, picture, report, verify):
+_PLAIN = (
+    train,
+    recipes,
+    config,
+    check_parity,
+    replay,
+    plan_handoff,
+    doctor,
+    selftest,
+    rollouts,
+    picture,
+    report,
+    verify,
+)
+for command in _PLAIN:
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")

@@ -85,7 +85,7 @@ class SyncedPolicy(PolicyDriver):
         self._version = 0
         self._handoffs = 0
         self._probe = probe
-        self._probe_batch = pack([_scored_whole(ids) for ids in probe.token_ids], layout)
+        self._probe_batch = pack([scored_whole(ids) for ids in probe.token_ids], layout)
         every = config.probe_every_steps
         if every is None:
             every = _PROBE_EVERY_STEPS_ON_GPU if torch.cuda.is_available() else 1
@@ -189,7 +189,7 @@ class SyncedPolicy(PolicyDriver):
         return bool(lost)
 
 
-def _scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
+def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:
     """Make a sample of a sequence of which all tokens but the first are scored."""
     rest = token_ids[1:]
     return Sample(

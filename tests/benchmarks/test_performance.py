@@ -1,14 +1,12 @@
 """docs/performance.md is generated from the result files, and a result file names commit, machine, versions and limits.
 
-Not proven here: any figure; nor that the benchmarks run, except those for a GPU by benchmarks/gpu/run.sh --tiny.
+Not proven here: any figure; nor that the benchmarks run (tests/selftest/test_whole.py runs benchmarks/gpu/run.sh).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ def test_committed_document_is_what_the_results_generate() -> None:
 
 def test_every_result_has_a_section_and_every_command_exists() -> None:
     named = {section.name for section in performance.SECTIONS}
-    assert {path.stem for path in result.RESULTS.glob("*.json")} <= named
+    assert {path.stem for path in result.RESULTS.glob("*.json")} <= named | {"gpu"}
     for section in performance.SECTIONS:
         script = section.command.removeprefix("python ").split()[0]
         assert (result.ROOT / script).is_file(), f"{section.title}: {script} is not there"
@@ -72,38 +70,29 @@ def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
     assert "Nothing has run on a GPU yet" in text
 
 
-def test_table_of_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of the form "row: column" make a matrix. With a result of a GPU the note that there is none goes."""
-    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
+def test_table_of_cells(tmp_path: Path) -> None:
+    """Names of the form "row: column" make a matrix. With a report of a GPU the note that there is none goes."""
     figures = {
         "0.5B: update": result.figure(1.5, "s"),
         "0.5B: MFU": result.figure(0.42, "share", at_least=0.5),
         "1.5B: update": result.figure("out of memory"),
     }
-    result.write_result("gpu_policy", figures, {})
+    outcomes = [{"name": "offload", "figures": {}}, {"name": "throughput", "figures": figures}]
+    report = {
+        "command": "or1 selftest --long",
+        "commit": "abc",
+        "started": "2026-11-22T18:00:00",
+        "machine": "1 x H200",
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps({**report, "versions": {"torch": "2.13.0"}, "outcomes": outcomes}))
     text = performance.document(tmp_path)
     assert "|  | update | MFU |\n| --- | --- | --- |\n| 0.5B | 1.5 s | 42% (≥ 50%: **no**) |" in text
     assert "| 1.5B | out of memory |  |" in text
+    assert "Command: `or1 selftest --long` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0." in text
+    assert "| bit-exact | not run | yes |  |" in text
     assert "Nothing has run on a GPU yet" not in text
 
 
 def test_one_limit_per_figure() -> None:
     with pytest.raises(ValueError, match="one limit per figure"):
         result.figure(1.0, at_most=2.0, at_least=0.5)
-
-
-@pytest.mark.slow
-def test_gpu_script_runs_tiny_without_a_gpu(tmp_path: Path) -> None:
-    """All its parts succeed and write their results to --out. These are not figures."""
-    # without this session's mark: pytest within the script would take the script for a process left behind
-    environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
-    done = subprocess.run(
-        [result.ROOT / "benchmarks/gpu/run.sh", "--tiny", "--out", tmp_path],
-        env={**environment, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    parts = ("handoff", "head", "offload", "policy")
-    assert {path.name for path in tmp_path.iterdir()} == {f"gpu_{part}.json" for part in parts}

@@ -22,6 +22,7 @@ from or1_megatron.kernels.head import (
     one_pass_loss,
     reference_log_probs_and_entropies,
 )
+from or1_megatron.selftest.checks.kernels import fp32_bounds
 
 
 @dataclass(frozen=True)
@@ -139,28 +140,12 @@ NORMAL_CASES = in_both_modes(
 )
 
 
-def fp32_bounds(case: Case) -> tuple[float, float]:
-    """Return how far rounding in fp32 may move the case's log-probs and entropies.
-
-    A dot product of H terms is off by about 4 sqrt(H) u sum |x w| at most, with u = 2^-24 and rounding errors as good
-    as independent (Higham and Mary, 2019), whatever the order of its sums. 64 more roundings stand for the temperature,
-    exp, and sums over the vocabulary in trees. If each logit moves by at most d, a log-prob moves by at most 2 d and an
-    entropy by d sum p |log p + H|.
-    """
-    x, w = case.hidden.double(), case.weight[: case.true_vocab_size].double()
-    log_p = torch.log_softmax(x @ w.t() / case.temperature, dim=1)
-    p = log_p.exp()
-    spread = (p * (log_p - (p * log_p).sum(1, keepdim=True)).abs()).sum(1)
-    terms = float((x.abs() @ w.abs().t()).max()) / case.temperature
-    of_logits = (4 * case.hidden.shape[1] ** 0.5 * terms + 64) * 2**-24
-    return 2 * of_logits, max(float(spread.max()), 1.0) * of_logits
-
-
 def check_normal(found: Found, case: Case) -> None:
     """fp32 inputs: scores within ``fp32_bounds`` of float64; gradients within 1e-4 of their norm, where logits of size
     1e4 have not lost more before the head has done anything; the padding's are 0."""
     true = oracle(case)
-    of_log_probs, of_entropies = fp32_bounds(case)
+    bounds = fp32_bounds(case.hidden, case.weight[: case.true_vocab_size], case.temperature)
+    of_log_probs, of_entropies = bounds
     assert (found.log_probs.double() - true.log_probs).abs().max() <= of_log_probs
     assert (found.entropies.double() - true.entropies).abs().max() <= of_entropies
     assert found.log_probs.max() <= 0.0

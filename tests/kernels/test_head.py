@@ -1,7 +1,7 @@
 """The head against float64 autograd: both modes, in torch and in Triton's kernels under its interpreter, whole and cut
 over two ranks.
 
-Not proven here: anything on a GPU (tests/gpu/test_head_gpu.py), where Triton compiles its kernels and GEMMs take bf16
+Not proven here: anything on a GPU (`or1 selftest kernels`), where Triton compiles its kernels and GEMMs take bf16
 factors; speed and memory (test_head_plan.py, benchmarks).
 """
 
@@ -21,7 +21,6 @@ from head_cases import (
     Case,
     Found,
     check_normal,
-    fp32_bounds,
     in_both_modes,
     oracle,
     random_case,
@@ -33,6 +32,7 @@ from head_cases import (
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.statistics import Scores, merge
 from or1_megatron.kernels.tiles_torch import TorchEpilogue
+from or1_megatron.selftest.checks.kernels import fp32_bounds
 
 CASES = in_both_modes(
     {
@@ -78,7 +78,7 @@ def test_triton_equals_float64(name: str, interpreted: dict[str, Found]) -> None
 
 @pytest.mark.parametrize("name", NORMAL_CASES)
 def test_normal_inputs_stay_within_the_bounds_of_fp32(name: str) -> None:
-    """The cases and bounds of tests/gpu/test_head_gpu.py, with the weight's gradient in main_grad."""
+    """The cases and bounds that `or1 selftest kernels` has too, with the weight's gradient in main_grad."""
     check_normal(run(NORMAL_CASES[name], into_main_grad=True), NORMAL_CASES[name])
 
 
@@ -91,7 +91,7 @@ def test_the_bounds_of_fp32_exclude_tf32() -> None:
     """Matrix products in TF32, the likeliest way to lose digits on a GPU, miss both bounds by twice or more."""
     case = NORMAL_CASES["tails everywhere, recompute"]
     found, true = run(replace(case, hidden=tf32(case.hidden), weight=tf32(case.weight))), oracle(case)
-    of_log_probs, of_entropies = fp32_bounds(case)
+    of_log_probs, of_entropies = fp32_bounds(case.hidden, case.weight[: case.true_vocab_size], case.temperature)
     assert (found.log_probs.double() - true.log_probs).abs().max() > 2 * of_log_probs
     assert (found.entropies.double() - true.entropies).abs().max() > 2 * of_entropies
 

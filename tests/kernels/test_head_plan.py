@@ -1,6 +1,6 @@
 """What the head allocates: by arithmetic at a large model's sizes, and counted by torch's allocator at small ones.
 
-Not proven here: the allocations on a GPU (tests/gpu/test_head_gpu.py), and what the GEMM library keeps to itself.
+Not proven here: the allocations on a GPU (`or1 selftest kernels`), and what the GEMM library keeps to itself.
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ from or1_megatron.parallel import network
 from or1_megatron.parallel.check_parity import measure_on_ranks
 from or1_megatron.parallel.mesh import Mesh, SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.network import Network, build_network
+from or1_megatron.sizing.parallel_layouts import ChosenLayers
 
 
-def without_a_gpu(parallel: ParallelConfig, dtype: str) -> str:
-    return "own" if parallel.layers == "own" else "transformer_engine"
+def without_a_gpu(parallel: ParallelConfig, dtype: str) -> ChosenLayers:
+    return ChosenLayers("own" if parallel.layers == "own" else "transformer_engine", "")
 
 
 def built(model: Path, mesh: Mesh, **layout: Any) -> Network:

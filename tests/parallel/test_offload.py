@@ -4,7 +4,7 @@ Two data-parallel ranks, every optimizer that Megatron builds for us: fp32 and b
 distributed. The policies' own tensors are looked at, by other ways than those by which offload finds them.
 
 Not proven here: page-locked memory, copies beside streams that still work, and that the device has more free memory
-afterwards (tests/gpu/test_offload_gpu.py); here host and device are the same memory, and what shrinks is the storages.
+afterwards (`or1 selftest offload`); here host and device are the same memory, and what shrinks is the storages.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_rollout_metrics() -> None:
         "verify/wrong": 2,
         "verify/truncated": 1,
         "verify/no_answer": 0,
+        "verify/unreadable": 0,
         "verify/timeout": 0,
         "verify/error": 0,
         "verify/tail_s": 0.5,

@@ -1,7 +1,4 @@
-"""The handoff's GPU transports: GB/s from trainer ranks to engine ranks, each a process, against a copy on the device.
-
-    python benchmarks/gpu/handoff.py            # on a GPU, about a minute; with several, NCCL too
-    python benchmarks/gpu/handoff.py --tiny     # anywhere, seconds, on CPU: shows only that the script works
+"""The handoff's transports between bare processes: every byte compared, GB/s, against a copy on the device.
 
 Random bf16 tensors, cut over the trainer ranks by rows, are packed, sealed, sent, compared and copied out, without
 vLLM. On one GPU all ranks share it: ``cuda_ipc`` alone. With several: ``nccl``, every rank on a GPU of its own, and
@@ -10,9 +7,7 @@ vLLM. On one GPU all ranks share it: ``cuda_ipc`` alone. With several: ``nccl``,
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,9 +17,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from result import figure, write_result
-
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
@@ -33,11 +25,12 @@ from or1_megatron.handoff.shard.transfer import Transfer
 from or1_megatron.handoff.transport.group import join_store, open_group, open_store
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
+from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.plans import DEADLINE_S, transports_for
 from or1_megatron.weights.holdings import Holding
 
 HANDOFFS = 4
 COLUMNS = 1024
-TIMEOUT_S = 120.0
 
 
 def rows_of(tensor: int, start: int, stop: int, device: str) -> torch.Tensor:
@@ -76,14 +69,16 @@ def one_rank(rank: int, port: int, settings: dict[str, Any]) -> None:
     transport, trainers, engines = settings["transport"], settings["trainers"], settings["engines"]
     world, rows = trainers + engines, settings["rows"]
     device = device_of(rank, trainers, transport)
-    store = join_store("127.0.0.1", port, TIMEOUT_S)
-    status = StatusStore(store, f"rank {rank}", TIMEOUT_S)
+    store = join_store("127.0.0.1", port, DEADLINE_S)
+    status = StatusStore(store, f"rank {rank}", DEADLINE_S)
     plan = plan_of(transport, trainers, engines, settings["tensors"], rows, settings["bucket_bytes"]).of(rank)
-    group = open_group(store, rank, world, TIMEOUT_S)
-    links = Links.open(transport, group, store, rank, world, trainers, TIMEOUT_S)
+    group: Any = open_group(store, rank, world, DEADLINE_S)
+    links = Links.open(transport, group, store, rank, world, trainers, DEADLINE_S)
     transfer = Transfer(plan, rank, links, status)
     start, stop = rows * rank // trainers, rows * (rank + 1) // trainers
-    own, found, seconds = {}, {}, []
+    own: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    seconds: list[float] = []
     for index in range(settings["tensors"]):
         if rank < trainers:
             own[f"t{index}"] = rows_of(index, start, stop, device)
@@ -116,23 +111,30 @@ def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: in
     """Seconds of each handoff but the first, every byte compared.
 
     Raises:
-        RuntimeError: a rank failed, or received other bytes than were sent.
+        CheckFailed: a rank failed, or received other bytes than were sent.
     """
-    store = open_store("127.0.0.1", TIMEOUT_S)
+    store = open_store("127.0.0.1", DEADLINE_S)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"transport": transport, "trainers": trainers, "engines": engines, "tensors": tensors, "rows": rows}
+        settings: dict[str, Any] = {
+            "transport": transport,
+            "trainers": trainers,
+            "engines": engines,
+            "tensors": tensors,
+            "rows": rows,
+        }
         settings |= {"bucket_bytes": bucket_bytes, "out": f"{folder}/seconds.json"}
+        command = [sys.executable, "-P", "-m", "or1_megatron.selftest.checks.transports"]
         ranks = [
-            subprocess.Popen([sys.executable, __file__, "--rank", str(rank), str(store.port), json.dumps(settings)])
+            subprocess.Popen([*command, str(rank), str(store.port), json.dumps(settings)])
             for rank in range(trainers + engines)
         ]
         try:
-            states = [rank.wait(2 * TIMEOUT_S) for rank in ranks]
+            states = [rank.wait(2 * DEADLINE_S) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
         if any(states):
-            raise RuntimeError(f"{transport}: ranks ended with {states}")
+            raise CheckFailed(f"{transport}: the ranks ended with {states}; their messages are in the log")
         seconds: list[float] = json.loads(Path(settings["out"]).read_text())
         return seconds[1:]
 
@@ -152,29 +154,24 @@ def copy_seconds(size_bytes: int) -> float:
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rank", nargs=3)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as under Megatron
-        one_rank(int(arguments.rank[0]), int(arguments.rank[1]), json.loads(arguments.rank[2]))
-        return
-    gpus = 0 if arguments.tiny else torch.cuda.device_count()
-    kinds = ["shared_memory", "gloo+shared_memory"] if not gpus else ["cuda_ipc"]
-    if gpus >= 2:
-        kinds += ["nccl", "nccl+cuda_ipc"]
-    tensors, rows, bucket = (4, 512, 1 << 20) if not gpus else (16, 1 << 17, 512 << 20)
+def transports(context: Context) -> None:
+    cuda, devices = context.machine.cuda, context.machine.devices
+    tensors, rows, bucket_bytes = (16, 1 << 17, 512 << 20) if cuda else (4, 4099, 4 << 20)
     size = tensors * rows * COLUMNS * 2
-    figures: dict[str, Any] = {"copy on the device": figure(size / copy_seconds(size) / 1e9, "GB/s")}
-    for kind in kinds:
-        ranks = max(1, gpus // 2) if kind == "nccl" else max(1, gpus)
-        seconds = hand_off(kind, ranks, ranks, tensors, rows, bucket)
-        figures[f"{kind}, {ranks} trainer ranks to {ranks} engines"] = figure(size / min(seconds) / 1e9, "GB/s each")
-    print(json.dumps(figures, indent=2))
-    print(write_result("gpu_handoff", figures, {"bytes per engine": size, "bucket bytes": bucket, "GPUs": gpus}))
+    context.measure("copy on the device", size / copy_seconds(size) / 1e9, "GB/s")
+    for kind in transports_for(cuda, devices):
+        ranks = max(1, devices // 2) if kind == "nccl" or not cuda else devices
+        seconds = hand_off(kind, ranks, ranks, tensors, rows, bucket_bytes)
+        name = f"{kind}, {ranks} trainer ranks to {ranks} engine ranks"
+        context.require(f"{name}: every byte arrived", bool(seconds))
+        context.measure(f"{name}: to each engine rank", size / min(seconds) / 1e9, "GB/s")
+
+
+def main() -> int:
+    """One rank: RANK PORT SETTINGS."""
+    one_rank(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,33 +1,23 @@
-"""Measures offload of parameters and optimizer state: GB/s against a plain copy, bytes freed, bit-exactness.
+"""Offload of parameters, gradients and optimizer state: bit-exactness, bytes freed, GB/s against a plain copy.
 
-    python benchmarks/gpu/offload.py            # on a GPU, about a minute
-    python benchmarks/gpu/offload.py --tiny     # anywhere, seconds: shows only that the script works
-
-The plain copy moves as many bytes between 1 GiB of page-locked memory and 1 GiB on the device, in turn with ours.
+The plain copy moves as many bytes between a piece of page-locked memory and one on the device, in turn with ours.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu_models import batch_of, make_policy, one_rank, random_qwen2, sync
-from result import figure, write_result
-
 from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2, sync
 
 PIECE_BYTES = 1 << 30
 
@@ -70,13 +60,13 @@ def free_bytes() -> int:
 def trained(policy: MegatronPolicy) -> MegatronPolicy:
     """Update once, so that there are moments to move."""
     batch = batch_of([48, 32, 40], 64, policy.hf["vocab_size"])
-    policy.update(batch.ranks[0], ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True), batch.token_count)
+    policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)
     return policy
 
 
 def owned(policy: MegatronPolicy) -> list[torch.Tensor]:
     """Return parameters and the optimizer's tensors."""
-    tensors = [p.data for chunk in policy.chunks for p in chunk.module.parameters()]
+    tensors: list[torch.Tensor] = [p.data for chunk in policy.chunks for p in chunk.module.parameters()]
     for one in policy.optimizer.chained_optimizers:
         tensors += [p.data for group in one.optimizer.param_groups for p in group["params"]]
         tensors += [value for state in one.optimizer.state.values() for value in state.values()]
@@ -109,30 +99,22 @@ def rates(offload: Offload, plain: PlainCopy, rounds: int) -> dict[str, list[tup
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a machine without a GPU")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    shape = "tiny" if arguments.tiny else "1.5B"
-    mesh = one_rank()
-    with tempfile.TemporaryDirectory() as folder:
-        policy = trained(make_policy(random_qwen2(shape, Path(folder)), mesh, micro_batch_tokens=256))
-    offload = Offload(policy.chunks, policy.optimizer)
-    first = first_turn(policy, offload)
-    by_move = rates(offload, PlainCopy(1 << 20 if arguments.tiny else PIECE_BYTES), arguments.rounds)
-    figures: dict[str, Any] = {"bit-exact": figure(first["exact"])}
-    for name, rounds in by_move.items():
-        figures[name] = figure(statistics.median(ours for ours, _ in rounds), "GB/s")
-        ratio = statistics.median(ours / plain for ours, plain in rounds)
-        figures[f"{name} / plain copy"] = figure(ratio, "share", at_least=0.85)
-    figures["parameters, gradients and optimizer"] = figure(first["held"] / 2**30, "GiB")
-    if torch.cuda.is_available():
-        figures["freed on the device / held"] = figure(first["freed"] / first["held"], "share", at_least=0.98)
-    figures["first time out, page-locking included"] = figure(first["seconds"], "s")
-    print(write_result("gpu_offload", figures, {"model": shape, "dtype": "bfloat16", "rounds": arguments.rounds}))
+def offload(context: Context) -> None:
+    """Move a policy's state out and back; on CPU the device's memory is the host's, and nothing can come free."""
+    cuda, rounds = context.machine.cuda, 5 if context.long else 2
+    shape = "tiny" if not cuda else "1.5B" if context.long else "0.5B"
+    policy = trained(make_policy(random_qwen2(shape, context.folder), one_rank(), micro_batch_tokens=256))
+    mover = Offload(policy.chunks, policy.optimizer)
+    first = first_turn(policy, mover)
+    context.require("bit-exact", first["exact"])
+    if cuda:
+        context.require("freed on the device / held", first["freed"] / first["held"], "share", at_least=0.95)
+    by_move = rates(mover, PlainCopy(PIECE_BYTES if cuda else 1 << 20), rounds)
+    for name, moves in by_move.items():
+        context.measure(name, statistics.median(ours for ours, _ in moves), "GB/s")
+        if cuda:
+            ratio = statistics.median(ours / plain for ours, plain in moves)
+            context.measure(f"{name} / plain copy", ratio, "share", at_least=0.85)
+    context.measure("parameters, gradients and optimizer", first["held"] / 2**30, "GiB")
+    context.measure("first time out, page-locking included", first["seconds"], "s")
     stop_process_group()
-
-
-if __name__ == "__main__":
-    main()

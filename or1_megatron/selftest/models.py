@@ -1,7 +1,8 @@
-"""Random Qwen2 policies of a given shape on one device, and batches for them."""
+"""Random Qwen2 models of a given shape, policies that start from them, and batches for these."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -14,42 +15,41 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
+from or1_megatron.rl.loss import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.selftest.plans import SHAPES, TIED
 from or1_megatron.types import Batch, Sample
 
-
-def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, int]:
-    """Return the settings in which sizes differ, named as in an HF config.json."""
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-    }
+OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
 
 
-SHAPES = {
-    "tiny": _shape(128, 64, 96, 2, 4, 2),
-    "0.5B": _shape(151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
-    "1.5B": _shape(151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
-}
-TIED = {"0.5B"}
-
-
-def random_qwen2(shape: str, folder: Path) -> Path:
-    """Make an HF folder of random bf16 weights, once per folder."""
+def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Make an HF folder of random weights, once per folder. Small models' weights are as large as trained ones'."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    target = folder / shape
-    if not (target / "config.json").is_file():
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            config = Qwen2Config(**SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=shape in TIED)
-            model = Qwen2ForCausalLM(config).bfloat16()
-        model.save_pretrained(target)
+    target = folder / shape.replace(", ", "_").replace(" ", "_")
+    if (target / "config.json").is_file():
+        return target
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        config = Qwen2Config(**SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=shape in TIED)
+        model = Qwen2ForCausalLM(config).to(dtype)
+    if shape.startswith("small"):
+        for name, parameter in model.named_parameters():
+            # norms away from 1 and biases away from 0, so that a row in the wrong place shows
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.06)
+    model.save_pretrained(target)
     return target
+
+
+def add_tokenizer(model: Path) -> None:
+    """Give a random model a tokenizer, which engines want: a word for each token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    count = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"w{index} ": index for index in range(count)}, unk_token="w0 "))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0 ", eos_token="w1 ").save_pretrained(model)
 
 
 def one_rank() -> Mesh:
@@ -73,7 +73,12 @@ def make_policy(hf: Path, mesh: Mesh, **parallel: Any) -> MegatronPolicy:
 
 
 def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
-    """Pack responses of these lengths into rows; an eighth of each is the prompt."""
+    """Pack responses of these lengths into rows for one rank; an eighth of each is the prompt."""
+    return pack(samples_of(lengths, vocabulary), BatchLayout(1, row_tokens, 2))
+
+
+def samples_of(lengths: list[int], vocabulary: int) -> list[Sample]:
+    """Return random samples; an eighth of each is the prompt."""
     rng = np.random.default_rng(0)
     samples = []
     for length in lengths:
@@ -81,7 +86,7 @@ def batch_of(lengths: list[int], row_tokens: int, vocabulary: int) -> Batch:
         prompt = max(1, length // 8)
         zeros, ones = np.zeros(length - prompt, dtype=np.float32), np.ones(length - prompt, dtype=np.bool_)
         samples.append(Sample(ids[:prompt], ids[prompt:], float(rng.normal()), ones, zeros))
-    return pack(samples, BatchLayout(1, row_tokens, 2))
+    return samples
 
 
 def long_responses(total_tokens: int, cap_tokens: int) -> list[int]:

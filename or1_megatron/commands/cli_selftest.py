@@ -1,0 +1,86 @@
+"""``or1 selftest``: its options, and what it prints. ``selftest.run`` does the work, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from or1_megatron.commands.errors import explained
+
+if TYPE_CHECKING:
+    from or1_megatron.selftest.context import Outcome
+    from or1_megatron.selftest.registry import Check
+
+_MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "not possible": "[yellow]not possible here[/]"}
+
+
+def selftest(
+    checks: Annotated[list[str] | None, typer.Argument(help="Names of checks; without any, all.")] = None,
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for selftest.json, selftest.md and logs.")] = Path("selftest"),
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes on which it runs, under torchrun, Slurm or by hand.")] = 1,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="At most so many GPUs; on CPU, so many processes (2).")
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="Measure longer, for figures to be published.")] = False,
+    minutes: Annotated[float, typer.Option(help="End after so many minutes.")] = 10.0,
+) -> None:
+    """Try this machine, or these nodes: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
+
+    Writes a report that can be attached to an issue. Exits with 1 when a check fails; what is not possible here does
+    not count.
+    """
+    console = Console(highlight=False)
+    with explained():
+        from or1_megatron.selftest.meeting import extra_process, meet
+        from or1_megatron.selftest.registry import chosen
+        from or1_megatron.selftest.run import Stopped, run_checks
+
+        wanted = chosen(checks or (), long)
+        if list_checks:
+            for check in wanted if checks else chosen((), True):
+                needs = f"; needs {', '.join(check.needs)}" if check.needs else ""
+                console.print(f"[bold]{check.name}[/]: {check.proves} ({check.look_at}{needs})", soft_wrap=True)
+            return
+        if extra_process(os.environ):
+            return
+        meeting = meet(nodes)
+        folder = out if nodes == 1 else out / f"node_{meeting.node}"
+        try:
+            report = run_checks(
+                wanted,
+                folder,
+                meeting=meeting,
+                devices=devices,
+                long=long,
+                minutes=minutes,
+                tell=lambda check, outcome: _tell(console, check, outcome),
+            )
+        except Stopped as stop:
+            console.print(f"stopped; what was found until then: {folder / 'selftest.md'}", soft_wrap=True)
+            raise typer.Exit(128 + stop.number) from None
+    console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
+    if report.failed:
+        console.print(f"[red]failed: {', '.join(report.failed)}[/]", soft_wrap=True)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _tell(console: Console, check: Check, outcome: Outcome) -> None:
+    from or1_megatron.selftest.figures import shown
+
+    seconds = f"  {outcome.seconds:.1f} s" if outcome.seconds else ""
+    reason = f"  {outcome.reason}" if outcome.status == "not possible" else ""
+    console.print(f"{check.name:16}{_MARKS[outcome.status]}{seconds}{reason}", soft_wrap=True)
+    for name, entry in outcome.figures.items():
+        limit = f"  (expected {entry['limit']})" if "limit" in entry else ""
+        style = None if entry.get("met", True) else "red" if entry.get("required") else "yellow"
+        line = f"    {name}: {shown(entry['value'], entry['unit'])}{limit}"
+        console.print(line, style=style, soft_wrap=True, markup=False)
+    if outcome.status == "failed":
+        console.print(f"    {outcome.reason}. Look at {check.look_at}.", style="red", soft_wrap=True, markup=False)
+        for line in outcome.last_lines:
+            console.print(f"    | {line}", soft_wrap=True, markup=False)

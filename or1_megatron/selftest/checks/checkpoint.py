@@ -1,0 +1,126 @@
+"""Save, kill, load at another layout: the ranks are killed while a second save is under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from or1_megatron.parallel import checkpoint as checkpoints
+from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.saver import CheckpointSaver
+from or1_megatron.rl.batch import pack
+from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.models import OBJECTIVE, random_qwen2, samples_of
+from or1_megatron.selftest.plans import DEADLINE_S, save_and_load_layouts, small_shape
+from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.sizing.parallel_layouts import batch_layout, parse_layout
+
+LENGTHS: Final = [60, 33, 48, 17, 64, 25, 40, 52]
+ROW_TOKENS: Final = 64
+
+
+def checkpoint(context: Context) -> None:
+    model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
+    before, after = save_and_load_layouts(context.machine.devices)
+    folder = context.folder / "checkpoints"
+    folder.mkdir()
+    went_on, resumed = context.folder / "went_on.json", context.folder / "resumed.json"
+    save_and_kill([str(model), before, str(folder), str(went_on)], parse_layout(before, ROW_TOKENS).parallel.ranks)
+    arguments = ["load", str(model), after, str(folder), str(resumed)]
+    ranks = parse_layout(after, ROW_TOKENS).parallel.ranks
+    on_ranks("or1_megatron.selftest.checks.checkpoint", arguments, ranks, f"loading at '{after}'")
+    expected, found = json.loads(went_on.read_text()), json.loads(resumed.read_text())
+    step = found["step"]
+    context.measure("saved at", before)
+    context.measure("loaded at", after)
+    context.measure("loaded the checkpoint of step", step)
+    pairs = zip(expected["updates"][step : step + 2], found["updates"], strict=True)
+    apart = max(abs(a - b) / max(abs(a), 1e-3) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+    context.require("loss and gradient norm of the next two updates, relative difference", apart, at_most=1e-3)
+
+
+def save_and_kill(arguments: list[str], ranks: int) -> None:
+    """Start ranks that save and train on, and kill them once they have written what the training came to."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    module = ["-m", "or1_megatron.selftest.checks.checkpoint", "save", *arguments]
+    launcher = subprocess.Popen([*command, *module], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    written = Path(arguments[-1])
+    try:
+        while not written.is_file():
+            if launcher.poll() is not None:
+                raise CheckFailed(f"the ranks that save ended with exit status {launcher.returncode}; see the log")
+            time.sleep(0.05)
+    finally:
+        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+            process.kill()
+        launcher.wait()
+
+
+class Rank:
+    """One rank's policy at a layout."""
+
+    def __init__(self, model: str, layout: str) -> None:
+        parallel: ParallelConfig = parse_layout(layout, ROW_TOKENS).parallel
+        start_process_group(DEADLINE_S)
+        self.mesh = build_mesh(parallel, seed=1)
+        settings = ModelConfig(hf=Path(model), dtype="float32")
+        self.policy = MegatronPolicy(settings, parallel, OptimizerConfig(lr=1e-3, eps=1e-3), self.mesh)
+        self._batch = pack(samples_of(LENGTHS, 1000), batch_layout(parallel, self.policy.hf))
+
+    def update(self) -> list[float]:
+        """Return (loss, gradient norm)."""
+        rows, tokens = self._batch.ranks[self.mesh.data_rank], self._batch.token_count
+        report = self.policy.update(rows, OBJECTIVE, tokens)
+        return [report.sums["loss"] / tokens, report.grad_norm]
+
+
+def save(model: str, layout: str, folder: Path, out: Path) -> None:
+    """Save after two updates; go on; save again after four; write what six came to, and wait to be killed."""
+    rank = Rank(model, layout)
+    keeper = CheckpointKeeper(folder, 2, False)
+    saver = CheckpointSaver(rank.policy)
+    updates = [rank.update(), rank.update()]
+    saver.save(keeper.folder_for(2), {"step": 2})
+    updates += [rank.update(), rank.update()]
+    saver.finish(wait=True)
+    saver.save(keeper.folder_for(4), {"step": 4})  # may or may not be whole when the kill comes
+    updates += [rank.update(), rank.update()]
+    if rank.mesh.rank == 0:
+        aside = out.with_suffix(".partial")
+        aside.write_text(json.dumps({"updates": updates}))
+        aside.rename(out)
+    time.sleep(600)
+
+
+def load(model: str, layout: str, folder: Path, out: Path) -> None:
+    """Load the newest checkpoint that is intact, and update twice."""
+    rank = Rank(model, layout)
+    newest: list[Any] = [CheckpointKeeper(folder, 2, False).newest_intact() if rank.mesh.rank == 0 else None]
+    torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
+    state = checkpoints.load(rank.policy, newest[0], digests=False)
+    updates = [rank.update(), rank.update()]
+    if rank.mesh.rank == 0:
+        out.write_text(json.dumps({"step": state["step"], "updates": updates}))
+    stop_process_group()
+
+
+def main() -> int:
+    what, model, layout, folder, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    {"save": save, "load": load}[what](model, layout, Path(folder), Path(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Devices and links: memory bandwidth, the rate of a matrix product, copies to the host and to other devices,
+all-reduce. On CPU, processes stand for devices, and nothing is known of what to expect."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.plans import DEADLINE_S
+from or1_megatron.selftest.ranks import on_ranks
+
+
+@dataclass(frozen=True)
+class Card:
+    """What NVIDIA's datasheet says of a card in its SXM form."""
+
+    bf16_tflops: float
+    """Dense."""
+    memory_gb_s: float
+    host_gb_s: float
+    """PCIe, one direction."""
+    link_gb_s: float
+    """NVLink, one direction, all links together."""
+
+
+CARDS: Final = {
+    "A100": Card(312.0, 2039.0, 31.5, 300.0),
+    "A800": Card(312.0, 2039.0, 31.5, 200.0),
+    "H100": Card(989.0, 3352.0, 63.0, 450.0),
+    "H800": Card(989.0, 3352.0, 63.0, 200.0),
+    "H200": Card(989.0, 4800.0, 63.0, 450.0),
+}
+_SHARE: Final = {"compute": 0.65, "memory": 0.75, "host": 0.6, "link": 0.6}
+"""What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
+
+
+def datasheet(name: str) -> Card | None:
+    """Return the card of a device name, if it is known."""
+    return next((card for known, card in CARDS.items() if known in name), None)
+
+
+def devices(context: Context) -> None:
+    machine = context.machine
+    size = (1 << 30) if machine.cuda else (64 << 20)
+    for index in range(machine.devices if machine.cuda else 1):
+        one_device(context, index, size)
+    if machine.cuda and machine.devices > 1:
+        pairs(context, size)
+    if machine.devices > 1:
+        all_reduce(context, size // 4)
+    if machine.cuda:
+        topology()
+
+
+def one_device(context: Context, index: int, size: int) -> None:
+    """Measure one device by itself."""
+    cuda = context.machine.cuda
+    name = f"GPU {index}" if cuda else "CPU"
+    card = datasheet(torch.cuda.get_device_name(index)) if cuda else None
+    if cuda:
+        torch.cuda.set_device(index)
+        context.measure(f"{name}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
+    copied = 2 * gb_per_s(size, _copy("cuda" if cuda else "cpu", "cuda" if cuda else "cpu", size))  # read and written
+    expected = card.memory_gb_s * _SHARE["memory"] if card else None
+    context.measure(f"{name}: copy within its memory", copied, "GB/s", at_least=expected)
+    expected = card.bf16_tflops * _SHARE["compute"] if card else None
+    rate = matmul_tflops(8192 if cuda else 512)
+    context.measure(f"{name}: bf16 matrix product", rate, "TFLOP/s", at_least=expected)
+    if cuda:
+        expected = card.host_gb_s * _SHARE["host"] if card else None
+        for way, ends in (("to the host", ("cuda", "host")), ("from the host", ("host", "cuda"))):
+            context.measure(f"{name}: copy {way}", gb_per_s(size, _copy(*ends, size)), "GB/s", at_least=expected)
+
+
+def pairs(context: Context, size: int) -> None:
+    """Copy from each GPU to the next one."""
+    count = context.machine.devices
+    for index in range(count):
+        other = (index + 1) % count
+        card = datasheet(torch.cuda.get_device_name(index))
+        expected = card.link_gb_s * _SHARE["link"] if card else None
+        rate = gb_per_s(size, _copy(f"cuda:{index}", f"cuda:{other}", size))
+        context.measure(f"GPU {index} to GPU {other}", rate, "GB/s", at_least=expected)
+
+
+def all_reduce(context: Context, size: int) -> None:
+    """Sum over all devices, NCCL on GPUs and gloo on CPU: right, and how fast."""
+    found = context.folder / "all_reduce.json"
+    ranks = context.machine.devices
+    on_ranks("or1_megatron.selftest.checks.devices", [str(size), str(found)], ranks, "the all-reduce")
+    told = json.loads(found.read_text())
+    context.require("all-reduce: the sum is right", told["right"])
+    card = datasheet(torch.cuda.get_device_name()) if context.machine.cuda else None
+    expected = card.link_gb_s * _SHARE["link"] if card else None
+    rate = 2 * (ranks - 1) / ranks * size / told["seconds"] / 1e9  # what a ring carries in each direction
+    context.measure(f"all-reduce over {ranks}, bus bandwidth", rate, "GB/s", at_least=expected)
+
+
+def topology() -> None:
+    """Print how the GPUs are connected, for the log."""
+    subprocess.run(["nvidia-smi", "topo", "-m"], check=False)
+
+
+def matmul_tflops(size: int) -> float:
+    """Return the bf16 rate of one square matrix product: the ceiling on this device, now."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b) / 1e12
+
+
+def gb_per_s(size: int, work: Callable[[], object]) -> float:
+    return size / _seconds(work) / 1e9
+
+
+def _copy(source: str, target: str, size: int) -> Callable[[], object]:
+    """Return a copy of ``size`` bytes; "host" is page-locked."""
+
+    def memory(where: str) -> torch.Tensor:
+        if where == "host":
+            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(size, dtype=torch.uint8, device=where)
+
+    there, here = memory(target), memory(source)
+    return lambda: there.copy_(here, non_blocking=True)
+
+
+def _seconds(work: Callable[[], object], times: int = 10) -> float:
+    for _ in range(3):
+        work()
+    _sync_all()
+    started_s = time.perf_counter()
+    for _ in range(times):
+        work()
+    _sync_all()
+    return (time.perf_counter() - started_s) / times
+
+
+def _sync_all() -> None:
+    """Wait for every GPU: a copy between two runs on a stream of either."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.cuda.synchronize(index)
+
+
+def main() -> int:
+    """One rank of the all-reduce."""
+    size, found = int(sys.argv[1]), Path(sys.argv[2])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=DEADLINE_S))
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), "cuda" if cuda else "cpu"
+    values = torch.full((size // 4,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    right = bool((values == ranks * (ranks + 1) / 2).all())
+    values.zero_()
+    dist.barrier()
+    seconds = _seconds(lambda: dist.all_reduce(values))
+    if rank == 0:
+        found.write_text(json.dumps({"right": right, "seconds": seconds}))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

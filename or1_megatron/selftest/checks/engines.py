@@ -1,0 +1,224 @@
+"""Engines beside a trainer: handoffs by every transport that the placement allows, and sleep.
+
+Every handoff ends with the comparison of checksums (the sender makes it) and the log-prob probe. The ranks start
+engines as a run does; before each handoff the weights change, so that old ones cannot pass for new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from or1_megatron.config.schema import Config
+from or1_megatron.handoff.probe import Probe, ProbeResult
+from or1_megatron.handoff.sender import make_sender
+from or1_megatron.parallel.mesh import Mesh
+from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.rl.batch import pack
+from or1_megatron.rollout.cluster import start_ray, stop_ray
+from or1_megatron.rollout.engine_group import EngineGroup
+from or1_megatron.rollout.pool import EnginePlace, EnginePool
+from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.models import add_tokenizer, random_qwen2
+from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
+from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.sizing.parallel_layouts import batch_layout
+from or1_megatron.trainer.placement import engine_places
+from or1_megatron.trainer.run import trainer_rank
+from or1_megatron.trainer.synced_policy import scored_whole
+
+_RUN: Final = "selftest"
+
+
+def handoff(context: Context) -> None:
+    for placement, (ranks, engines, transports) in placements_for(
+        context.machine.cuda, context.machine.devices
+    ).items():
+        told = run(context, placement, ranks, engines, transports)
+        for name, found in told.items():
+            context.require(
+                f"{placement}, {name}: largest log-prob difference, engine and policy, fp32",
+                found["probe"],
+                "nats",
+                at_most=1e-3,
+            )
+            context.measure(f"{placement}, {name}: bytes sent", found["bytes"])
+            context.measure(f"{placement}, {name}: second handoff", found["seconds"], "s")
+
+
+def sleep(context: Context) -> None:
+    """Let engines sleep on the trainer's GPUs, as before an update, and bring them back."""
+    devices = context.machine.devices
+    transports = placements_for(context.machine.cuda, devices)["colocated"][2][:1]
+    told = run(context, "colocated", devices, devices, transports, sleep=True)["sleep"]
+    context.require("memory that came free / memory that the engines took", told["freed"], "share", at_least=0.7)
+    context.measure("memory that the engines took", told["held_gib"], "GiB per device")
+    context.measure("memory that they keep while they sleep", told["kept_gib"], "GiB per device")
+    context.require("largest log-prob difference after waking, fp32", told["probe"], "nats", at_most=1e-3)
+    context.measure("to sleep", told["sleep_s"], "s")
+    context.measure("to wake, with a handoff", told["wake_s"], "s")
+
+
+def run(
+    context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
+) -> dict[str, Any]:
+    """Start trainer ranks with engines; return what they found, by transport."""
+    model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
+    add_tokenizer(model)
+    config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
+    task, found = context.folder / f"{placement}.json", context.folder / f"{placement}_found.json"
+    task.write_text(json.dumps({"config": config.model_dump(mode="json"), "transports": transports, "sleep": sleep}))
+    on_ranks("or1_megatron.selftest.checks.engines", [str(task), str(found)], ranks, f"the handoff ({placement})")
+    told: dict[str, Any] = json.loads(found.read_text())
+    return told
+
+
+class Rank:
+    """One trainer rank; rank 0 also holds the engines."""
+
+    def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, engines: EngineGroup | None) -> None:
+        self.config, self.mesh, self.policy, self.engines = config, mesh, policy, engines
+        self.version = 0
+        self.probe = Probe(config.handoff, "float32", policy.hf["vocab_size"], ENGINE_TOKENS)
+        samples = [scored_whole(ids) for ids in self.probe.token_ids]
+        self._batch = pack(samples, batch_layout(config.parallel, policy.hf))
+
+    def change_weights(self) -> None:
+        """Scale every parameter: the same on all ranks, and another model than the engines have."""
+        for chunk in self.policy.chunks:
+            for parameter in chunk.module.parameters():
+                parameter.data.mul_(1.02)
+
+    def hand_off(self, sender: Any) -> tuple[int, float]:
+        """Send the weights as the next version; return (bytes, seconds)."""
+        self.version += 1
+        started_s = time.perf_counter()
+        sent = sender.send(self.version)
+        return sent, time.perf_counter() - started_s
+
+    def judge(self) -> ProbeResult | None:
+        """Compare engines and policy on the probe, and let the engines serve. None on other ranks than 0. Collective.
+
+        Raises:
+            HandoffMismatch: they do not compute the same.
+        """
+        local = self.policy.score(self._batch.ranks[self.mesh.data_rank], 1.0)
+        gathered = gather_scores(self.mesh, local)
+        if gathered is None or self.engines is None:
+            return None
+        expected = unpack_scores(self._batch.ranks, gathered, self._batch.sample_count).log_probs
+        result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
+        self.engines.certify(self.version)
+        return result
+
+    def sender(self, transport: str) -> Any:
+        settings = self.config.handoff.model_copy(update={"transport": transport})
+        return make_sender(self.policy.weights, self.mesh.rank, settings, self.engines)
+
+    def over(self, transport: str) -> dict[str, Any]:
+        """Hand off twice over one transport and probe both; the second time nobody has to meet first."""
+        sender = self.sender(transport)
+        worst = 0.0
+        for _ in range(2):
+            self.change_weights()
+            sent, seconds = self.hand_off(sender)
+            result = self.judge()
+            worst = max(worst, result.largest if result else 0.0)
+        sender.close()
+        return {"bytes": sent, "seconds": seconds, "probe": worst}
+
+    def sleep_and_wake(self, transport: str, held: int) -> dict[str, Any]:
+        """Let the engines sleep, look at the memory, wake them with new weights. Collective.
+
+        Args:
+            held: bytes of this rank's device that its engine took when it started.
+        """
+        sender = self.sender(transport)
+        self.hand_off(sender)
+        before = free_bytes()
+        slept_s = self._together(lambda engines: engines.sleep())
+        freed = self._sum(free_bytes() - before)
+        self._together(lambda engines: engines.wake_up(["weights"]))
+        self.change_weights()
+        _, woken_s = self.hand_off(sender)
+        woken_s += self._together(lambda engines: engines.wake_up(["kv_cache"]))
+        result = self.judge()
+        sender.close()
+        total = self._sum(held)
+        return {
+            "freed": freed / max(total, 1),
+            "held_gib": total / self.mesh.world / 2**30,
+            "kept_gib": (total - freed) / self.mesh.world / 2**30,
+            "probe": result.largest if result else 0.0,
+            "sleep_s": slept_s,
+            "wake_s": woken_s,
+        }
+
+    def _together(self, call: Any) -> float:
+        """Make rank 0's call while the others wait; return its seconds."""
+        started_s = time.perf_counter()
+        if self.engines is not None:
+            call(self.engines)
+        dist.barrier(group=self.mesh.control)
+        return time.perf_counter() - started_s
+
+    def _sum(self, value: int) -> int:
+        total = torch.tensor([value])
+        dist.all_reduce(total, group=self.mesh.control)
+        return int(total)
+
+
+def free_bytes() -> int:
+    """Return the free bytes of this rank's device; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def start_engines(config: Config, places: Sequence[EnginePlace] | None, stack: ExitStack) -> EngineGroup:
+    """Start the engines on rank 0; they end with ``stack``."""
+    cpu, transfer = not torch.cuda.is_available(), config.handoff.backend
+    model = config.model
+    pool = EnginePool(config.rollout, model.hf, model.dtype, ENGINE_TOKENS, _RUN, cpu, places, transfer)
+    stack.callback(pool.close)
+    pool.wait_ready()
+    return pool.control(config.handoff.timeout_s)
+
+
+def main() -> int:
+    """One trainer rank: TASK FOUND."""
+    task = json.loads(Path(sys.argv[1]).read_text())
+    config = Config.model_validate(task["config"])
+    lead = os.environ["RANK"] == "0"
+    engines: EngineGroup | None = None
+    with ExitStack() as stack:
+        if lead:
+            start_ray(None, _RUN)
+            stack.callback(stop_ray)
+        free = free_bytes()
+        places = engine_places(config)  # on GPUs, where engines have places, collective: all ranks have looked by then
+        if lead:
+            engines = start_engines(config, places, stack)
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))  # over gloo: wait for the engines, without NCCL's buffers
+        held = free - free_bytes()
+        mesh, policy = stack.enter_context(trainer_rank(config))
+        rank = Rank(config, mesh, policy, engines)
+        if task["sleep"]:
+            found = {"sleep": rank.sleep_and_wake(task["transports"][0], held)}
+        else:
+            found = {transport: rank.over(transport) for transport in task["transports"]}
+        if lead:
+            Path(sys.argv[2]).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

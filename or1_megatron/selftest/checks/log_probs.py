@@ -1,0 +1,125 @@
+"""Log-probs of sampled tokens: an engine's against the policy's, both from the same folder, without a handoff.
+
+The engine runs first, in a process of its own that ends before the policy starts: they do not share a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
+from or1_megatron.rl.batch import pack
+from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.rollout.pool import engine_env
+from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.models import add_tokenizer, one_rank, random_qwen2
+from or1_megatron.selftest.plans import small_shape
+from or1_megatron.types import Message, Problem, Prompt, Request, Sample, Sampling
+
+_MODEL_TOKENS: Final = 256
+_RESPONSES: Final = 16
+_BOUND: Final = {"float32": ("largest", 1e-3), "bfloat16": ("mean", 0.05)}
+"""In bfloat16 single tokens differ by tenths of a nat without any fault."""
+
+
+def log_probs(context: Context) -> None:
+    for dtype in ("float32", "bfloat16"):
+        folder = context.folder / dtype
+        folder.mkdir()
+        model = random_qwen2(small_shape(context.machine.cuda), folder, getattr(torch, dtype))
+        add_tokenizer(model)
+        sampled = sample(context, model, dtype)
+        differences = np.abs(
+            np.concatenate(policy_log_probs(model, dtype, sampled))
+            - np.concatenate([np.array(each["log_probs"]) for each in sampled])
+        )
+        kind, bound = _BOUND[dtype]
+        short = "fp32" if dtype == "float32" else "bf16"
+        context.measure(f"{short}: sampled tokens", int(differences.size))
+        found = {"largest": float(differences.max()), "mean": float(differences.mean())}
+        context.require(f"{short}: {kind} difference of a token's log-prob", found[kind], "nats", at_most=bound)
+
+
+def sample(context: Context, model: Path, dtype: str) -> list[dict[str, Any]]:
+    """Return what an engine samples: prompts, tokens and their log-probs."""
+    out = context.folder / f"{dtype}.json"
+    settings = rollout_config(context.machine.cuda)
+    command = [sys.executable, "-P", "-m", "or1_megatron.selftest.checks.log_probs", str(model), dtype, str(out)]
+    environment = {**os.environ, **engine_env(settings, (), not context.machine.cuda)}
+    status = subprocess.run(command, env=environment, check=False).returncode
+    if status or not out.is_file():
+        raise CheckFailed(f"the engine ({dtype}) ended with exit status {status}; its messages are in the log")
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def rollout_config(cuda: bool) -> RolloutConfig:
+    # separate: vLLM's sleep mode, and with it its own allocator, is left to the check that needs it
+    values: dict[str, Any] = {"placement": "separate", "gpu_memory_fraction": 0.5} if cuda else {}
+    return RolloutConfig(max_concurrent=_RESPONSES, kv_cache_bytes=64 << 20, **values)
+
+
+def policy_log_probs(model: Path, dtype: Any, sampled: list[dict[str, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Return the policy's log-prob of each sampled token."""
+    from or1_megatron.parallel.policy import MegatronPolicy, unpack_scores
+
+    layout = ParallelConfig(micro_batch_tokens=2 * _MODEL_TOKENS)
+    mesh = one_rank()
+    policy = MegatronPolicy(ModelConfig(hf=model, dtype=dtype), layout, OptimizerConfig(), mesh)
+    samples = [
+        Sample(
+            prompt_ids=np.array(each["prompt"], dtype=np.int32),
+            response_ids=np.array(each["tokens"], dtype=np.int32),
+            advantage=0.0,
+            loss_mask=np.ones(len(each["tokens"]), dtype=np.bool_),
+        )
+        for each in sampled
+    ]
+    batch = pack(samples, BatchLayout(1, 2 * _MODEL_TOKENS, 2))
+    scored = policy.score(batch.ranks[0], 1.0)
+    assert scored is not None  # this is the last stage
+    return list(unpack_scores(batch.ranks, [scored], batch.sample_count).log_probs)
+
+
+def requests(vocabulary: int) -> list[Request]:
+    """Return requests at temperature 1 with random prompts of several lengths."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(_RESPONSES):
+        ids = rng.integers(2, vocabulary, 3 + 5 * index, dtype=np.int32)
+        problem = Problem(str(index), "selftest", "math", (Message("user", "?"),), "0", {}, f"selftest:{index}")
+        made.append(Request(Prompt(problem, ids), 0, Sampling(1.0, 1.0, 96), index))
+    return made
+
+
+def main() -> int:
+    """Sample with one engine: MODEL DTYPE OUT."""
+    from or1_megatron.rollout.engine import EngineSettings, VllmEngine
+
+    model, dtype, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    config = rollout_config(torch.cuda.is_available())
+    engine = VllmEngine(EngineSettings(0, model, dtype, _MODEL_TOKENS, config))  # type: ignore[arg-type]
+    sent = requests(json.loads((model / "config.json").read_text())["vocab_size"])
+    engine.submit(sent)
+    prompts = {request.seed: request.prompt.token_ids.tolist() for request in sent}
+    found: list[dict[str, Any]] = []
+    while engine.pending:
+        for each in engine.step():
+            told = {"tokens": each.token_ids.tolist(), "log_probs": each.log_probs.tolist()}
+            found.append({"prompt": prompts[each.seed], **told})
+    out.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # vLLM's threads need not be waited for

@@ -1,0 +1,68 @@
+"""The sandbox: in each tier an untrusted program runs, and cannot read the host's files, reach a network or outlive its
+limit."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from or1_megatron.selftest.context import Context, NotPossible
+from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_megatron.verify.sandbox.sandbox import Sandbox
+
+TIERS: Final[tuple[SandboxTier, ...]] = ("bubblewrap", "landlock")
+_HONEST: Final = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\n"
+_HOSTILE: Final = """
+import socket, sys
+path, port = sys.argv[1:]
+try:
+    print("read", open(path).read())
+except OSError:
+    print("no file")
+try:
+    socket.create_connection(("127.0.0.1", int(port)), timeout=2)
+    print("connected")
+except OSError:
+    print("no network")
+"""
+_ENDLESS: Final = "while True: pass\n"
+
+
+def sandbox(context: Context) -> None:
+    absent = {}
+    for tier in TIERS:
+        try:
+            with Sandbox(SandboxLimits(cpu_s=30.0, wall_s=60.0), tier) as opened:
+                one_tier(context, tier, opened)
+        except SandboxUnavailable as error:
+            absent[tier] = str(error).partition("Tried: ")[2] or str(error)
+            context.measure(f"{tier}", f"not possible here: {absent[tier]}")
+    if len(absent) == len(TIERS):
+        raise NotPossible("; ".join(f"{tier}: {why}" for tier, why in absent.items()))
+
+
+def one_tier(context: Context, tier: str, opened: Sandbox) -> None:
+    """Run an honest, a prying and an endless program."""
+    started_s = time.perf_counter()
+    honest = opened.run(_python(_HONEST), b"20 22\n")
+    context.require(f"{tier}: an honest program gives its result", honest.succeeded and honest.output == b"42\n")
+    context.measure(f"{tier}: start to end", (time.perf_counter() - started_s) * 1e3, "ms")
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        secret = Path(folder, "secret")
+        secret.write_text("secret")
+        Path(folder).chmod(0o755)  # not the file's permissions, but the sandbox is to refuse it
+        secret.chmod(0o644)
+        prying = opened.run(_python(_HOSTILE, str(secret), str(server.getsockname()[1])))
+        words = prying.output.decode(errors="replace").split("\n")
+        print(f"{tier}: the prying program: {words}, {prying.errors}")
+        context.require(f"{tier}: the host's files cannot be read", "no file" in words)
+        context.require(f"{tier}: the host's network cannot be reached", "no network" in words)
+    endless = opened.run(_python(_ENDLESS), limits=SandboxLimits(cpu_s=1.0, wall_s=30.0))
+    context.require(f"{tier}: an endless program is ended", endless.ending in ("cpu_time", "wall_time"))
+
+
+def _python(source: str, *arguments: str) -> Program:
+    return Program({"main.py": source.encode()}, ("{python}", "{box}/main.py", *arguments))

@@ -1,0 +1,83 @@
+"""Forward, backward and optimizer step of a policy on one device: tokens per second, MFU, peak memory.
+
+Random Qwen2 models in bf16 with fp32 master weights and our own layers, at each preset of recomputation and with each
+form of the head. They do not fit into memory together, so each is measured by itself, between two runs of one matrix
+product, whose rate shows whether the device kept its pace.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from or1_megatron.parallel.mesh import Mesh, stop_process_group
+from or1_megatron.selftest.checks.devices import datasheet, matmul_tflops
+from or1_megatron.selftest.context import Context
+from or1_megatron.selftest.models import (
+    OBJECTIVE,
+    batch_of,
+    flops,
+    long_responses,
+    make_policy,
+    one_rank,
+    random_qwen2,
+    sync,
+)
+
+VARIANTS = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
+
+
+def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: int, **parallel: Any) -> dict[str, Any]:
+    """Make a policy; return the median seconds of an update, and peak bytes."""
+    policy = make_policy(hf, mesh, micro_batch_tokens=row_tokens, **parallel)
+    batch = batch_of(lengths, row_tokens, policy.hf["vocab_size"])
+    seconds = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(1 + updates):
+        sync()
+        started_s = time.perf_counter()
+        policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)
+        sync()
+        seconds.append(time.perf_counter() - started_s)
+    return {"seconds": statistics.median(seconds[1:]), "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def note(context: Context, name: str, measured: dict[str, Any], work: float, tokens: int, matmul: float) -> None:
+    """Note one row of the table; ``work`` in FLOPs per update, ``matmul`` in TFLOP/s."""
+    rate = work / measured["seconds"] / 1e12
+    context.measure(f"{name}: update", measured["seconds"], "s")
+    context.measure(f"{name}: tokens per second", tokens / measured["seconds"])
+    context.measure(f"{name}: model FLOPs / a matrix product's", rate / matmul, "share")
+    if context.machine.cuda:
+        if (card := datasheet(torch.cuda.get_device_name())) is not None:
+            context.measure(f"{name}: MFU", rate / card.bf16_tflops, "share")
+        context.measure(f"{name}: peak memory", measured["peak_bytes"] / 2**30, "GiB")
+
+
+def throughput(context: Context) -> None:
+    """Measure; on CPU a tiny model, which shows only that this works."""
+    cuda = context.machine.cuda
+    row_tokens, updates, size = (16384, 5, 8192) if cuda else (64, 1, 256)
+    lengths = long_responses(4 * row_tokens * 15 // 16, row_tokens)
+    mesh = one_rank()
+    for shape in ["0.5B", "1.5B"] if cuda else ["tiny"]:
+        hf = random_qwen2(shape, context.folder)
+        for recompute, head in VARIANTS:
+            name = f"{shape}, recompute {recompute}, head {head}"
+            before = matmul_tflops(size)
+            try:
+                measured = measure(hf, mesh, lengths, row_tokens, updates, recompute=recompute, head=head)
+            except torch.cuda.OutOfMemoryError:
+                context.measure(f"{name}: update", "out of memory")
+                measured = None
+            gc.collect()  # the policy's reference cycles hold its memory
+            torch.cuda.empty_cache()
+            if measured is not None:
+                matmul = (before + matmul_tflops(size)) / 2
+                note(context, name, measured, flops(shape, lengths), sum(lengths), matmul)
+    stop_process_group()

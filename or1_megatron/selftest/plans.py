@@ -1,0 +1,147 @@
+"""What the checks do with a number of devices: models, layouts, transports, configurations. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from or1_megatron.config.schema import Config
+from or1_megatron.selftest.context import Machine
+from or1_megatron.selftest.provenance import ROOT
+
+QUICKSTART: Final = ROOT / "examples" / "quickstart"
+DEADLINE_S: Final = 1800.0
+"""Of every wait of one process for another. The check's own limit comes first, and ends all of them."""
+ENGINE_TOKENS: Final = 128
+"""Longest sequence of the engines that are handed weights."""
+
+
+def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> dict[str, int]:
+    """Return the settings in which sizes differ, named as in an HF config.json."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+
+
+SHAPES = {
+    "tiny": _shape(128, 64, 96, 2, 4, 2),
+    "small": _shape(1003, 128, 256, 4, 4, 2),  # a vocabulary that no tile and no number of ranks divides
+    "small, 8 ways": _shape(5003, 512, 1024, 8, 8, 2),  # every axis of parallelism up to 8
+    "0.5B": _shape(151936, 896, 4864, 24, 14, 2),  # Qwen2.5-0.5B
+    "1.5B": _shape(151936, 1536, 8960, 28, 12, 2),  # DeepSeek-R1-Distill-Qwen-1.5B
+}
+TIED = {"0.5B"}
+
+
+def small_shape(cuda: bool) -> str:
+    """Return the shape of the model that is compared with others: it cuts at every layout that the devices allow."""
+    return "small, 8 ways" if cuda else "small"
+
+
+def layouts_for(devices: int) -> list[str]:
+    """Return the layouts of one device; those of two that cut one axis; and every way to use all devices."""
+    found = ["1", "1 selective", "1 full", "1 one_pass", "1 distopt"]
+    if devices > 1:
+        found += ["TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "DP2", "DP2 distopt"]
+    if devices > 2:
+        found += [name for name in _mixtures(devices) if name not in found]
+    return found
+
+
+def _mixtures(devices: int) -> Iterator[str]:
+    """Yield each product of the four axes that takes all devices. With TP the sequence is cut too, with DP the
+    optimizer."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tensor, pipeline, context in itertools.product(divisors, repeat=3):
+        data, rest = divmod(devices, tensor * pipeline * context)
+        if rest or not data:
+            continue
+        sizes = (("TP", tensor), ("PP", pipeline), ("CP", context), ("DP", data))
+        words = [f"{axis}{size}" for axis, size in sizes if size > 1]
+        yield " ".join([*words, *(["SP"] if tensor > 1 else []), *(["distopt"] if data > 1 else [])])
+
+
+def save_and_load_layouts(devices: int) -> tuple[str, str]:
+    """Return the layout that saves and the one that loads."""
+    if devices == 1:
+        return "1 distopt", "1"
+    data = f" DP{devices // 2}" if devices > 3 else ""
+    return f"TP2{data} distopt", f"PP2{data}"
+
+
+def transports_for(cuda: bool, devices: int) -> list[str]:
+    """Return the transports between processes of one node: NCCL needs two GPUs."""
+    if not cuda:
+        return ["gloo", "shared_memory", "gloo+shared_memory"]
+    return ["cuda_ipc"] if devices == 1 else ["cuda_ipc", "nccl", "nccl+cuda_ipc"]
+
+
+def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
+    """Return (trainer ranks, engines, transports) by placement. On CPU the placements differ in nothing."""
+    if not cuda:
+        return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
+    found = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}
+    if devices > 1:
+        found["colocated"][2].append("cuda_ipc")
+        found["separate"] = (devices // 2, devices // 2, ["nccl"])
+    return found
+
+
+def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: bool) -> Config:
+    """Return the configuration of a run with such ranks and engines; its data and stages are not used."""
+    stage = {"name": "none", "steps": 1, "max_response_tokens": ENGINE_TOKENS - 32, "prompts_per_step": 1}
+    values: dict[str, Any] = {
+        "run": {"dir": str(model.parent / "run")},
+        "model": {"hf": str(model), "dtype": "float32"},
+        "data": {"train": [{"path": "none"}], "max_prompt_tokens": 32},
+        "stages": [{**stage, "prompts_per_update": 1, "group_size": 2}],
+        "parallel": {"ranks": ranks, "tensor": 2 if ranks > 1 else 1, "micro_batch_tokens": 256},
+        "rollout": {"engines": engines, "placement": placement, "max_concurrent": 16, "kv_cache_bytes": 64 << 20},
+        "handoff": {"timeout_s": DEADLINE_S, "bucket_bytes": 1 << 20},
+    }
+    if cuda:  # an engine and a trainer rank share a device; most of what the engine takes is its KV cache
+        values["rollout"] |= {"gpu_memory_fraction": 0.5, "kv_cache_bytes": 8 << 30}
+    return Config.model_validate(values)
+
+
+def training_values(machine: Machine, placement: str, run: Path, data: Path) -> dict[str, Any]:
+    """Return what differs from the quickstart: 20 steps on GPUs; on CPU 5, with few problems each."""
+    model = str(QUICKSTART / "base_model")
+    values: dict[str, Any] = {
+        "base": str(QUICKSTART / "quickstart.yaml"),
+        "run": {"dir": str(run)},
+        "data": {"train": [{"path": str(data / "train.jsonl")}]},
+        "evaluate": {"data": [{"path": str(data / "heldout.jsonl")}], "every_steps": 10, "samples": 4},
+        "checkpoint": {"every_steps": 10},
+        "track": {"console": "plain"},
+    }
+    if not machine.cuda:
+        size = {"prompts_per_step": 16, "prompts_per_update": 16, "group_size": 4}
+        stages = [{"name": "short", "steps": 5, "max_response_tokens": 56, **size}]
+        return {**values, "model": {"hf": model}, "stages": stages, "rollout": {"engines": 1}}
+    trainers = machine.devices if placement == "colocated" else machine.devices // 2
+    engines = machine.devices - (0 if placement == "colocated" else trainers)
+    size = {"prompts_per_step": 128, "prompts_per_update": 128, "group_size": 8}
+    return {
+        **values,
+        "model": {"hf": model, "dtype": "bfloat16"},
+        "stages": [
+            {"name": "short", "steps": 10, "max_response_tokens": 56, **size},
+            {"name": "long", "steps": 10, "max_response_tokens": 96, **size},
+        ],
+        "parallel": {
+            "ranks": trainers,
+            "pipeline": 1,
+            "tensor": 2 if trainers > 1 else 1,
+            "micro_batch_tokens": 8192,
+        },
+        "rollout": {"engines": engines, "placement": placement, "gpu_memory_fraction": 0.5},
+        "handoff": {"probe_every_steps": 1},
+    }

@@ -1,0 +1,70 @@
+"""Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
+
+odd_checks.py OUT NAME[=LIMIT_S] ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from or1_megatron.selftest.context import Machine, NotPossible
+from or1_megatron.selftest.meeting import Meeting
+from or1_megatron.selftest.registry import Check
+from or1_megatron.selftest.run import Stopped, run_checks
+
+
+def passes(context: Any) -> None:
+    context.require("speed of light", 3e8, "m/s", at_least=2e8)
+    context.measure("patience", 1.0, "s", at_least=5.0)
+
+
+def falls_short(context: Any) -> None:
+    context.require("difference", 0.5, at_most=1e-3)
+
+
+def not_here(context: Any) -> None:
+    raise NotPossible("the moon is not full")
+
+
+def raises(context: Any) -> None:
+    raise ZeroDivisionError("nothing to divide by")
+
+
+def crashes(context: Any) -> None:
+    context.measure("before the crash", 7)
+    print("about to crash", flush=True)
+    ctypes.string_at(0)
+
+
+def hangs(context: Any) -> None:
+    """Hang, with a process that has left the session and whose parent has ended."""
+    source = "import os, sys, time; os.setsid(); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(3600)"
+    command = f'"{sys.executable}" -c "{source}" {context.out / "orphan.pid"} &'
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    print("about to hang", flush=True)
+    time.sleep(3600)
+
+
+def main() -> int:
+    out = Path(sys.argv[1])
+    checks = []
+    for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
+        checks.append(Check(name, f"that it {name}", "odd_checks.py", "odd_checks", limit_s=float(limit or 600)))
+    # the machine's devices are not asked for: that would import torch
+    from or1_megatron.selftest import run
+
+    run._Runner.machine = lambda self: Machine(False, 2, "a machine")  # type: ignore[method-assign]
+    try:
+        report = run_checks(checks, out, meeting=Meeting(0, 1, {}), tell=lambda check, outcome: None)
+    except Stopped as stop:
+        return 128 + stop.number
+    return len(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The checks' plans for any number of devices, the verdicts of a few, and the command's options.
+
+Not proven here: a GPU's figures and branches beyond their plans; the whole run on CPU is test_whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from or1_megatron.commands.app import app
+from or1_megatron.config.load import load_config
+from or1_megatron.errors import UserError
+from or1_megatron.handoff.backend_check import check_choice
+from or1_megatron.selftest.context import Context, Machine, Outcome, unmet
+from or1_megatron.selftest.plans import (
+    SHAPES,
+    handoff_config,
+    layouts_for,
+    placements_for,
+    save_and_load_layouts,
+    small_shape,
+    training_values,
+    transports_for,
+)
+from or1_megatron.selftest.provenance import ROOT
+from or1_megatron.selftest.registry import CHECKS, chosen, lacking
+from or1_megatron.sizing.conflicts import layout_conflicts
+from or1_megatron.sizing.parallel_layouts import parse_layout
+from or1_megatron.weights.shape import Shape
+
+GPUS = [1, 2, 4, 8]
+
+
+def context(machine: Machine, folder: Path) -> tuple[Context, Outcome]:
+    outcome = Outcome("a check", "failed")
+    return Context(machine, folder, folder, False, outcome, folder / "outcome.json"), outcome
+
+
+def test_registry() -> None:
+    """Every check's function, and the file to look at, are there. Read: importing Megatron would alter this process."""
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
+        assert (ROOT / check.look_at).is_file(), check.look_at
+        source = (ROOT / check.module.replace(".", "/")).with_suffix(".py").read_text()
+        assert f"\ndef {check.function}(context: Context) -> None:" in source
+
+
+def test_choice_by_name_and_what_a_machine_lacks() -> None:
+    assert "throughput" not in [check.name for check in chosen((), long=False)]
+    assert [check.name for check in chosen(("sandbox", "kernels"), long=False)] == ["kernels", "sandbox"]
+    with pytest.raises(UserError, match="no check 'kernel'; there are: devices, kernels,"):
+        chosen(("kernel",), long=False)
+    by_name = {check.name: check for check in CHECKS}
+    cpu, one, two = Machine(False, 2, ""), Machine(True, 1, ""), Machine(True, 2, "")
+    assert lacking(by_name["sleep"], cpu) == "there is no GPU"
+    assert lacking(by_name["train-separate"], one) == "there is one device"
+    assert lacking(by_name["train-separate"], two) == "" == lacking(by_name["handoff"], one)
+    assert lacking(by_name["layers"], one) == "transformer-engine is not installed"
+    assert lacking(by_name["nodes"], cpu) == "there is one node (--nodes)"
+
+
+def test_list() -> None:
+    result = CliRunner().invoke(app, ["selftest", "--list"])
+    assert result.exit_code == 0
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [check.name for check in CHECKS]
+    refused = CliRunner().invoke(app, ["selftest", "handof"])
+    assert refused.exit_code == 2 and "no check 'handof'" in refused.stderr
+
+
+@pytest.mark.parametrize("devices", GPUS)
+def test_layouts_use_all_devices_and_suit_the_model(devices: int) -> None:
+    """With 8 devices the axes TP, PP, CP and DP have (3 + 4 - 1 choose 3) = 20 products of three twos."""
+    names = layouts_for(devices)
+    assert len(set(names)) == len(names)
+    kept = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 131072}
+    hf = {**SHAPES[small_shape(cuda=True)], **kept}
+    ranks = Counter()
+    for name in (*names, *save_and_load_layouts(devices)):
+        parallel = parse_layout(name, 256).parallel
+        assert not list(layout_conflicts(parallel, Shape.of(hf))), name
+        ranks[parallel.ranks] += 1
+    assert max(ranks) == devices
+    if devices == 8:
+        assert sum(parse_layout(name, 256).parallel.ranks == 8 for name in names) == 20
+    assert {parse_layout(name, 256).parallel.ranks for name in save_and_load_layouts(devices)} == {devices}
+
+
+@pytest.mark.parametrize("devices", GPUS)
+def test_handoffs_keep_to_the_devices(devices: int, tmp_path: Path) -> None:
+    """Colocated engines share the trainer's GPUs; separate ones and the trainer fit beside each other; what the
+    configuration would refuse is not tried."""
+    placements = placements_for(True, devices)
+    assert set(placements) == ({"colocated", "separate"} if devices > 1 else {"colocated"})
+    for placement, (ranks, engines, transports) in placements.items():
+        assert (ranks, engines) == (devices, devices) if placement == "colocated" else ranks + engines <= devices
+        config = handoff_config(tmp_path / "model", placement, ranks, engines, cuda=True)
+        for transport in transports:
+            assert transport in transports_for(True, devices)
+            handoff = config.handoff.model_copy(update={"transport": transport})
+            check_choice(config.model_copy(update={"handoff": handoff}), cuda=True)
+
+
+@pytest.mark.parametrize("devices", GPUS)
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -> None:
+    """`or1 train --dry-run --device cuda` accepts what would be started, of 20 steps."""
+    from or1_megatron.sizing.dry_run import plan_run
+
+    if placement == "separate" and devices == 1:
+        pytest.skip("needs two devices")
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train", "heldout"):
+        (data / f"{name}.jsonl").write_text("".join(f'{{"prompt": "1+{n}?", "answer": "2"}}\n' for n in range(128)))
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(training_values(Machine(True, devices, ""), placement, tmp_path / "run", data)))
+    config = load_config(path, [])
+    plan_run(config, "cuda")
+    assert config.total_steps == 20
+    engines = config.rollout.engines * config.rollout.tensor_parallel
+    assert config.parallel.ranks + (engines if placement == "separate" else 0) <= devices
+
+
+def test_kernels_pass_and_a_wrong_head_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant adds 1e-3 to every log-prob of the recomputing head; the figures that see it are named."""
+    from or1_megatron.selftest.checks import kernels
+
+    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    kernels.against_float64(given, "torch")
+    assert outcome.figures and not unmet(outcome.figures)
+    right = kernels.log_probs_and_entropies
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        log_probs, entropies = right(*arguments, **options)
+        return log_probs - 1e-3, entropies
+
+    monkeypatch.setattr(kernels, "log_probs_and_entropies", wrong)
+    kernels.against_float64(given, "torch")
+    (first, *_) = unmet(outcome.figures)
+    assert first.startswith("recompute, torch: log-prob and entropy, fp32 is 0.001")
+    assert not any(line.startswith("one_pass") for line in unmet(outcome.figures))
+    assert json.loads((tmp_path / "outcome.json").read_text()) == asdict(outcome) | {"last_lines": []}
+
+
+@pytest.mark.parametrize(
+    ("apart", "steps", "wrong"),
+    [
+        (5e-5, 5, []),
+        (2e-3, 5, ["mean log-prob difference of sampled tokens, worst step is 0.002 nats, expected ≤ 0.0001 nats"]),
+        (5e-5, 4, ["steps is 4, expected ≥ 5"]),
+        (float("inf"), 5, ["every metric is finite is no, expected yes"]),
+    ],
+)
+def test_training_is_judged_by_its_metrics(apart: float, steps: int, wrong: list[str], tmp_path: Path) -> None:
+    """The first row of a run is of its start and has no step; the worst step counts."""
+    from or1_megatron.selftest.checks.training import note
+
+    rows: list[dict[str, float]] = [{"time/step": 9.0, "handoff/probe_max_abs_diff": 1e-6}]
+    rows += [{"time/step": 1.0, "mismatch/mean_abs": 1e-5} for _ in range(steps - 1)]
+    rows += [{"time/step": 3.0, "mismatch/mean_abs": apart}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "summary.json").write_text('{"finished": true, "accuracy_before": 0.5, "accuracy_after": null}')
+    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    note(given, tmp_path, 5, 1e-4)
+    assert set(wrong) <= set(unmet(outcome.figures))
+    assert bool(wrong) == bool(unmet(outcome.figures))
+    assert outcome.figures["median step"]["value"] == 1.0 and "accuracy after" not in outcome.figures
+
+
+def test_sandbox_that_confines_nothing_fails(tmp_path: Path) -> None:
+    """The tier "weak" runs programs with their user's rights to files; the check sees that."""
+    from or1_megatron.selftest.checks.sandbox import one_tier
+    from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxUnavailable
+    from or1_megatron.verify.sandbox.sandbox import Sandbox
+
+    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    try:
+        with Sandbox(SandboxLimits(cpu_s=30.0, wall_s=60.0), "weak") as opened:
+            one_tier(given, "weak", opened)
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    assert unmet(outcome.figures) == ["weak: the host's files cannot be read is no, expected yes"]
+
+
+def test_not_a_number_is_not_met(tmp_path: Path) -> None:
+    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    given.require("difference", float("nan"), at_most=1.0)
+    assert unmet(outcome.figures) == ["difference is nan, expected ≤ 1.000"]
+    assert json.loads((tmp_path / "outcome.json").read_text())["figures"]["difference"]["value"] == "nan"

@@ -1,0 +1,117 @@
+"""What differs between nodes is named per node; where nodes meet; two real processes as two nodes.
+
+Not proven here: several machines, torchrun's agent, Slurm (its variables, and a scontrol of ours).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import PATIENCE_S
+
+from or1_megatron.errors import UserError
+from or1_megatron.selftest.facts import differences, mount_of
+from or1_megatron.selftest.meeting import Meeting, extra_process, meet, without_torchrun
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_differences_are_named_per_node() -> None:
+    nodes = [
+        {"commit": "abc", "package torch": "2.13.0", "environment NCCL_DEBUG": "INFO"},
+        {"commit": "abc", "package torch": "2.12.0", "environment NCCL_DEBUG": "INFO"},
+        {"commit": "abc", "package torch": "2.13.0"},
+    ]
+    assert differences(nodes, ["node 0 (a)", "node 1 (b)", "node 2 (c)"]) == [
+        "environment NCCL_DEBUG: 'INFO' on node 0 (a), node 1 (b); nothing on node 2 (c)",
+        "package torch: '2.13.0' on node 0 (a), node 2 (c); '2.12.0' on node 1 (b)",
+    ]
+
+
+def test_mount_is_the_innermost_one(tmp_path: Path) -> None:
+    """A later mount on the same place hides the earlier one; a folder whose name only begins alike is elsewhere."""
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "30 20 0:40 / /data rw,relatime - nfs4 server:/old rw\n"
+        "31 20 0:41 / /data ro,relatime shared:7 master:1 - nfs4 server:/new rw\n"
+    )
+    assert mount_of("/data/runs", mounts) == "nfs4 server:/new at /data, ro"
+    assert mount_of("/database", mounts) == "ext4 /dev/sda1 at /, rw"
+
+
+TORCHRUN = {
+    "RANK": "6", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4",
+    "MASTER_ADDR": "head", "MASTER_PORT": "29400", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+
+
+def test_place_under_torchrun() -> None:
+    found = meet(4, TORCHRUN)
+    assert (found.node, found.nodes) == (3, 4)
+    assert found.environment == {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "29400",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    assert without_torchrun({**TORCHRUN, "NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}
+    assert extra_process({**TORCHRUN, "LOCAL_RANK": "1"}) and not extra_process(TORCHRUN)
+
+
+def test_place_under_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames node[07-08]' ] && printf 'node07\\nnode08\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_JOB_ID": "123456"}
+    found = meet(2, job)
+    assert found.node == 1
+    assert found.environment["MASTER_ADDR"] == "node07" and found.environment["MASTER_PORT"] == "23456"
+    assert extra_process({**job, "SLURM_LOCALID": "3"})
+
+
+def test_place_that_is_not_told() -> None:
+    assert meet(1, {}) == Meeting(0, 1, {})
+    with pytest.raises(UserError, match="start it on every node, under torchrun"):
+        meet(2, {})
+    with pytest.raises(UserError, match="--nodes 2, but it was started on 4 nodes"):
+        meet(2, TORCHRUN)
+
+
+def test_two_nodes_that_differ(tmp_path: Path) -> None:
+    """Two processes meet over gloo; a variable and the working directory differ. Both name both differences."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for node, debug in enumerate(("INFO", "WARN")):
+        folder = tmp_path / f"work_{node}"
+        folder.mkdir()
+        told = {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_DEBUG": debug}
+        command = [sys.executable, "-m", "or1_megatron.commands.app", "selftest", "nodes", "--nodes", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **told}
+        processes.append(
+            subprocess.Popen(
+                [*command, "--out", str(tmp_path / "out")],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    host = socket.gethostname()
+    for node, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 1, output
+        report: Any = json.loads((tmp_path / "out" / f"node_{node}" / "selftest.json").read_text())
+        (outcome,) = report["outcomes"]
+        assert outcome["figures"]["facts that differ between nodes"]["value"] == 2, outcome
+        assert f"environment NCCL_DEBUG: 'INFO' on node 0 ({host}); 'WARN' on node 1 ({host})" in outcome["reason"]
+        assert "path of the working directory: " in outcome["reason"]
+        assert outcome["figures"]["clocks apart"]["met"]

@@ -1,0 +1,99 @@
+"""The self-test's processes: what ends badly is a failed check with its last lines, the others go on, nothing is left.
+
+Not proven here: a kill of the self-test itself by SIGKILL, after which orphans of a check may stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from waiting import PATIENCE_S, wait_until
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+def start(out: Path, *checks: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(FOLDER), str(ROOT)))}
+    command = [sys.executable, str(FOLDER / "odd_checks.py"), str(out), *checks]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read(out: Path) -> Any:
+    return json.loads((out / "selftest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(exit status, folder) of a run over all of them; the hanging one has a second."""
+    out = tmp_path_factory.mktemp("odd")
+    process = start(out, "crashes", "falls-short", "hangs=1", "raises", "not-here", "passes")
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert (out / "selftest.json").is_file(), output
+    return process.returncode, out
+
+
+def test_each_ends_as_it_does(odd: Any) -> None:
+    status, out = odd
+    report = read(out)
+    assert status == 4 and report["finished"]
+    found = {outcome["name"]: (outcome["status"], outcome["reason"]) for outcome in report["outcomes"]}
+    assert found == {
+        "crashes": ("failed", "its process ended with killed by SIGSEGV"),
+        "falls-short": ("failed", "difference is 0.500, expected ≤ 0.001"),
+        "hangs": ("failed", "it took longer than 1 s and was ended"),
+        "raises": ("failed", "ZeroDivisionError: nothing to divide by"),
+        "not-here": ("not possible", "the moon is not full"),
+        "passes": ("passed", ""),
+    }
+
+
+def test_figures_and_last_lines_are_kept(odd: Any) -> None:
+    """Those before a crash too; the output of a check that passed is in its log alone."""
+    crashed, *_, passed = read(odd[1])["outcomes"]
+    assert crashed["figures"] == {"before the crash": {"value": 7, "unit": ""}}
+    assert "about to crash" in crashed["last_lines"]
+    assert passed["last_lines"] == []
+    assert passed["figures"]["speed of light"]["met"] and not passed["figures"]["patience"]["met"]
+    assert "speed of light" in (odd[1] / "logs" / "passes.log").read_text()
+
+
+def test_page(odd: Any) -> None:
+    text = (odd[1] / "selftest.md").read_text()
+    assert "1 passed, 4 failed, 1 not possible" in text
+    assert "| not-here | not possible here: the moon is not full |" in text
+    assert "## crashes failed\n\nits process ended with killed by SIGSEGV. Look at odd_checks.py." in text
+    assert "- passes: patience 1 s, expected ≥ 5 s" in text
+    assert "| speed of light | 300,000,000 m/s | ≥ 200,000,000 m/s | yes |" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_leaves_the_report_and_nothing_else(number: signal.Signals, tmp_path: Path) -> None:
+    """A process that has left the check's session, and whose parent has ended, is found and ended too."""
+    process = start(tmp_path, "passes", "hangs", "raises")
+    orphan = tmp_path / "orphan.pid"
+
+    def started() -> bool:
+        assert process.poll() is None, process.communicate()[0]
+        return orphan.is_file() and bool(orphan.read_text())
+
+    wait_until(started, "the hanging check")
+    pid = int(orphan.read_text())
+    scratch = Path(psutil.Process(process.pid).children()[0].environ()["TMPDIR"])
+    assert scratch.is_dir()
+    process.send_signal(number)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number
+    assert not psutil.pid_exists(pid)
+    assert not scratch.exists()
+    report = read(tmp_path)
+    assert [outcome["name"] for outcome in report["outcomes"]] == ["passes"] and not report["finished"]
+    assert "| hangs | not run yet |" in (tmp_path / "selftest.md").read_text()

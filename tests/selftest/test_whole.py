@@ -1,0 +1,89 @@
+"""The whole self-test on CPU, as benchmarks/gpu/run.sh runs it; the parts of its GPU branches that a CPU can carry out.
+
+Not proven here: that a GPU's memory comes free, Transformer Engine's layers, NCCL, CUDA IPC, and every speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from or1_megatron.selftest.registry import CHECKS
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {"layers": "GPU", "sleep": "GPU", "train-separate": "GPU", "nodes": "one node"}
+"""Checks that are not possible on one machine without a GPU, and a word of the reason."""
+
+
+def test_whole_on_cpu(tmp_path: Path) -> None:
+    """All that CPU can do passes; the rest says why not; figures and report are where they are looked for."""
+    # without this session's mark: its last word would take the script's processes for its own
+    environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
+    done = subprocess.run(
+        [ROOT / "benchmarks/gpu/run.sh", "--tiny", "--minutes", "60", "--out", tmp_path],
+        env={**environment, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=3700,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["finished"]
+    outcomes = {outcome["name"]: outcome for outcome in report["outcomes"]}
+    assert set(outcomes) == {check.name for check in CHECKS}
+    for name, outcome in outcomes.items():
+        if name in ELSEWHERE:
+            assert outcome["status"] == "not possible" and ELSEWHERE[name] in outcome["reason"], outcome
+        elif name != "sandbox":  # this machine may grant neither tier
+            assert outcome["status"] == "passed" and outcome["figures"], outcome
+    assert outcomes["train"]["figures"]["steps"]["value"] == 5
+
+
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from or1_megatron.selftest.context import Context, Machine, Outcome
+from or1_megatron.selftest.checks import {module}
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    outcome = Outcome("a check", "failed")
+    context = Context(Machine(False, 2, ""), folder, folder, False, outcome, folder / "outcome.json")
+    {call}
+    (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
+"""
+
+
+def carry_out(folder: Path, module: str, call: str) -> dict[str, Any]:
+    """Run a line with a check's context in a process of its own; return the figures that it noted."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(module=module, call=call))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    figures: dict[str, Any] = json.loads((folder / "outcome.json").read_text())["figures"]
+    return figures
+
+
+def test_sleep_finds_that_a_cpu_frees_nothing(tmp_path: Path) -> None:
+    """vLLM accepts sleep on CPU and ignores it: the turn is carried out to the probe, and its verdict is that no memory
+    came free."""
+    figures = carry_out(tmp_path, "engines", "engines.sleep(context)")
+    assert figures["largest log-prob difference after waking, fp32"]["met"]
+    assert not figures["memory that came free / memory that the engines took"]["met"]
+
+
+def test_layers_are_compared(tmp_path: Path) -> None:
+    """Our layers with themselves: no difference at all."""
+    call = "found = layers.difference(context, ('own', 'own')); context.measure('all', found.log_prob + found.gradient)"
+    figures = carry_out(tmp_path, "layers", call)
+    assert figures["all"]["value"] == 0.0
