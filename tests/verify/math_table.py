@@ -91,6 +91,6 @@ WHOLE: list[tuple[list[str], str, bool, str]] = [
 ]
 
 HANGS: list[tuple[list[str], str]] = [
-    (["z"], r"\boxed{" + "(" * 3000 + "}"),  # nothing that can be read; Math-Verify's patterns take minutes
-    ([r"\oint f"], r"\boxed{" + "(" * 2500 + "}"),
+    (["z"], r"\boxed{z" + "(" * 3000 + "}"),  # nothing that can be read; Math-Verify's patterns take minutes
+    ([r"\oint f"], r"\boxed{f" + "(" * 2500 + "}"),
 ]
