@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from or1_megatron.verify.math.verifier import MathVerifier
 
 sys.path.insert(0, str(Path(__file__).parent))
 from math_table import AFTER_THINK, HANGS, WHOLE
+from waiting import wait_until
 
 
 def problem(golds: list[str] | str) -> Problem:
@@ -91,7 +91,7 @@ def test_a_child_that_is_killed_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "thread"),
-    [("x+y", True), ("(" * 3000, True), ("(" * 3000, False)],
+    [("x+y", True), ("z" + "(" * 3000, True), ("z" + "(" * 3000, False)],
     ids=["idle", "busy, by a thread", "busy"],
 )
 def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) -> None:
@@ -117,8 +117,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         if answer == "x+y":
             assert parent.stdout.readline() == "done\n"
         else:
-            while child.cpu_times().user < spent_s + 0.5:  # until it is busy
-                time.sleep(0.01)
+            wait_until(lambda: child.cpu_times().user >= spent_s + 0.5, "the child is busy")
         parent.kill()
         parent.wait()
         _, alive = psutil.wait_procs([child], timeout=60)
@@ -136,7 +135,6 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         ("x=5", "not JSON"),
         ('["\\\\frac{1}{"]', "braces do not balance"),
         ('["1}{2"]', "braces do not balance"),
-        ('["@@"]', "expression that Math-Verify can parse"),
     ],
 )
 def test_unusable_ground_truths_are_refused(verifier: MathVerifier, truth: str, words: str) -> None:
