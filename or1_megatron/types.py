@@ -26,9 +26,8 @@ FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
-"""How a verdict came about. Only ``right`` has reward 1; ``unreadable``: no gold can be read, and the answer is another
-text; ``timeout`` and ``error`` mean that the verifier itself failed
-on the sample, and are not counted as wrong answers."""
+"""How a verdict came about. Only ``right`` has reward 1. ``unreadable``: no gold can be read, and the answer is another
+text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
 
 Aggregation = Literal["token_mean", "response_mean", "micro_batch_mean"]
 """How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""

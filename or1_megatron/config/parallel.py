@@ -40,13 +40,14 @@ class ParallelConfig(Section):
     """The fused head. recompute: computes logits again in the backward pass, with the smallest workspace; one_pass:
     forms the gradient in the forward pass, with three products of tokens and vocabulary instead of four."""
     layers: Literal["auto", "own", "transformer_engine"] = "auto"
-    """Implementation of linears, norms and attention. auto: Transformer Engine's on a GPU where it is installed, else
-    ours."""
+    """Implementation of linears, norms and attention. auto: Transformer Engine's for bfloat16 on a GPU if it can be
+    imported, else ours."""
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
     grad_bucket_size: Positive | None = None
-    """Parameters whose gradients are reduced together, and which are gathered together, where that overlaps. Unset:
-    Megatron's rule, 40 million or a million times the data-parallel ranks, whichever is more. Unit: parameters."""
+    """Size of a bucket: its gradients are reduced together, and with overlap_param_gather its parameters are gathered
+    together. Needs overlap_grad_reduce. Unset: 40 million, or a million per data-parallel rank if that is more
+    (Megatron's rule). Unit: parameters."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass instead of in the step. It pays only where one follows at
     once (N_SGD > 1), since a handoff waits for them. Needs distributed_optimizer and overlap_grad_reduce."""

@@ -152,9 +152,9 @@ class RolloutConfig(Section):
     max_concurrent: Positive = 256
     """Responses that one engine decodes at once. Unit: responses."""
     kv_cache_bytes: Positive | None = None
-    """KV cache on each device of an engine; required on CPU. Unset, on GPU: where the engine takes turns with a trainer
-    that offloads, what both leave of a GPU (sizing/kv_cache.py), so that it can wake; else vLLM takes what
-    gpu_memory_fraction leaves."""
+    """KV cache on each device of an engine; required on CPU. Unset, on GPU: an engine that takes turns with a trainer
+    that offloads gets what both leave free (sizing/kv_cache.py); any other takes what gpu_memory_fraction of the GPU
+    leaves beside the weights."""
     gpu_memory_fraction: Fraction = 0.85
     """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1
@@ -177,9 +177,9 @@ class MathConfig(Section):
     """What the math verifier counts as right."""
 
     judge: Literal["own", "math_verify"] = "own"
-    """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which also
-    rewards truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code; the
-    paper gives truncated responses 0 (docs/recipe.md, section 8)."""
+    """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which can
+    also reward truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code;
+    the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
 
 
 class VerifyConfig(Section):
@@ -324,9 +324,10 @@ class ClusterConfig(Section):
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one lockstep verb (update, hand_off, save, ...) on every rank."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU, for plans made elsewhere. Unset: that of the GPUs here, if any. Unit: 1e9 bytes."""
+    """Memory of one GPU: a plan that needs more is warned of, and a colocated engine's KV cache is sized by it. Unset:
+    that of the GPUs here, if any. Unit: 1e9 bytes."""
     check_memory: bool = True
-    """Refuse to start where the estimate of memory (``or1 train --dry-run`` shows it) exceeds what there is: free host
+    """Refuse to start if the estimate of memory (``or1 train --dry-run`` shows it) exceeds what there is: free host
     memory on CPU, a GPU's whole memory with GPUs. False: start all the same."""
 
 

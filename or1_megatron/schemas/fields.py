@@ -60,7 +60,8 @@ VERDICT: Final[tuple[Field, ...]] = (
         "status",
         pa.string(),
         "",
-        f"one of {_one_of(VerdictStatus)}; `timeout` and `error`: the verifier itself failed on the sample",
+        f"one of {_one_of(VerdictStatus)}; `unreadable`: no gold can be read, and the answer is another text; "
+        "`timeout` and `error`: the verifier itself failed on the sample",
     ),
     Field("answer", pa.string(), "", "the final answer extracted from the response; empty when there is none"),
     Field("detail", pa.string(), "", "why, in words; may be empty"),

@@ -67,7 +67,7 @@ _STATUSES: Mapping[str, str] = {
     "wrong": "wrong",
     "truncated": "cut off at T",
     "no_answer": "without an answer",
-    "unreadable": "to problems whose golds cannot be read",
+    "unreadable": "that differ from a gold that cannot be read",
     "timeout": "on which the verifier ran out of time",
     "error": "on which the verifier failed",
 }
