@@ -28,14 +28,14 @@ test-fast: setup  ## the tests that start no engine and no other process, two mi
 test: setup  ## the tests, some minutes
 	@$(PYTEST) -q -m "not slow and not gpu"
 
-test-slow: setup  ## a whole quickstart, and what it promises
+test-slow: setup  ## the tests that take minutes, a whole quickstart among them
 	@tools/browser.sh || echo "without a browser: its tests are skipped"
 	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800
 
 lint: setup  ## ruff, import rules, mypy; changes nothing
 	@.venv/bin/pre-commit run --all-files --color never
 
-format: setup  ## let ruff format and mend what it can
+format: setup  ## let ruff format and fix what it can
 	@.venv/bin/ruff check --fix-only --quiet .
 	@.venv/bin/ruff format .
 
