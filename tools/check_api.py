@@ -3,9 +3,8 @@
     python -m tools.check_api [FOLDER...]
 
 Each FOLDER holds packages, as site-packages or an unpacked wheel does; default: where this Python's packages are. A
-package that no folder holds is left out, with a note. What is looked at: names that are imported;
-attributes of modules, of classes, and of objects whose class follows from an annotation, a constructor or ``HINTS``;
-the arguments of calls.
+package that no folder holds is left out, with a note. Checked are imported names; attributes of modules, of classes,
+and of objects whose class follows from an annotation, a constructor or ``HINTS``; and the arguments of calls.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
 OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
     "parallel.model.PolicyModel": ("forward", "_postprocess"),
 }
-"""Methods of ours that a library's base class must have, for it calls them: a class to its methods."""
+"""Methods of ours that a library's base class must have, because it calls them: a class to its methods."""
 
 OPTIONS: Final[Mapping[str, str]] = {
     "rollout.engine._device_options": "vllm.engine.arg_utils.EngineArgs",
@@ -117,7 +116,7 @@ class _File(ast.NodeVisitor):
         self.classes.pop()
 
     def _check_abstract(self, cls: Class) -> None:
-        """A library's abstract methods are there, and take what it passes."""
+        """Check that the class has a library's abstract methods, and that they take what it passes."""
         mine = {each.name: each for each in cls.node.body if isinstance(each, ast.FunctionDef)}
         for base in (each for each in self.sources.bases(cls) if isinstance(each, Class) and each != cls):
             for method in (each for each in base.node.body if isinstance(each, ast.FunctionDef)):
@@ -329,7 +328,7 @@ def check(folders: Sequence[Path], ours: Path = ROOT) -> Report:
 
 
 def _tables(sources: Sources) -> Iterator[str]:
-    """Yield what the tables above name and is not there."""
+    """Yield the names in the tables above that do not exist."""
     for name, methods in OVERRIDES.items():
         cls = sources.find(f"{OURS}.{name}")
         assert isinstance(cls, Class), name

@@ -28,7 +28,7 @@ _ADDED = ("reward", "status", "detail")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One row as it was read: a JSON object, or ``{"unreadable": ...}`` for what is none."""
+    """One row as it was read: a JSON object, or ``{"unreadable": ...}`` for a line that holds none."""
 
     row: Mapping[str, Any]
     origin: str

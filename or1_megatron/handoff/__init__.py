@@ -1,6 +1,6 @@
 """Weights from the trainer's ranks to the engines.
 
-A room imports only rooms above it in this list:
+A module or folder imports only those above it in this list:
 
     errors                        what a handoff fails with
     probe  backend_check          engine against policy on fixed tokens; which backend runs where

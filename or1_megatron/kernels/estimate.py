@@ -1,4 +1,4 @@
-"""What a head call should take on a GPU, from shapes and the GPU's rates. Not compared with a GPU yet.
+"""Estimates the time of a head call on a GPU, from shapes and the GPU's rates. Not compared with a GPU yet.
 
 A matrix product runs as tiles of 128 x 256 results, one on each SM at a time, so it takes whole waves of tiles.
 Products, epilogues and the traffic of the fp32 sums are added as if nothing overlapped.
@@ -21,7 +21,7 @@ _M, _N = 128, 256
 
 @dataclass(frozen=True)
 class Gpu:
-    """What large bf16 products and large copies reach."""
+    """The rates that large bf16 products and large copies reach."""
 
     sms: int
     flops: float
@@ -42,10 +42,10 @@ GPUS: Final[Mapping[str, Gpu]] = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one forward and backward pass with bf16 inputs."""
+    """The estimate for one forward and backward pass with bf16 inputs."""
 
     tiles: int
-    """Of [t, v]; in one_pass, where v is all rows, of [t, V/tp]."""
+    """How many tiles [t, v]; in one_pass, where v is all rows, [t, V/tp]."""
     floor_s: float
     """8THV or 6THV operations at the GPU's rate."""
     epilogue_bytes: int

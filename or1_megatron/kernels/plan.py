@@ -15,8 +15,8 @@ import torch
 from or1_megatron.kernels.estimate import GPUS, Mode, estimate
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
-    # Memory traffic of the gradients that are summed per tile (fp32, read and written) is inverse to the tile's sides.
-    # So tiles are large, and near a square in recompute, which can cut both ways. One pass with half of these bytes
+    # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
+    # So tiles are large, and nearly square in recompute, which can cut both ways. One pass with half of these bytes
     # takes 11% longer by ``estimate``.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 2_560_000_000,
@@ -82,13 +82,13 @@ def allocation_plan(
 ) -> AllocationPlan:
     """Plan the buffers for T ``tokens`` and ``vocab_local`` rows.
 
+    On CUDA the sizes are those near the budget with the least expected time (``estimate``, on an H100).
+
     Args:
         dtype: of hidden and weight.
         scratch: whether the epilogue needs scratch (torch does, Triton does not).
         ranks: number of ranks that share the vocabulary.
         budget_bytes: for logits and scratch; None takes the default of the device and the mode.
-
-    On CUDA the sizes are those near the budget whose expected time is least (``estimate``, on an H100).
 
     Example: 32,768 tokens, H 5,120, V 152,064, bf16 on CUDA. recompute: tiles of 8,192 tokens by 8,448 rows, 277 MB of
     logits; one_pass: 4,096 tokens by all rows, 2,491 MB.

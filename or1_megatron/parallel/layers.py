@@ -1,6 +1,6 @@
 """The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them under a name of theirs,
+Both kinds cut their parameters alike. Transformer Engine's linears hold the norm before them under another name,
 which ``weights.decoder.unfused_name`` maps, so that a checkpoint of one kind loads into the other.
 """
 

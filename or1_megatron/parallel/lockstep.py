@@ -71,7 +71,7 @@ class Lockstep:
         self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
-        """Release the other ranks from serve; again does nothing."""
+        """Release the other ranks from ``serve``. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -84,8 +84,8 @@ class Lockstep:
     def serve(self) -> None:
         """Execute verbs until rank 0 closes.
 
-        An AgreedError is rank 0's to deal with: all ranks raised it, and are still in step. Any other failure ends
-        this process.
+        Rank 0 handles an AgreedError: all ranks raised it, and are still in step. Any other failure ends this
+        process.
 
         Raises:
             LockstepError: rank 0 is gone.

@@ -1,8 +1,8 @@
 """Megatron's gradient accumulation fusion without APEX: the GEMM of a weight's gradient adds to ``main_grad`` itself.
 
 Unfused, the gradient of every micro-batch is rounded to the weights' dtype, written, read and then added in fp32.
-Megatron asks APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. torch's own addmm computes the
-same, on the CPU too, and is put in its place. Transformer Engine's linears have a fused product of their own.
+Megatron calls APEX's extension ``fused_weight_gradient_mlp_cuda`` for the fused product. This module replaces it by
+torch's addmm, which computes the same, on the CPU too. Transformer Engine's linears have a fused product of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_weight_gradient(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor)
 
 
 def use_own_weight_gradient() -> None:
-    """Make Megatron's linears add their weight gradients so where ``gradient_accumulation_fusion`` is set."""
+    """Make Megatron's linears call ``add_weight_gradient`` where ``gradient_accumulation_fusion`` is set."""
     module: Any = layers
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
     module._grad_accum_fusion_available = True

@@ -1,4 +1,4 @@
-"""Whether the NVIDIA driver can run the installed torch, found out without importing torch."""
+"""Whether the NVIDIA driver can run the installed torch. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_driver() -> None:
 
 
 def driver_problem() -> str:
-    """Return why the driver cannot run the installed torch; empty if it can, if torch wants none, or if there is none.
+    """Return why the driver cannot run the installed torch; empty if it can, if torch needs none, or if there is none.
 
     The driver's library is asked, not the kernel module: NVIDIA's forward compatibility puts a newer library on it.
     """
@@ -68,7 +68,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def _kernel_module() -> str:
-    """Return the driver's own version, with a blank before it, where the kernel tells it."""
+    """Return the driver's own version, with a blank before it; empty if the kernel does not report it."""
     text = _KERNEL_MODULE.read_text() if _KERNEL_MODULE.exists() else ""
     found = re.search(r"\s(\d{3,}(?:\.\d+)+)\s", text)
     return f" {found[1]}" if found else ""

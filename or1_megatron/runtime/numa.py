@@ -1,4 +1,4 @@
-"""Binds a rank to the CPU cores beside its GPU, so that page-locked memory lies where the GPU's bus ends.
+"""Binds a rank to the CPU cores beside its GPU, so that page-locked memory is on the GPU's NUMA node.
 
 On a node with several sockets, copies between a GPU and the memory of another socket cross the link between them.
 """
@@ -12,7 +12,7 @@ SYS = Path("/sys")
 
 
 def near_cpus(pci_address: str, sys: Path = SYS) -> frozenset[int]:
-    """Return the cores beside a PCI device (``0000:1b:00.0``), as Linux tells; empty where it does not."""
+    """Return the cores beside a PCI device (``0000:1b:00.0``), as Linux reports them; empty if it does not."""
     try:
         told = (sys / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text().strip()
     except OSError:  # a virtual machine may hide it

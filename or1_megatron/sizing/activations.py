@@ -1,4 +1,4 @@
-"""What a decoder layer keeps of each token for its backward pass, by kind of recompute."""
+"""How much a decoder layer keeps per token for its backward pass, by kind of recompute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 def kept_numbers(
     recompute: Literal["none", "selective", "full"], hidden: float, attention: float, mlp_width: float
 ) -> float:
-    """Return the numbers that one layer keeps per token, on one rank.
+    """Return how many numbers of the compute dtype one layer keeps per token on one rank.
 
     none: the residual stream twice, both norms' outputs, what attention keeps, and gate, up and their product;
     selective computes the MLP's three again; full keeps the layer's input. Our own layers keep up to 4 ``hidden`` more,
@@ -16,8 +16,8 @@ def kept_numbers(
 
     Args:
         hidden: width of the residual stream, divided by TP under sequence parallelism.
-        attention: width of queries, keys, values and attention's output on this rank.
-        mlp_width: of the MLP on this rank; of the experts that compute a token.
+        attention: widths of queries, keys, values and attention's output on this rank, added up.
+        mlp_width: width of the MLP on this rank; in a mixture, of all experts that compute a token.
     """
     mlp = 3 * mlp_width
     whole = 4 * hidden + attention + mlp

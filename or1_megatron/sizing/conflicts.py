@@ -174,8 +174,8 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Switches that act on clipped tokens alone: at N_SGD = 1 the ratio is 1 and no token is clipped, unless the ratio
-    is to the log-probs of an older version (``rl.loss.old_is_the_policy``)."""
+    """Yield switches that act only on clipped tokens where none is clipped: at N_SGD = 1 the ratio is 1, unless it is
+    to the log-probs of an older version (``rl.loss.old_is_the_policy``)."""
     algorithm = config.algorithm
     if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return

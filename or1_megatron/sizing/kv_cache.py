@@ -1,8 +1,8 @@
 """How large an engine's KV cache may be where the engine takes turns with the trainer on its GPU.
 
-vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes in a later turn, what the
-trainer cannot give back is there too: its CUDA context, communication buffers and fragments. So the size follows from
-what both keep. The two reserves are estimates and have not been compared with a GPU yet.
+vLLM fixes the size when it starts, on a GPU that holds nothing else. When the engine wakes in a later turn, the GPU
+also holds what the trainer cannot give back: its CUDA context, communication buffers and fragments. So the size is the
+GPU's memory less what both keep. The two reserves are estimates and have not been compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENGINE_RESERVE_BYTES: Final = 6 << 30
 _LOGITS_COPIES: Final = 3
 """fp32 copies of its responses' logits that vLLM's sampler has at once."""
 _OVERLAP_BUFFERS: Final = 12
-"""Buffers of a row's hidden states that Transformer Engine 2.11 makes to overlap TP communication, for good."""
+"""Buffers of a row's hidden states that Transformer Engine 2.11 makes to overlap TP communication, and keeps."""
 
 
 def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:

@@ -1,8 +1,8 @@
 """What each process of a run holds in memory: an estimate from shapes, so that a run that does not fit is refused.
 
 Without GPUs it is host memory, of all processes together; benchmarks/host_memory.py measures it beside this. With GPUs
-it is the memory of one GPU, which has not been compared with a GPU yet: allocator fragments, CUDA contexts and
-communication buffers are not in it (``RESERVE_BYTES`` stands for them), nor is the host's memory.
+it is the memory of one GPU, without the host's; it has not been compared with a GPU yet. ``RESERVE_BYTES`` stands for
+allocator fragments, CUDA contexts and communication buffers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def needed(processes: Sequence[ProcessMemory], device: Device) -> int:
 
 
 def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
-    """Raise NotEnoughMemory where ``config`` needs more than ``there`` bytes: free on the host, or a GPU's in all."""
+    """Raise NotEnoughMemory if ``config`` needs more than ``there`` bytes: free on the host, or all that a GPU has."""
     processes = process_memory(config, shape, device)
     if (wanted := needed(processes, device)) <= there:
         return
@@ -146,18 +146,18 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
 
 
 def state_bytes(config: Config, weights: StageWeights) -> int:
-    """Weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the latter three cut by DP; and a
-    reference's weights, which are there while they are needed."""
+    """Return the bytes of a rank's weights, fp32 gradients, fp32 master weights (bf16 only) and two fp32 moments, the
+    latter three cut by DP; and of a reference's weights, if there is one."""
     own = BYTES[config.model.dtype] * (1 if config.algorithm.kl.reference is None else 2) + 4
     total = (weights.dense + weights.experts) * own
     return total + _shards(config, weights.dense, weights.experts) * _optimizer_bytes(config)
 
 
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
-    """What a rank of pipeline stage ``stage`` keeps for the backward pass at rows of ``micro_batch_tokens`` tokens, in
-    each micro-batch that it has in flight; on the last stage, the head's workspace too.
+    """Return the bytes that a rank of pipeline stage ``stage`` keeps for the backward pass, over all micro-batches in
+    flight, with rows of ``micro_batch_tokens`` tokens; on the last stage also the head's workspace.
 
-    Layers keep what ``kept_numbers`` says; the one at work has all of its own, and as much again in gradients.
+    Layers keep what ``kept_numbers`` says. The one that computes holds all its activations, and as much in gradients.
     """
     parallel = config.parallel
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
@@ -259,7 +259,7 @@ def _rank(config: Config, stage: int) -> str:
 
 
 def _optimizer_bytes(config: Config) -> int:
-    """Bytes per parameter: two fp32 moments, and fp32 master weights beside bf16 ones."""
+    """Return the bytes per parameter: two fp32 moments, and fp32 master weights beside bf16 ones."""
     return 8 + (4 if config.model.dtype == "bfloat16" else 0)
 
 

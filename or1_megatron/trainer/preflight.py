@@ -1,4 +1,4 @@
-"""The checks before a start: seconds, before any rank, engine or cluster starts."""
+"""The checks before a run starts. They take seconds, and start no rank, engine or cluster."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
 
 
 def check_room(planned: Plan) -> None:
-    """Compare the estimate of the run's memory with what is there: free on the host, or the smallest GPU's in all.
+    """Compare the estimate of the run's memory with what is free on the host, or with all that the smallest GPU has.
 
     Raises:
-        NotEnoughMemory: it is less, and ``cluster.check_memory`` is on.
+        NotEnoughMemory: the estimate is larger, and ``cluster.check_memory`` is on.
     """
     if not planned.config.cluster.check_memory:
         return

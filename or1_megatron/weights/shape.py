@@ -30,7 +30,7 @@ class Shape:
 
     @classmethod
     def of(cls, hf: Mapping[str, Any]) -> Shape:
-        """Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
+        """Read the sizes. Raises KeyError for keys that ``weights.families.read_hf_config`` has not checked."""
         heads = hf["num_attention_heads"]
         return cls(
             layers=hf["num_hidden_layers"],

@@ -171,7 +171,7 @@ class _Calls:
         self._session: Session | None = None
 
     def load(self) -> None:
-        """Raises SessionEnded when the submission does not load."""
+        """Load the submission. Raises SessionEnded when that fails."""
         self._session = self._sandbox.open(_CALL_SERVER, self._limits)
         setup = {
             "prefix": self._tests.prefix,

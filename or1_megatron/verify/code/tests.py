@@ -52,7 +52,7 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """The limits that a row sets for each of its tests; None: the configuration's. They bind submissions alone."""
+    """The limits that a row sets for each of its tests; None: the configuration's. They apply to submissions only."""
 
     time_s: float | None = None
     """CPU time; the wall time limit follows it."""

@@ -46,7 +46,7 @@ class CodeVerifier:
         """Do nothing: each program starts in a sandbox of its own."""
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError when the ground truth has no usable tests, or an unusable checker."""
+        """Raise ValueError when the ground truth has no usable tests, or an unusable checker."""
         self._checkers.prepare(parse_code_tests(problem.ground_truth).checker)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:

@@ -42,7 +42,7 @@ class CustomVerifier:
         """Do nothing: the child runs already."""
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError with the verifier's objection."""
+        """Raise ValueError with the verifier's objection, if it has one."""
         try:
             reply = self._ask({"operation": "check", "problem": dataclasses.asdict(problem)})
         except (ChildTimeout, ChildDied) as error:

@@ -62,7 +62,7 @@ class MathVerifier:
         self._process.start()
 
     def check_ground_truth(self, problem: Problem) -> None:
-        """Raises ValueError unless the ground truth is a JSON list of answers whose braces balance.
+        """Raise ValueError unless the ground truth is a JSON list of answers whose braces balance.
 
         A gold that cannot be read is no error: an answer of the same text is right, any other ``unreadable``.
         """
@@ -73,7 +73,7 @@ class MathVerifier:
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold.
 
-        With ``math_verify`` as the judge a response is judged as the released code judges it, which asks neither.
+        The judge ``math_verify`` follows the released code, which checks neither of the first two.
         """
         started_s = time.perf_counter()
 

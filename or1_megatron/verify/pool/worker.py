@@ -53,7 +53,7 @@ def send(pipe: BinaryIO, message: Any) -> None:
 
 
 def receive(pipe: BinaryIO) -> Any:
-    """Raises EOFError when the other end is gone."""
+    """Read one message. Raises EOFError when the other end is gone."""
     length = pipe.read(8)
     content = pipe.read(int.from_bytes(length, "little")) if len(length) == 8 else b""
     if not content or len(content) < int.from_bytes(length, "little"):

@@ -160,7 +160,7 @@ def fetch(value: Any) -> Any:
 
 
 def get_attribute(owner: Any, name: str, *default: Any) -> Any:
-    """``getattr``, which would not ask whether the submission's object has the attribute."""
+    """Replace ``getattr``, which would not ask whether the submission's object has the attribute."""
     try:
         return fetch(getattr(owner, name))
     except AttributeError:
