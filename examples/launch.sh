@@ -13,7 +13,7 @@
 #   RAY_PORT     of Ray's head on node 0 (6379)
 #   RAY_AUTH_TOKEN_PATH  file of the token that Ray's nodes know each other by ($RUNS/ray_token, made if there is none);
 #                RAY_AUTH_MODE=disabled: none
-#   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (180)
+#   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (270; more than checkpoint.signal_grace_s)
 #   DRY_RUN=1    print the plan and what is not there yet; start nothing
 #
 # Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to resume); else failed.
@@ -29,7 +29,7 @@ recipe=configs/recipes/$name.yaml
 [[ -f $recipe ]] || die "no recipe $recipe; there are: $(cd configs/recipes && echo *.yaml)"
 
 export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_PORT=${MASTER_PORT:-29500}
-ray_port=${RAY_PORT:-6379} grace_s=${GRACE_S:-180}
+ray_port=${RAY_PORT:-6379} grace_s=${GRACE_S:-270}
 for variable in MODEL DATA EVAL RUNS; do
   [[ -n ${!variable:-} ]] || die "$variable is not set; see the top of examples/launch.sh"
 done

@@ -19,6 +19,7 @@ from or1_megatron.errors import UserError
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.activations import kept_numbers
 from or1_megatron.sizing.conflicts import Device, padded_sequence
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.weights.shape import BYTES, Shape
 
 RESERVE_BYTES: Final = 8 << 30
@@ -199,7 +200,11 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
         yield ProcessMemory(_rank(config, stage), config.parallel.ranks // config.parallel.pipeline, parts)
     rollout = config.rollout
     weights_bytes = _cut(shape.parameters * BYTES[config.model.dtype], rollout.tensor_parallel)
-    parts = {"weights": weights_bytes, "KV cache": rollout.kv_cache_bytes or 0, "reserve": RESERVE_BYTES}
+    parts = {
+        "weights": weights_bytes,
+        "KV cache": rollout.kv_cache_bytes or shared_kv_cache_bytes(config, shape) or 0,
+        "reserve": RESERVE_BYTES,
+    }
     yield ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts)
 
 
