@@ -42,7 +42,7 @@ def main() -> None:
     sets = {"frozen third": math_pairs.load("frozen"), "tuning part": math_pairs.load("tuning")}
     sets |= {
         "rare notations, frozen half": math_pairs.load("frozen_2"),
-        "their tuning half": math_pairs.load("tuning_2"),
+        "rare notations, tuning half": math_pairs.load("tuning_2"),
     }
     for suite in arguments.suite:
         name, _, folder = suite.partition("=")

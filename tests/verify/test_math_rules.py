@@ -260,6 +260,7 @@ def test_through_the_worker(verifier: MathVerifier) -> None:
     assert verified(verifier, ["x", "50\\%"], r"</think>\boxed{1/2}")[0] == "right"
     assert verified(verifier, ["5"], r"<think>\boxed{5}</think> done: \boxed{6}")[0] == "wrong"
     assert verified(verifier, ["5"], r"</think>\boxed{5\ }")[0] == "right"
+    assert verified(verifier, ["2025"], r"</think>\boxed{20 25}")[0] == "wrong"  # not the same text but for spaces
     assert verified(verifier, ["5"], "</think>\\boxed{" + "5" * 5000 + "}")[0] == "wrong"
 
 

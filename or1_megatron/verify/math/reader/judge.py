@@ -75,7 +75,9 @@ def leaves_open(answer: str) -> bool:
 
 
 def letters(text: str) -> frozenset[str]:
-    """Return the letters of a text that name something: not those of commands and words."""
+    """Return the letters of a text that name something: not those of commands, words, or a name before ``=``."""
+    named = re.fullmatch(r"[^=+\-^]*=([^=]*)", text)
+    text = named[1] if named else text
     bare = re.sub(r"\\[A-Za-z]+|«[^»]*»", " ", re.sub(r"\\text\w*\s*\{[^{}]*\}", " ", text))
     return frozenset(re.findall(r"[A-Za-z]", bare))
 
