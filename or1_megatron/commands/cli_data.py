@@ -82,19 +82,19 @@ def prune(folder: Annotated[Path, typer.Argument(help="The build's folder.")] = 
 
 @data.command()
 def benchmark(
-    names: Annotated[list[str], typer.Argument(help="aime24, aime25, livecodebench.")],
+    names: Annotated[list[str], typer.Argument(help="aime24, livecodebench, math500, ...: docs/evaluation.md.")],
     out: Annotated[Path, typer.Option(help="Folder for NAME.jsonl: EVAL of the recipes.")] = Path("data/eval"),
     sets: Annotated[Path, typer.Option(help="Where files of these sets lie; else they come from the hub.")] = Path(
         "data/benchmarks"
     ),
 ) -> None:
-    """Write evaluation sets as the report used them: AIME24's ending, LiveCodeBench's months."""
+    """Write evaluation sets: prompts as published, AIME24's ending, LiveCodeBench's window."""
     with explained():
         from or1_megatron.evaluate.benchmarks import write_set
 
         for name in names:
-            path, count = write_set(name, out, sets)
-            print(f"{path}: {count} problems")
+            path, loaded = write_set(name, out, sets)
+            print(f"{path}: {loaded}")
 
 
 def _say(line: str) -> None:

@@ -16,9 +16,14 @@ _DAY = "%Y-%m-%d"
 
 def evaluate(
     model: Annotated[str, typer.Option(help="An HF folder, a Megatron checkpoint, or http://host:port/v1.")],
-    data: Annotated[str, typer.Option(help="aime24, aime25, livecodebench, a problem file or folder, a hub id.")],
+    data: Annotated[
+        str,
+        typer.Option(help="aime24, livecodebench, math500, ..., a problem file or folder, a hub id."),
+    ],
     out: Annotated[Path, typer.Option(help="Responses, results, picture; the same command resumes it.")],
-    k: Annotated[int, typer.Option(min=1, help="Samples per problem.")] = 1,
+    k: Annotated[
+        int | None, typer.Option(min=1, help="Samples per problem; the report's for its sets, else 1.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A file of configs/eval; else the paper's settings.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="E.g. --set max_response_tokens=8192.")
@@ -26,8 +31,8 @@ def evaluate(
     since: Annotated[
         datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems from this day on.")
     ] = None,
-    before: Annotated[
-        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems before this day.")
+    until: Annotated[
+        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems up to this day's midnight.")
     ] = None,
     sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
 ) -> None:
@@ -38,5 +43,5 @@ def evaluate(
         from or1_megatron.evaluate.settings import EvaluationSettings
 
         settings = load_as(EvaluationSettings, config, overrides or ())
-        days = [None if day is None else day.date() for day in (since, before)]
+        days = [None if day is None else day.date() for day in (since, until)]
         evaluate_model(model, data, k, out, settings, Console(), sets, *days)

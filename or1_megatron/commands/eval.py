@@ -25,7 +25,7 @@ from or1_megatron.data.problems import check_ground_truths
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.data.verifier_threads import VerifierThreads
-from or1_megatron.evaluate.benchmarks import load_set, published
+from or1_megatron.evaluate.benchmarks import BENCHMARKS, load_set, published
 from or1_megatron.evaluate.outcome import check_verdicts, summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore, settings_begun_with
 from or1_megatron.evaluate.run import evaluate, missing_count
@@ -44,25 +44,29 @@ _LIST_TIMEOUT_S = 10.0
 def evaluate_model(
     model: str,
     data: str,
-    samples: int,
+    samples: int | None,
     out: Path,
     settings: EvaluationSettings,
     console: Console,
     sets: Path,
     since: datetime.date | None = None,
-    before: datetime.date | None = None,
+    until: datetime.date | None = None,
 ) -> dict[str, Any]:
     """Evaluate ``model`` (an HF folder, a Megatron checkpoint, or an endpoint's URL) on ``data``; return the results.
 
     ``out`` gets responses.jsonl as they come, then results.json and results.svg. After a kill the same call resumes and
-    samples only what is missing; a larger ``samples`` adds to what there is.
+    samples only what is missing; a larger ``samples`` adds to what there is. ``samples`` None: as many as the report
+    has of a set, else one.
 
     Raises:
         DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
         EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
     """
     unusable = UnusableRows()
-    name, problems = load_set(data, sets, since, before, unusable)
+    loaded = load_set(data, sets, since, until, unusable)
+    name, problems = loaded.name, loaded.problems
+    samples = _samples(samples, name, settings)
+    console.print(str(loaded), highlight=False, soft_wrap=True)
     started_s = time.perf_counter()
     with closing(_verifiers(problems, settings)) as verifiers:
         with verifiers.borrowed() as at_hand:
@@ -84,11 +88,25 @@ def evaluate_model(
                 opened = open_model(model, settings, problems, missing, out, console, chosen)
             with opened as sampler:
                 responses = evaluate(problems, samples, sampler, verifiers.verdict, store, settings.seed, show)
-    results = _results(model, name, responses, settings, (since, before), time.perf_counter() - started_s)
+    results = _results(
+        model, name, responses, settings, (since, until), loaded.release, time.perf_counter() - started_s
+    )
     write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
     show_evaluation(results, published(name), console)
     return results
+
+
+def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
+    """Return how many samples to take. Raises EvaluationError for several where all would be the same."""
+    greedy = settings.temperature == 0.0
+    if greedy and given is not None and given > 1:
+        raise EvaluationError(
+            f"--k {given} with temperature 0, at which all samples of a problem are the same; expected --k 1, or a "
+            "higher temperature"
+        )
+    known = BENCHMARKS.get(name)
+    return given or (1 if greedy or known is None else known.samples)
 
 
 def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
@@ -221,6 +239,7 @@ def _results(
     responses: Sequence[Sequence[Response]],
     settings: EvaluationSettings,
     window: tuple[datetime.date | None, datetime.date | None],
+    release: str,
     wall_s: float,
 ) -> dict[str, Any]:
     assert settings.max_response_tokens is not None
@@ -230,7 +249,8 @@ def _results(
         "model": model,
         "data": data,
         "since": None if window[0] is None else window[0].isoformat(),
-        "before": None if window[1] is None else window[1].isoformat(),
+        "until": None if window[1] is None else window[1].isoformat(),
+        "release": release or None,
         **_request_settings(settings),
         "wall_s": wall_s,
         "outcome": asdict(outcome),

@@ -2,28 +2,35 @@
 
 Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
-code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself.
+code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself. Held-out sets: HuggingFaceH4/MATH-500, math-ai/amc23,
+math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from or1_megatron.data.rows import RowError, parse_row, shown
+from or1_megatron.data.wording import (
+    BEGINS_WITH,
+    COMPLETE,
+    COMPLETE_END,
+    LIVECODEBENCH_OPENING,
+    MBPP_OPENING,
+    MBPP_TESTS,
+    ONE_BLOCK,
+    READS_STDIN,
+    livecodebench_instructions,
+)
 
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
-    "livecodebench",
+    "livecodebench", "humaneval", "mbpp", "olympiadbench",
 ]  # fmt: skip
-
-READS_STDIN = (
-    "\n\nWrite a Python program that reads from standard input and writes to standard output. Put the whole program "
-    "into one ```python block."
-)
-BEGINS_WITH = "\n\nComplete this Python code and put the whole solution into one ```python block:\n\n```python\n{}\n```"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,13 @@ class Published:
     solutions: tuple[str, ...] = ()
     difficulty: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    """What the prompt says before the statement, as ``instructions`` after it."""
+
+    @property
+    def content(self) -> str:
+        """The user's message."""
+        return self.opening + self.statement + self.instructions
 
 
 def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
@@ -74,13 +88,17 @@ class Columns:
     origin: str
 
     def text(self, *names: str) -> str:
-        """Return the value of the first of ``names`` that the row has; "" when it is null."""
+        """Return the value of the first of ``names`` that the row has, stripped; "" when it is null."""
+        return self.verbatim(*names).strip()
+
+    def verbatim(self, *names: str) -> str:
+        """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
         value = self._value(names)
         if value is None:
             return ""
         if not isinstance(value, str):
             raise self._wrong(names[0], f"found {shown(value)}, expected text")
-        return value.strip()
+        return value if value.strip() else ""
 
     def answer(self, *names: str) -> str:
         """Return text or a number, as text."""
@@ -89,7 +107,17 @@ class Columns:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
-        return str(value).strip()
+        whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
+        return str(int(value) if whole else value).strip()
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty when it is null or the row has no such column."""
+        value = self.row.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, f"found {shown(value)}, expected a list of texts")
+        return value
 
     def optional(self, name: str) -> str:
         return self.text(name) if name in self.row else ""
@@ -163,7 +191,27 @@ def _problem_answer(row: Columns) -> Published:
 
 
 def _still3(row: Columns) -> Published:
-    return Published("math", row.text("question"), _golds(row.answer("answer")))
+    """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
+    solution, marked, gold = row.answer("answer").rpartition("####")
+    if not marked:
+        return Published("math", row.text("question"), _golds(gold))
+    return Published(
+        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
+    )
+
+
+def _olympiadbench(row: Columns) -> Published:
+    """All parts of the final answer are asked for, each of which the set writes between dollars."""
+    if "final_answer" not in row.row:
+        row.text("final_answer")  # names the column
+    golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
+    return Published(
+        "math",
+        row.text("question"),
+        _golds(", ".join(filter(None, golds))),
+        source=row.optional("subfield"),
+        solutions=tuple(row.texts("solution")),
+    )
 
 
 def _omni_math(row: Columns) -> Published:
@@ -207,17 +255,48 @@ def _leetcode(row: Columns) -> Published:
 
 def _livecodebench(row: Columns) -> Published:
     """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
-    starter = row.text("starter_code")
+    starter = row.verbatim("starter_code")
     tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
     truth = {**tests, "starter_code": starter}
     some = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
     return Published(
         "code",
-        row.text("question_content"),
+        row.verbatim("question_content"),
         json.dumps(truth, ensure_ascii=False) if some else "",
         source=row.optional("platform"),
-        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        instructions=livecodebench_instructions(starter),
         notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
+        opening=LIVECODEBENCH_OPENING,
+    )
+
+
+def _humaneval(row: Columns) -> Published:
+    """The statement is the beginning of a program; some tests call its function by its own name too (HumanEval/33)."""
+    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
+    truth: dict[str, Any] = {"entry_point": entry, "import_prefix": program, "test_code": test}
+    if re.search(rf"(?<!def )\b{re.escape(entry)}\(", test):
+        truth["helpers"] = [entry]
+    return Published(
+        "code",
+        program,
+        json.dumps(truth, ensure_ascii=False) if test else "",
+        instructions=COMPLETE_END,
+        solutions=_some(program + row.verbatim("canonical_solution")),
+        opening=COMPLETE,
+    )
+
+
+def _mbpp(row: Columns) -> Published:
+    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
+    tests = row.texts("test_list")
+    setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
+    return Published(
+        "code",
+        row.text("text", "prompt"),
+        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
+        instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
+        solutions=_some(row.text("code")),
+        opening=MBPP_OPENING,
     )
 
 
@@ -230,11 +309,17 @@ _READERS: Mapping[str, Callable[[Columns], Published]] = {
     "leetcode": _leetcode,
     "aime": _problem_answer,
     "livecodebench": _livecodebench,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "olympiadbench": _olympiadbench,
 }
 
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
     ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
+    ("humaneval", frozenset({"task_id", "prompt", "entry_point", "test"})),
+    ("mbpp", frozenset({"task_id", "test_list"})),
+    ("olympiadbench", frozenset({"question", "final_answer"})),
     ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
     ("taco", frozenset({"question", "input_output"})),
     ("numinamath", frozenset({"problem", "question_type", "answer"})),

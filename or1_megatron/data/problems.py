@@ -23,12 +23,15 @@ DIFFICULTY_TRIES = 16
 _ID_HEX_DIGITS = 16
 
 
-def load_problems(path: Path, split: str | None = None, unusable: UnusableRows | None = None) -> list[Problem]:
+def load_problems(
+    path: Path, split: str | None = None, unusable: UnusableRows | None = None, subset: str | None = None
+) -> list[Problem]:
     """Read all problems of a ``.jsonl`` or ``.parquet`` file, a folder of them, or a set on the hub, in their order.
 
     The layout is any of ``data.layouts``: Skywork-OR1-RL-Data, {prompt, answer}, AIME, LiveCodeBench, ... ``split``
-    chooses among a folder's or a hub set's splits, such as math and code. That a ground truth can be read is left to
-    ``check_ground_truths``, since the abilities that occur say which verifiers are needed.
+    chooses among a folder's or a hub set's splits, such as math and code; ``subset`` is a hub set's configuration. That
+    a ground truth can be read is left to ``check_ground_truths``, since the abilities that occur say which verifiers
+    are needed.
 
     Args:
         unusable: takes the rows that cannot be used, a second row of the same problem among them; the caller settles
@@ -42,7 +45,7 @@ def load_problems(path: Path, split: str | None = None, unusable: UnusableRows |
     origin_of: dict[str, str] = {}
     faults = UnusableRows() if unusable is None else unusable
     count = 0
-    for origin, raw in read_rows(path, split):
+    for origin, raw in read_rows(path, split, subset):
         count += 1
         try:
             problem = read_problem(raw, origin, default_source=path.stem)
@@ -161,7 +164,7 @@ def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
             expected = "expected one in every row (or1 data build leaves such rows out)"
             raise RowError(origin, f"no {what}", f"has no {what}; {expected}")
     source = f"{set_name}_{row.source}" if row.source else set_name
-    messages = (Message("user", row.statement + row.instructions),)
+    messages = (Message("user", row.content),)
     return Problem(
         problem_id(source, messages), source, row.ability, messages, row.ground_truth, row.difficulty, origin
     )

@@ -1,7 +1,8 @@
 """The two row schemas of our own, and the errors that name a bad row.
 
 Skywork-OR1-RL-Data (docs/schemas.md): ``data_source``, ``prompt`` [{role, content}], ``ability``, ``reward_model``
-{ground_truth: string, style}, ``extra_info`` {index, model_difficulty}. Plain: ``prompt`` (string or messages) and
+{ground_truth: string, style}, ``extra_info`` {index, model_difficulty}. A math ground truth is the JSON of a list of
+answers, or one answer as it is, as in Skywork-OR1's own evaluation files. Plain: ``prompt`` (string or messages) and
 ``answer``. Other keys are ignored; these must be there with the right type (nothing is coerced).
 """
 
@@ -82,6 +83,8 @@ class _SkyworkRow(_StrictModel):
         measured = self.extra_info.model_difficulty or {}
         difficulty = {model: failures for model, failures in measured.items() if failures is not None}
         truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
+        if self.ability == "math":
+            truth = _listed(truth)
         return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
 
 
@@ -128,6 +131,22 @@ def published_row(
         "reward_model": {"ground_truth": ground_truth, "style": "rule"},
         "extra_info": dict(extra),
     }
+
+
+def _listed(answer: str) -> str:
+    """Return one bare answer, such as 204, 025 or 336^\\circ, as the JSON of a list; any other text as it is.
+
+    What begins like a list or an object must be one, and words for a missing value are no answers.
+    """
+    text = answer.strip()
+    if text[:1] in ("", "[", "{") or text.lower() in ("null", "none", "nan", "true", "false"):
+        return answer
+    if text.startswith('"'):
+        try:
+            text = json.loads(text)
+        except ValueError:
+            return answer
+    return json.dumps([text], ensure_ascii=False)
 
 
 def _messages(rows: Sequence[_MessageRow]) -> tuple[Message, ...]:

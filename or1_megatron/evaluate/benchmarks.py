@@ -4,41 +4,51 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from or1_megatron.data.files import SUFFIXES, is_hub_id, read_rows
+from or1_megatron.data.files import SUFFIXES, PlacedRow, is_hub_id, read_rows
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError, RowError, published_row
 from or1_megatron.data.unusable import UnusableRows
+from or1_megatron.data.wording import BOX_INSTRUCTION
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Message, Problem
-
-BOX_INSTRUCTION: Final = " Let's think step by step and output the final answer within \\boxed{}."
-"""Ends AIME24's problems in the paper's evaluation; AIME25's have none (RECIPE section 5)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set by name. ``hub`` and ``split`` (None: all of it) say where it comes from if there is no such file here."""
+    """A set by name. ``hub``, ``split`` (None: all of it) and ``subset`` say where it comes from if no file is here."""
 
     hub: str
     split: str | None
     ending: str = ""
-    samples: int = 32
-    """k of avg@k in the report."""
+    """What each problem ends with, unless it asks for a box itself."""
+    samples: int = 1
+    """k of avg@k in the report, and the default of ``--k``; 1 for sets that the report does not have."""
     dated: bool = False
     """Rows have a date, by which problems that a model may have been trained on are left out."""
+    subset: str | None = None
 
 
 BENCHMARKS: Final = {
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", BOX_INSTRUCTION),
-    "aime25": Benchmark("yentinglin/aime_2025", "train"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", BOX_INSTRUCTION, samples=32),
+    "aime25": Benchmark("yentinglin/aime_2025", "train", samples=32),
     "livecodebench": Benchmark("livecodebench/code_generation_lite", None, samples=4, dated=True),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", BOX_INSTRUCTION),
+    "amc23": Benchmark("math-ai/amc23", "test", BOX_INSTRUCTION),
+    "minerva": Benchmark("math-ai/minervamath", "test", BOX_INSTRUCTION),
+    "olympiadbench": Benchmark("math-ai/olympiadbench", "test", BOX_INSTRUCTION),
+    "gsm8k": Benchmark("openai/gsm8k", "test", BOX_INSTRUCTION, subset="main"),
+    "humaneval": Benchmark("openai/openai_humaneval", "test"),
+    "mbpp": Benchmark("google-research-datasets/mbpp", "test", subset="full"),
 }
+
+REPORTED_SETS: Final = ("aime24", "aime25", "livecodebench")
 
 PUBLISHED: Final = {
     # AIME24 avg@32, AIME25 avg@32, LiveCodeBench (2024-08 to 2025-02) avg@4; 32,768 tokens, temperature 1, top-p 1
@@ -53,14 +63,33 @@ PUBLISHED: Final = {
 """Per cent, from the Skywork-OR1 report (RECIPE section 4)."""
 
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
-"""LiveCodeBench in the report: from the first day on, before the second."""
+"""LiveCodeBench in the report: the window of the released ``prepare_unit_test_data``."""
+
+_RELEASE_FILE = re.compile(r"(?:^|/)test(\d*)\.jsonl:\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSet:
+    """The problems of a set, and what was left out of it."""
+
+    name: str
+    problems: list[Problem]
+    outside: int
+    """Usable problems that are not of the window."""
+    release: str
+    """LiveCodeBench's, such as release_v5; "" for another set."""
+
+    def __str__(self) -> str:
+        """Return how many problems there are, of which release."""
+        of = f" of {len(self.problems) + self.outside}" if self.outside else ""
+        return f"{self.name}: {len(self.problems)}{of} problems" + (f" of {self.release}" if self.release else "")
 
 
 def published(name: str) -> dict[str, float]:
-    """Return model -> per cent, for a known set; empty for any other."""
-    if name not in BENCHMARKS:
+    """Return model -> per cent, for a set of the report; empty for any other."""
+    if name not in REPORTED_SETS:
         return {}
-    place = list(BENCHMARKS).index(name)
+    place = REPORTED_SETS.index(name)
     return {model: scores[place] for model, scores in PUBLISHED.items()}
 
 
@@ -68,13 +97,14 @@ def load_set(
     named: str,
     sets: Path,
     since: datetime.date | None = None,
-    before: datetime.date | None = None,
+    until: datetime.date | None = None,
     unusable: UnusableRows | None = None,
-) -> tuple[str, list[Problem]]:
-    """Return (name, problems) of a known name, a file, a folder or a hub id.
+) -> LoadedSet:
+    """Load a known name, a file, a folder or a hub id.
 
     A known name is looked for as a file or folder of that name in ``sets`` first, then on the hub. ``since`` and
-    ``before`` keep the problems of that window (the first day is in it, the second is not).
+    ``until`` keep the problems of that window. Both are midnights that belong to it, as in LiveCodeBench: a problem of
+    the last day is in the window if it has no time of day.
 
     Args:
         unusable: takes the rows that cannot be used, those without a date in a window among them; None: they are
@@ -84,30 +114,37 @@ def load_set(
         DataError: an unknown name, a set that cannot be read, unusable rows, or no problem in the window.
     """
     path = Path(named)
+    split = subset = None
     if path.exists() or path.suffix in SUFFIXES:
-        name, split, benchmark = path.stem if path.is_file() else path.name, None, BENCHMARKS.get(path.stem)
+        name, benchmark = path.stem if path.is_file() else path.name, BENCHMARKS.get(path.stem)
     elif named in BENCHMARKS:
-        benchmark = BENCHMARKS[named]
-        name, (path, split) = named, _place(named, benchmark, sets)
+        name, benchmark = named, BENCHMARKS[named]
+        path, split, subset = _place(named, benchmark, sets)
     elif is_hub_id(path):
-        name, split, benchmark = path.name, None, None
+        name, benchmark = path.name, None
     else:
         raise DataError(
             f"--data {named}: no such file, and no known set; known: {', '.join(BENCHMARKS)}; else expected a .jsonl "
             "or .parquet file, a folder of them, or a hub id (owner/name)"
         )
     faults = UnusableRows() if unusable is None else unusable
-    problems = load_problems(path, split, faults)
-    if since is not None or before is not None:
-        problems = _within(path, split, problems, since, before, faults)
+    everything = problems = load_problems(path, split, faults, subset)
+    dated = benchmark is not None and benchmark.dated
+    if since is not None or until is not None:
+        dated, problems = True, _within(read_rows(path, split, subset), path, everything, since, until, faults)
     if unusable is None:
         faults.refuse()
     ending = benchmark.ending if benchmark is not None else ""
-    return name, [_with_ending(problem, ending) for problem in problems]
+    return LoadedSet(
+        name,
+        [_with_ending(problem, ending) for problem in problems],
+        len(everything) - len(problems),
+        _release(path, split, everything) if dated else "",
+    )
 
 
-def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
-    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and its number of problems.
+def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
+    """Write a known set as ``sets``/name.jsonl, as the report evaluated it; return the file and what is in it.
 
     AIME24's problems get their ending, LiveCodeBench's are those of the report's window. ``found_in``: where files of
     that name are looked for before the hub.
@@ -118,23 +155,43 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, int]:
     if name not in BENCHMARKS:
         raise DataError(f"{name}: no known set; expected one of {', '.join(BENCHMARKS)}")
     window = REPORT_WINDOW if BENCHMARKS[name].dated else (None, None)
-    _, problems = load_set(name, found_in, *window)
+    loaded = load_set(name, found_in, *window)
     sets.mkdir(parents=True, exist_ok=True)
     path = sets / f"{name}.jsonl"
+    release = {"release": loaded.release} if loaded.release else {}
     rows = (
-        published_row(problem.source, problem.messages, problem.ability, problem.ground_truth, {"index": index})
-        for index, problem in enumerate(problems)
+        published_row(p.source, p.messages, p.ability, p.ground_truth, {"index": index, **release})
+        for index, p in enumerate(loaded.problems)
     )
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(path, lines.encode(), "the problems")
-    return path, len(problems)
+    return path, loaded
 
 
-def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None]:
+def _place(name: str, benchmark: Benchmark, sets: Path) -> tuple[Path, str | None, str | None]:
+    """Return the path, split and subset to read."""
     for candidate in (sets / f"{name}.jsonl", sets / f"{name}.parquet", sets / name):
         if candidate.exists():
-            return candidate, None
-    return Path(benchmark.hub), benchmark.split
+            return candidate, None, None
+    return Path(benchmark.hub), benchmark.split, benchmark.subset
+
+
+def _release(path: Path, split: str | None, problems: Sequence[Problem]) -> str:
+    """Return LiveCodeBench's release by its files: release_vN is test.jsonl, test2.jsonl, ..., testN.jsonl.
+
+    In a file of ``write_set`` it is that of the rows.
+    """
+    found = {match[1] or "1" for problem in problems if (match := _RELEASE_FILE.search(problem.origin))}
+    numbers = sorted(map(int, found))
+    if numbers and numbers == list(range(1, len(numbers) + 1)):
+        return f"release_v{len(numbers)}"
+    _, first = next(read_rows(path, split))
+    return str(_extra(first).get("release") or f"a release that is not named ({path})")
+
+
+def _extra(raw: Any) -> Mapping[str, Any]:
+    found = raw.get("extra_info") if isinstance(raw, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _with_ending(problem: Problem, ending: str) -> Problem:
@@ -145,42 +202,46 @@ def _with_ending(problem: Problem, ending: str) -> Problem:
 
 
 def _within(
+    placed: Iterator[PlacedRow],
     path: Path,
-    split: str | None,
     problems: list[Problem],
     since: datetime.date | None,
-    before: datetime.date | None,
+    until: datetime.date | None,
     unusable: UnusableRows,
 ) -> list[Problem]:
+    first = _midnight(since or datetime.date.min)
+    last = datetime.datetime.max if until is None else _midnight(until)
     rows = {problem.origin: problem for problem in problems}
-    dated: list[tuple[datetime.date, Problem]] = []
-    for origin, raw in read_rows(path, split):
+    dated: list[tuple[datetime.datetime, Problem]] = []
+    for origin, raw in placed:
         if origin in rows:
             try:
                 dated.append((_date(raw, origin), rows[origin]))
             except RowError as error:
                 unusable.add(error)
-    kept = [
-        problem for date, problem in dated if (since is None or date >= since) and (before is None or date < before)
-    ]
+    kept = [problem for date, problem in dated if first <= date <= last]
     if dated and not kept:
-        days = [date for date, _ in dated]
+        days = [date.date() for date, _ in dated]
         raise DataError(
-            f"{path}: none of {len(dated)} problems is from {since or 'the beginning'} on and before "
-            f"{before or 'today'}; their dates: {min(days)} to {max(days)}"
+            f"{path}: none of {len(dated)} problems is from {since or 'the beginning'} to {until or 'today'}; their "
+            f"dates: {min(days)} to {max(days)}"
         )
     return kept
 
 
-def _date(raw: Mapping[str, Any], origin: str) -> datetime.date:
+def _midnight(day: datetime.date) -> datetime.datetime:
+    return datetime.datetime.combine(day, datetime.time())
+
+
+def _date(raw: Mapping[str, Any], origin: str) -> datetime.datetime:
     text, layout = raw.get("date"), detect_layout(raw)
     if text is None and layout is not None:
         text = read_published(raw, layout, origin).notes.get("contest_date")
     try:
-        return datetime.date.fromisoformat(str(text)[:10])
+        return datetime.datetime.fromisoformat(str(text)).replace(tzinfo=None)
     except ValueError:
         raise RowError(
             origin,
             "no date",
-            f"no date (found {text!r}); --since and --before need a column 'contest_date' or 'date', as in 2024-08-31",
+            f"no date (found {text!r}); --since and --until need a column 'contest_date' or 'date', as in 2024-08-31",
         ) from None

@@ -55,6 +55,7 @@ def said(make):
         return str(error)
 
 SET = "Skywork/Skywork-OR1-RL-Data"
+NONE = Path("none")
 if sys.argv[1] == "hub":
     found = {
         "math": said(lambda: [p.ground_truth for p in load_problems(Path(SET), split="math")]),
@@ -64,14 +65,16 @@ if sys.argv[1] == "hub":
         "wrong split": said(lambda: list(read_rows(Path(SET), "physics"))),
         "wrong subset": said(lambda: list(read_rows(Path("someone/graded"), "math", "other"))),
         "no such set": said(lambda: list(read_rows(Path("nobody/nothing")))),
-        "aime24": said(lambda: [p.messages[0].content[:15] for p in load_set("aime24", Path("none"))[1]]),
-        "livecodebench": said(lambda: [[p.origin, p.ability] for p in load_set("livecodebench", Path("none"))[1]]),
+        "aime24": said(lambda: [p.messages[0].content[:15] for p in load_set("aime24", NONE).problems]),
+        "livecodebench": said(lambda: [[p.origin, p.ability] for p in load_set("livecodebench", NONE).problems]),
+        "release": said(lambda: str(load_set("livecodebench", NONE))),
+        "gsm8k": said(lambda: [p.ground_truth for p in load_set("gsm8k", NONE).problems]),
     }
 else:
     found = {
         "math": said(lambda: [p.ground_truth for p in load_problems(Path(SET), split="math")]),
         "no such set": said(lambda: list(read_rows(Path("nobody/nothing")))),
-        "livecodebench": said(lambda: load_set("livecodebench", Path("none"))),
+        "livecodebench": said(lambda: load_set("livecodebench", NONE)),
     }
 print(json.dumps(found))
 """
@@ -120,6 +123,14 @@ REPOSITORIES = {
             [{"id": 60, "problem": "What is 1 + 1?", "solution": "2", "answer": "2", "url": "", "year": "2024"}]
         ),
     },
+    "openai/gsm8k": {
+        "README.md": (
+            b"---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: test, path: main/test.parquet}\n"
+            b"- config_name: socratic\n  data_files:\n  - {split: test, path: socratic/test.parquet}\n---\n"
+        ),
+        "main/test.parquet": parquet([{"question": "Much?", "answer": "It is <<2*500=1000>>1000.\n#### 1,000"}]),
+        "socratic/test.parquet": parquet([{"question": "Other?", "answer": "#### 2"}]),
+    },
     "livecodebench/code_generation_lite": {
         "README.md": b"",
         "code_generation_lite.py": b"raise SystemExit('a loading script was run')",
@@ -155,6 +166,8 @@ def test_sets_by_their_hub_id_and_again_without_the_hub(tmp_path: Path) -> None:
     assert found["aime24"] == ["What is 1 + 1? "]
     name = "livecodebench/code_generation_lite"
     assert found["livecodebench"] == [[f"{name}/test.jsonl:1", "code"], [f"{name}/test2.jsonl:1", "code"]]
+    assert found["release"] == "livecodebench: 2 problems of release_v2"
+    assert found["gsm8k"] == ['["1000"]']
     again = read("http://127.0.0.1:9", tmp_path, "cache", HF_HUB_OFFLINE="1")
     assert again["math"] == found["math"]
     assert "from the Hugging Face hub (HF_HUB_OFFLINE is set)" in again["no such set"]

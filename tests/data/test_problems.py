@@ -69,6 +69,36 @@ def test_plain_rows(tmp_path: Path, answer: Any, ground_truth: str) -> None:
     assert (problem.source, problem.ability, problem.ground_truth) == ("train", "math", ground_truth)
 
 
+def test_golds_of_the_released_evaluation_files(tmp_path: Path) -> None:
+    """A parquet with the columns of Skywork-OR1's or1_data/eval/aime24.parquet and aime25.parquet, whose golds are one
+    answer as it is: the verifier takes 25 for 025. It does not prove that an interval is read as one."""
+    golds = {"204": "204", "025": "25", "336^\\circ": "336^\\circ", "-1.5": "-1.5", '"x+1"': "1+x", '["7", "8"]': "8"}
+    rows = [
+        row(str(n), data_source="test-math-aime24", extra_info={"index": n, "split": "test"},
+            reward_model={"ground_truth": gold, "style": "rule"})
+        for n, gold in enumerate(golds)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "aime24.parquet")
+    problems = load_problems(tmp_path / "aime24.parquet")
+    assert [json.loads(problem.ground_truth)[0] for problem in problems][:5] == [
+        "204",
+        "025",
+        "336^\\circ",
+        "-1.5",
+        "x+1",
+    ]
+    verifier = MathVerifier(timeout_s=60)
+    try:
+        unusable = UnusableRows()
+        assert check_ground_truths(problems, {"math": verifier}, unusable) == problems and not len(unusable)
+        for problem, answer in zip(problems, golds.values(), strict=True):
+            for said, status in ((answer, "right"), ("1/3", "wrong")):
+                verdict = verifier.verify(problem, f"</think>\\boxed{{{said}}}", truncated=False)
+                assert verdict.status == status, (problem.ground_truth, said, verdict)
+    finally:
+        verifier.close()
+
+
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in row("bad").items() if name != key}
 
@@ -86,12 +116,16 @@ BAD_ROWS = {
         row(reward_model={"ground_truth": ["2"], "style": "rule"}),
         ["'reward_model.ground_truth'", "string", "(list)"],
     ),
-    "gold is not json": (
-        row(reward_model={"ground_truth": "x=2", "style": "rule"}),
-        ["ground_truth", "'x=2'", "JSON list"],
+    "gold begins like a list": (
+        row(reward_model={"ground_truth": '["2', "style": "rule"}),
+        ["ground_truth", "'[\"2'", "JSON list"],
     ),
-    "gold is json of int": (
-        row(reward_model={"ground_truth": "2", "style": "rule"}),
+    "gold is missing": (
+        row(reward_model={"ground_truth": "null", "style": "rule"}),
+        ["ground_truth", "of a NoneType", "list"],
+    ),
+    "tests are a number": (
+        row(ability="code", reward_model={"ground_truth": "2", "style": "rule"}),
         ["ground_truth", "of a int", "list"],
     ),
     "difficulty is text": (

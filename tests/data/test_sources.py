@@ -4,6 +4,7 @@ the same layout, through the call that a hub id goes through."""
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import pickle
 import zlib
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.data.files import hub_rows, is_hub_id
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import check_ground_truths, load_problems
@@ -24,6 +26,7 @@ from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.types import Message, Problem, Prompt
 from or1_megatron.verify.code.ground_truth import parse_code_tests
+from or1_megatron.verify.code.verifier import CodeVerifier
 
 
 def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:
@@ -145,6 +148,80 @@ def test_aime_files_in_their_common_forms(tmp_path: Path) -> None:
     path = tmp_path / "aime.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in forms))
     assert [problem.ground_truth for problem in load_problems(path)] == ['["204"]', '["25"]', '["70"]']
+
+
+def test_livecodebench_prompts_are_its_own_to_the_character() -> None:
+    """SHA-256 of what LiveCodeBench 28fef95's get_deepseek_r1_question_template_answer returns for these two questions,
+    without the chat template's mark of the assistant's turn at the end."""
+    for content, starter, digest in (
+        ("Double it.\n\nSample:\n1\n", "", "e7e5c49d500b7b08"),
+        ("Complete it.", "class Solution:\n    def twice(self, n: int) -> int:\n        ", "62ced0c721884488"),
+    ):
+        read = read_published(LCB | {"question_content": content, "starter_code": starter}, "auto", "f:1")
+        assert hashlib.sha256(read.content.encode()).hexdigest()[:16] == digest
+        assert read.statement == content  # what duplicates are found by
+
+
+HUMANEVAL = {
+    "task_id": "HumanEval/x", "entry_point": "third", "canonical_solution": "    return sorted(xs)[:3]\n",
+    "prompt": 'from typing import List\n\n\ndef third(xs: List[int]) -> List[int]:\n    """ The three smallest. """\n',
+    "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n"
+            "    assert tuple(candidate([3, 1, 2])) == tuple(third([1, 3, 2]))\n"
+            "    assert candidate([4, 9, 4, 5]) == [4, 4, 5]\n",
+}  # fmt: skip
+MBPP = {
+    "task_id": 11, "text": "Write a function to add.", "code": "def add(a, b):\n    return a + b",
+    "test_setup_code": "",
+    "test_list": ["assert add(1, 2) == 3", "assert add(0, -1) == -1"], "challenge_test_list": [],
+}  # fmt: skip
+SANITIZED = {
+    "source_file": "f", "task_id": 7, "prompt": "Write a function to find the square root.",
+    "code": "import math\ndef root(n):\n    return math.sqrt(n)", "test_imports": ["import math"],
+    "test_list": ["assert math.isclose(root(2), math.sqrt(2))"],
+}  # fmt: skip
+
+
+def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
+    """Rows with the columns of openai_humaneval and mbpp, full and sanitized: their solutions pass in the sandbox, and
+    others fail. It does not prove that every published row can be used."""
+    verifier = CodeVerifier(VerifyConfig(timeout_s=60))
+    try:
+        for row, wrong in (
+            (HUMANEVAL, "def third(xs):\n    return xs[:3]"),
+            (MBPP, "def add(a, b):\n    return a - b"),
+            (SANITIZED, "def root(n):\n    return n"),
+        ):
+            read = read_published(row, "auto", "f:1")
+            message = Message("user", read.content)
+            problem = Problem("p", "s", read.ability, (message,), read.ground_truth, {}, "f:1")
+            for program, status in ((read.solutions[0], "right"), (wrong, "wrong")):
+                verdict = verifier.verify(problem, f"</think>\n```python\n{program}\n```", truncated=False)
+                assert verdict.status == status, (row["task_id"], verdict)
+    finally:
+        verifier.close()
+    asked = read_published(MBPP, "auto", "f:1").content
+    assert "Write a function to add. Your code should pass these tests:\n\nassert add(1, 2) == 3\nassert" in asked
+    assert "```python\nfrom typing import List" in read_published(HUMANEVAL, "auto", "f:1").content
+
+
+def test_math_benchmarks_in_their_published_columns() -> None:
+    """MATH-500, amc23 (a float), minervamath, OlympiadBench (a list between dollars) and GSM8K (after ####)."""
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"problem": "p", "solution": "s", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2,
+          "unique_id": "u"}, "\\frac{1}{2}"),
+        ({"id": 0, "question": "p", "answer": 27.0, "url": "u"}, "27"),
+        ({"question": "p", "answer": "4.5e33"}, "4.5e33"),
+        ({"id": 1606, "question": "p", "solution": ["s"], "final_answer": ["$\\frac{1}{2}$"], "context": None,
+          "is_multiple_answer": False, "unit": None, "answer_type": "Numerical", "subfield": "Algebra"},
+         "\\frac{1}{2}"),
+        ({"question": "p", "solution": ["s"], "final_answer": ["$3$", "$5$"]}, "3, 5"),
+        ({"question": "p", "answer": "18 - 2 = <<18-2=16>>16.\n#### 1,216"}, "1216"),
+    ]  # fmt: skip
+    for row, gold in rows:
+        read = read_published(row, "auto", "f:1")
+        assert (read.statement, read.ability, json.loads(read.ground_truth)) == ("p", "math", [gold])
+    with pytest.raises(DataError, match=r"column 'final_answer': found '5' \(str\), expected a list of texts"):
+        read_published({"question": "p", "final_answer": "5"}, "auto", "f:1")
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

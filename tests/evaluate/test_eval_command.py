@@ -26,7 +26,8 @@ from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
-from or1_megatron.evaluate.benchmarks import BOX_INSTRUCTION, load_set
+from or1_megatron.data.wording import BOX_INSTRUCTION
+from or1_megatron.evaluate.benchmarks import load_set
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
@@ -105,7 +106,7 @@ def settings(**changes: Any) -> EvaluationSettings:
     return EvaluationSettings.model_validate({**fields, **changes})
 
 
-def run(server: Server, problems: Path, out: Path, k: int, **changes: Any) -> dict[str, Any]:
+def run(server: Server, problems: Path, out: Path, k: int | None, **changes: Any) -> dict[str, Any]:
     console = Console(file=(out.parent / "shown.txt").open("a"), width=120)
     return evaluate_model(server.url, str(problems), k, out, settings(**changes), console, Path("none"))
 
@@ -202,10 +203,11 @@ def test_a_folder_that_was_tampered_with_is_refused_by_row(server: Server, probl
 
 def test_a_window_of_dates(problems: Path) -> None:
     day = datetime.date.fromisoformat
-    _, found = load_set(str(problems), Path("none"), day("2024-02-15"), day("2024-04-15"))
-    assert [problem.messages[0].content for problem in found] == ["What is 1+1?", "What is 2+2?"]
+    found = load_set(str(problems), Path("none"), day("2024-02-15"), day("2024-04-15"))
+    assert [p.messages[0].content for p in found.problems] == ["What is 1+1?", "What is 2+2?", "What is 3+3?"]
+    assert str(found).startswith("sums: 3 of 5 problems")
     with pytest.raises(
-        DataError, match=r"none of 5 problems is from 2030-01-01 on.*their dates: 2024-01-15 to 2024-05-15"
+        DataError, match=r"none of 5 problems is from 2030-01-01 to today; their dates: 2024-01-15 to 2024-05-15"
     ):
         load_set(str(problems), Path("none"), day("2030-01-01"))
 
@@ -214,21 +216,30 @@ def test_known_sets_are_found_and_aime24_ends_with_its_instruction(tmp_path: Pat
     row = {"Problem": "What is 1+1?", "Answer": 2, "ID": "2024-I-1", "Solution": ""}
     (tmp_path / "aime24.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "aime25.jsonl").write_text(json.dumps(row) + "\n")
-    assert load_set("aime24", tmp_path)[1][0].messages[0].content == "What is 1+1?" + BOX_INSTRUCTION
-    assert load_set("aime25", tmp_path)[1][0].messages[0].content == "What is 1+1?"
+    assert load_set("aime24", tmp_path).problems[0].messages[0].content == "What is 1+1?" + BOX_INSTRUCTION
+    assert load_set("aime25", tmp_path).problems[0].messages[0].content == "What is 1+1?"
     with pytest.raises(DataError, match="no known set; known: aime24, aime25, livecodebench"):
         load_set("aime26", tmp_path)
 
 
 def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
     """From files, in the columns in which they are published; the hub's way in is test_hub's. AIME24's ending comes
-    once, LiveCodeBench's problems are those of 2024-08 to 2025-01, and training's reader takes what was written."""
+    once, LiveCodeBench's problems are those up to 2025-02-01 at 00:00, which its own loader takes too, with their count
+    and release, and training's reader takes what was written."""
     test = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
-    with (tmp_path / "livecodebench.jsonl").open("w") as file:
-        for number, day in enumerate(("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")):
+    (tmp_path / "livecodebench").mkdir()
+    days = (
+        "2024-07-31T23:59:00",
+        "2024-08-01T00:00:00",
+        "2025-01-31T19:30:00",
+        "2025-02-01T00:00:00",
+        "2025-02-01T19:30:00",
+    )
+    for number, day in enumerate(days):
+        with (tmp_path / "livecodebench" / f"test{number + 1 if number else ''}.jsonl").open("w") as file:
             row = {
                 "question_title": "Twice", "question_content": f"Double it, {number}.", "platform": "atcoder",
-                "question_id": f"abc_{number}", "contest_date": f"{day}T00:00:00", "starter_code": "",
+                "question_id": f"abc_{number}", "contest_date": day, "starter_code": "",
                 "public_test_cases": test, "private_test_cases": "", "metadata": "{}",
             }  # fmt: skip
             file.write(json.dumps(row) + "\n")
@@ -239,13 +250,18 @@ def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
         done = CliRunner().invoke(
             app, ["data", "benchmark", "aime24", "livecodebench", "--out", str(out), "--sets", str(tmp_path)]
         )
-        assert done.exit_code == 0 and "livecodebench.jsonl: 2 problems" in done.stdout, done.output
+        assert done.exit_code == 0, done.output
+        assert "livecodebench.jsonl: livecodebench: 3 of 5 problems of release_v5" in done.stdout
     (aime,) = load_problems(out / "aime24.jsonl")
     assert aime.messages[0].content == "What is 1+1?" + BOX_INSTRUCTION and aime.ground_truth == '["2"]'
-    assert load_set("aime24", out)[1][0].messages == aime.messages
+    assert load_set("aime24", out).problems[0].messages == aime.messages
     code = load_problems(out / "livecodebench.jsonl")
-    assert [("Double it, 1" in p.messages[0].content, p.ability) for p in code] == [(True, "code"), (False, "code")]
-    assert "Double it, 2" in code[1].messages[0].content
+    assert [("Double it, 1" in p.messages[0].content, p.ability) for p in code] == [
+        (True, "code"),
+        *[(False, "code")] * 2,
+    ]
+    assert code[1].messages[0].content.startswith("You will be given a question (problem specification)")
+    assert str(load_set("livecodebench", out)) == "livecodebench: 3 problems of release_v5"
     assert sorted(path.name for path in out.iterdir()) == ["aime24.jsonl", "livecodebench.jsonl"]
     refused = CliRunner().invoke(app, ["data", "benchmark", "aime26", "--out", str(out), "--sets", str(tmp_path)])
     assert refused.exit_code == 2 and "aime26: no known set; expected one of aime24" in refused.stderr
@@ -284,6 +300,22 @@ def test_the_papers_file_is_the_defaults() -> None:
     paper = load_as(EvaluationSettings, ROOT / "configs/eval/paper.yaml")
     assert (paper.max_response_tokens, paper.temperature, paper.top_p) == (32768, 1.0, 1.0)
     assert (PAPER_RESPONSE_TOKENS, EvaluationSettings().temperature) == (32768, 1.0)
+    for name, temperature, top_p in (("released_7b", 0.6, 1.0), ("temperature_0_6", 0.6, 0.95), ("greedy", 0.0, 1.0)):
+        preset = load_as(EvaluationSettings, ROOT / f"configs/eval/{name}.yaml")
+        assert (preset.max_response_tokens, preset.temperature, preset.top_p) == (32768, temperature, top_p)
+
+
+def test_samples_are_the_reports_unless_given(server: Server, problems: Path, tmp_path: Path) -> None:
+    """A file named like a set of the report is that set; greedy samples are all the same, so one is taken."""
+    four = tmp_path / "livecodebench.jsonl"
+    four.write_text(problems.read_text())
+    assert run(server, four, tmp_path / "four", None)["outcome"]["samples"] == 4
+    assert run(server, problems, tmp_path / "one", None)["outcome"]["samples"] == 1
+    assert run(server, four, tmp_path / "greedy", None, temperature=0.0)["outcome"]["samples"] == 1
+    with pytest.raises(
+        EvaluationError, match="--k 4 with temperature 0, at which all samples of a problem are the same"
+    ):
+        run(server, four, tmp_path / "greedy", 4, temperature=0.0)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def _outcomes(source: BuildSource, faults: UnusableRows, say: Say) -> Iterator[O
 def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
     name = _source_name(source, row)
     return Candidate(
-        candidate_id(name, row.statement, row.instructions),
+        candidate_id(name, row.content),
         name,
         row.ability,
         row.statement,
@@ -84,13 +84,14 @@ def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
         row.difficulty,
         row.notes,
         origin,
+        row.opening,
     )
 
 
 def _excluded(source: BuildSource, error: RowError) -> Exclusion:
     """Return the exclusion of a row without a problem; its id is that of its place."""
     name = source.name or source.path.stem
-    row = Candidate(candidate_id(name, error.origin, ""), name, "", "", "", "", (), {}, {}, error.origin)
+    row = Candidate(candidate_id(name, error.origin), name, "", "", "", "", (), {}, {}, error.origin)
     return Exclusion(row, UNUSABLE, {"reason": error.reason, "message": str(error)})
 
 

@@ -26,7 +26,8 @@ _EXCERPT_CHARS = 300
 class Candidate:
     """A problem on its way through the pipeline.
 
-    ``statement`` is the source's text, by which duplicates are found; ``instructions`` are added to it for the model.
+    ``statement`` is the source's text, by which duplicates are found; the model reads it between ``opening`` and
+    ``instructions``.
     ``solutions`` are reference solutions, possibly none: worked text (math) or source code (code). ``notes`` come from
     the source or a step (JSON-able), such as ``question_type`` or the votes.
     """
@@ -41,10 +42,11 @@ class Candidate:
     difficulty: Mapping[str, int]
     notes: Mapping[str, Any]
     origin: str
+    opening: str = ""
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return (Message("user", self.statement + self.instructions),)
+        return (Message("user", self.opening + self.statement + self.instructions),)
 
     def problem(self) -> Problem:
         """Return the problem as verifiers see it."""
@@ -53,9 +55,9 @@ class Candidate:
         )
 
 
-def candidate_id(source: str, statement: str, instructions: str) -> str:
-    """Return the id that the problem will have in training."""
-    return problem_id(source, (Message("user", statement + instructions),))
+def candidate_id(source: str, content: str) -> str:
+    """Return the id that the problem will have in training, from its source and the user's message."""
+    return problem_id(source, (Message("user", content),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ CANDIDATE_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("id", "source", "ability", "statement", "instructions", "ground_truth")),
         ("solutions", pa.list_(pa.string())),
-        *((name, pa.string()) for name in ("difficulty", "notes", "origin")),  # the first two as JSON
+        *((name, pa.string()) for name in ("difficulty", "notes", "origin", "opening")),  # the first two as JSON
     ]
 )
 LEDGER_SCHEMA = pa.schema(
@@ -96,9 +98,10 @@ def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candida
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=batch_rows, columns=names):
             columns = [batch.column(name).to_pylist() for name in names]
+            rows, ends = zip(*columns[:-2], strict=True), zip(*columns[-2:], strict=True)
             yield [
-                Candidate(*texts, tuple(solutions), _parsed(difficulty), _parsed(notes), origin)  # type: ignore[call-arg]
-                for *texts, solutions, difficulty, notes, origin in zip(*columns, strict=True)
+                Candidate(*texts, tuple(solutions), _parsed(rated), _parsed(notes), *rest)  # type: ignore[call-arg]
+                for (*texts, solutions, rated, notes), rest in zip(rows, ends, strict=True)
             ]
 
 
