@@ -26,11 +26,13 @@ from or1_megatron.data.rows import DataError
 from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.data.verifier_threads import VerifierThreads
 from or1_megatron.evaluate.benchmarks import BENCHMARKS, load_set, published
+from or1_megatron.evaluate.comparison import compare
 from or1_megatron.evaluate.outcome import check_verdicts, summarise
-from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore, settings_begun_with
+from or1_megatron.evaluate.responses import RESULTS, EvaluationError, Response, ResponseStore, settings_begun_with
 from or1_megatron.evaluate.run import evaluate, missing_count
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.interfaces import Sampler
+from or1_megatron.report.comparison import comparison_page, show_comparison
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.report.figures.evaluation import draw_evaluation
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
@@ -91,10 +93,20 @@ def evaluate_model(
     results = _results(
         model, name, responses, settings, (since, until), loaded.release, time.perf_counter() - started_s
     )
-    write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
+    write_atomically(out / RESULTS, (json.dumps(results, indent=2) + "\n").encode(), "the evaluation's results")
     write_atomically(out / "results.svg", draw_evaluation(results).encode(), "the evaluation's picture")
     show_evaluation(results, published(name), console)
     return results
+
+
+def compare_evaluations(first: Path, second: Path, out: Path | None, console: Console) -> None:
+    """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
+    found = asdict(compare(first, second))
+    show_comparison(found, console)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "comparison.md", comparison_page(found).encode(), "the comparison")
+        console.print(str(out / "comparison.md"), highlight=False, soft_wrap=True)
 
 
 def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from or1_megatron.evaluate.responses import EvaluationError, Response
-from or1_megatron.evaluate.statistics import Score, average, passed
+from or1_megatron.evaluate.statistics import Score, average, passed, sizes
 
 BUDGETS: Final = (512, 1024, 2048, 4096, 8192, 12288, 16384, 20480, 24576, 28672, 32768, 49152, 65536)
 _BINS: Final = 8
@@ -51,13 +51,12 @@ def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> Eva
     rewards = np.array([[response.reward for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = rewards.shape[1]
-    sizes = sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
     lengths = [response.tokens for response in flat if response.tokens is not None]
     return EvaluationScores(
         problems=rewards.shape[0],
         samples=n,
         average=average(rewards),
-        passed={k: passed(rewards, k) for k in sizes},
+        passed={k: passed(rewards, k) for k in sizes(n)},
         truncation_ratio=float(np.mean([response.truncated for response in flat])),
         mean_tokens=float(np.mean(lengths)) if lengths else None,
         statuses=dict(Counter(response.status for response in flat)),

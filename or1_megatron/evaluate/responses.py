@@ -39,7 +39,8 @@ class Response:
     seed: int
 
 
-_RESPONSES, _SETTINGS = "responses.jsonl", "evaluation.json"
+RESPONSES, RESULTS = "responses.jsonl", "results.json"
+_SETTINGS = "evaluation.json"
 _FIELDS = tuple(field.name for field in fields(Response))
 
 
@@ -53,7 +54,7 @@ class ResponseStore:
             EvaluationError: the folder holds an evaluation with other settings.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / _RESPONSES
+        self.path = folder / RESPONSES
         wanted = json.loads(json.dumps(dict(request_settings)))
         if (found := settings_begun_with(folder)) is not None:
             _check_same(folder, found, wanted)
@@ -85,7 +86,7 @@ class ResponseStore:
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the evaluation that was begun in a folder; None when none was. Raises EvaluationError."""
-    responses, settings = folder / _RESPONSES, folder / _SETTINGS
+    responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None
     try:

@@ -8,6 +8,8 @@ evaluation: 1.96 standard deviations of the estimate under each problem's own ch
 (c + 1/2) / (n + 1), so that a problem solved in none or all of its samples is not certain. ``problems`` is for another
 set of such problems too, as a claim about a skill needs: a percentile bootstrap over problems, usually the wider one.
 (Resampling a problem's own samples instead would bias pass@k downwards: a drawn set repeats samples.)
+
+A difference of two evaluations is taken problem by problem, so that what makes a problem hard cancels.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class ConfidenceInterval:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score in [0, 1] with its 95% intervals."""
+    """A score in [0, 1], or a difference of two in [-1, 1], with its 95% intervals."""
 
     value: float
     samples: ConfidenceInterval
@@ -56,6 +58,11 @@ def pass_at(right: Counts, n: int, k: int) -> NDArray[np.float64]:
     return 1.0 - none
 
 
+def sizes(n: int) -> list[int]:
+    """Return the k of the pass@k that n samples are reported by: powers of two, and n."""
+    return sorted({k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < n} | {n})
+
+
 def average(rewards: Rewards) -> Score:
     """Return avg@n."""
     n = rewards.shape[1]
@@ -68,17 +75,40 @@ def passed(rewards: Rewards, k: int) -> Score:
     return _score(rewards, pass_at(np.arange(n + 1.0), n, k))
 
 
+def difference(first: Rewards, second: Rewards, k: int) -> tuple[float, float, Score]:
+    """Return pass@k (k = 1: avg@n) of two evaluations and the second less the first. Row i is the same problem in both.
+
+    Raises ValueError for tables of different shapes.
+    """
+    if first.shape != second.shape:
+        raise ValueError(f"expected rewards of the same problems and samples, found {first.shape} and {second.shape}")
+    n = first.shape[1]
+    estimates = pass_at(np.arange(n + 1.0), n, k)
+    variances = _variances(estimates)
+    one, two = (rewards.sum(axis=1).astype(int) for rewards in (first, second))
+    score = _interval(estimates[two] - estimates[one], variances[one] + variances[two], -1.0)
+    return float(estimates[one].mean()), float(estimates[two].mean()), score
+
+
 def _score(rewards: Rewards, estimates: Estimates) -> Score:
-    """Compute the score from a histogram over the number of right samples: problems with the same number are alike."""
-    count = len(rewards)
-    shares = np.bincount(rewards.sum(axis=1).astype(int), minlength=len(estimates)) / count  # [n + 1]
-    value = float(shares @ estimates)
-    spread = _NORMAL * math.sqrt(float(shares @ _variances(estimates)) / count)
-    others = np.random.default_rng(_SEED).multinomial(count, shares, RESAMPLES) @ estimates / count
+    right = rewards.sum(axis=1).astype(int)
+    return _interval(estimates[right], _variances(estimates)[right], 0.0)
+
+
+def _interval(values: NDArray[np.float64], variances: NDArray[np.float64], least: float) -> Score:
+    """Return the mean of the problems' ``values`` [P]; ``variances`` are those of the values over other samples.
+
+    Problems with the same value are alike, so the bootstrap draws from a histogram.
+    """
+    count = len(values)
+    found, times = np.unique(values, return_counts=True)
+    value = float(values.mean())
+    spread = _NORMAL * math.sqrt(float(variances.mean()) / count)
+    others = np.random.default_rng(_SEED).multinomial(count, times / count, RESAMPLES) @ found / count
     low, high = np.percentile(others, [_TAIL, 100 - _TAIL])
     return Score(
         value,
-        ConfidenceInterval(max(0.0, value - spread), min(1.0, value + spread)),
+        ConfidenceInterval(max(least, value - spread), min(1.0, value + spread)),
         ConfidenceInterval(float(low), float(high)),
     )
 

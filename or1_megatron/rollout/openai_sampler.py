@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import islice
@@ -24,6 +25,7 @@ _GIVE_UP_AFTER = 16
 """Requests in a row that fail in all their tries before the endpoint counts as dead."""
 _SHOWN_CHARS = 200
 _LONGEST_BODY = 1 << 26
+_ERROR_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,11 @@ class OpenAISampler:
         for attempt in range(self._endpoint.tries):
             if attempt:
                 time.sleep(min(self._endpoint.backoff_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
+            deadline_s = time.monotonic() + self._endpoint.timeout_s
             try:
-                return self._try_once(request)
+                return self._try_once(request, deadline_s)
             except urllib.error.HTTPError as error:
-                reason = f"{self._endpoint.url} answered {error.code}: {_shown(error.read(2000))}"
+                reason = f"{self._endpoint.url} answered {error.code}: {_shown(_error_body(error, deadline_s))}"
                 if error.code in _PERMANENT:
                     return FailedRequest(request, reason, permanent=True)
                 if error.code < 500 and error.code not in _WORTH_RETRYING:
@@ -85,11 +88,11 @@ class OpenAISampler:
                 reason = f"{self._endpoint.url} did not answer within {self._endpoint.timeout_s:g} s"
             except (OSError, HTTPException) as error:
                 reason = f"{self._endpoint.url} cannot be reached: {getattr(error, 'reason', None) or error}"
-            except _NoCompletion as error:
+            except ValueError as error:  # no completion, or a redirection to what is no URL
                 reason = f"{self._endpoint.url}: {error}"
         return FailedRequest(request, f"{reason} (tried {self._endpoint.tries} times)", permanent=False)
 
-    def _try_once(self, request: ChatRequest) -> ChatCompletion:
+    def _try_once(self, request: ChatRequest, deadline_s: float) -> ChatCompletion:
         body = {
             "model": self._endpoint.model,
             "messages": [{"role": message.role, "content": message.content} for message in request.messages],
@@ -104,7 +107,6 @@ class OpenAISampler:
         http_request = urllib.request.Request(
             f"{self._endpoint.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
         )
-        deadline_s = time.monotonic() + self._endpoint.timeout_s
         with urllib.request.urlopen(http_request, timeout=self._endpoint.timeout_s) as reply:
             return _parse(request, _read_body(reply, deadline_s))
 
@@ -126,6 +128,15 @@ def _read_body(reply: Any, deadline_s: float) -> bytes:
     return bytes(body)
 
 
+def _error_body(error: urllib.error.HTTPError, deadline_s: float) -> bytes:
+    """Return the beginning of an error's body, or what came of it before the deadline."""
+    body = b""
+    with suppress(OSError, HTTPException):
+        while len(body) < _ERROR_BYTES and time.monotonic() < deadline_s and (part := error.read1(_ERROR_BYTES)):
+            body += part
+    return body
+
+
 def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
     """Take the first choice. Reasoning that the server has split off is put back before its closing tag."""
     try:
@@ -135,14 +146,15 @@ def _parse(request: ChatRequest, body: bytes) -> ChatCompletion:
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         truncated = choice["finish_reason"] == "length"
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         raise _NoCompletion(f"expected a chat completion, found {_shown(body)}") from None
     if not isinstance(text, str) or not isinstance(reasoning, str):
         raise _NoCompletion(f"expected a text as message.content, found {_shown(body)}")
     usage = decoded.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     text = f"{reasoning}</think>{text}" if reasoning else text
-    return ChatCompletion(request, text, truncated, tokens if isinstance(tokens, int) else None)
+    counted = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
+    return ChatCompletion(request, text, truncated, tokens if counted else None)
 
 
 def _shown(body: bytes | bytearray) -> str:

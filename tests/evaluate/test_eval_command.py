@@ -28,6 +28,7 @@ from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.wording import BOX_INSTRUCTION
 from or1_megatron.evaluate.benchmarks import load_set
+from or1_megatron.evaluate.comparison import compare
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
@@ -44,6 +45,7 @@ class Server:
         self.fail_after: int | None = None
         self.garbage = False
         self.refuse = False
+        self.bonus = 0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -62,7 +64,7 @@ class Server:
                 if server.garbage or (server.fail_after is not None and server.asked.total() > server.fail_after):
                     self._send({"nonsense": body["model"]})
                     return
-                right = turn % 4 < number
+                right = turn % 4 < number + server.bonus
                 text = f"<think>so</think>\\boxed{{{2 * number if right else 99}}}"
                 tokens = 10 * (turn + 1)
                 self._send(
@@ -133,6 +135,18 @@ def test_scores_are_the_servers_and_the_same_command_asks_no_more(
     assert "avg@4" in shown and "50.0%" in shown
     assert (out / "results.svg").read_text().startswith("<svg")
     assert show_rollouts(out, step=None, limit=3, status="right", console=Console(quiet=True)) == 3
+
+
+def test_two_finished_evaluations_are_compared(server: Server, problems: Path, tmp_path: Path) -> None:
+    """A server that solves problem i in i + 1 of 4 samples against one that solves it in i."""
+    run(server, problems, tmp_path / "one", 4)
+    server.asked.clear()
+    server.bonus = 1
+    run(server, problems, tmp_path / "two", 4)
+    found = compare(tmp_path / "one", tmp_path / "two")
+    assert (found.scores[0].first, found.scores[0].second) == pytest.approx((0.5, 0.7))
+    assert [it.problem.prompt for it in found.gained] == ["What is 2+2?"]
+    assert not found.lost and not found.asked_otherwise
 
 
 def test_problems_that_cannot_be_used_are_all_named_or_left_out(server: Server, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from or1_megatron.evaluate.statistics import average, pass_at, passed
+from or1_megatron.evaluate.statistics import ConfidenceInterval, average, difference, pass_at, passed
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
@@ -81,6 +81,50 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
         hits["pass samples"] += four.samples.low <= truth.mean() <= four.samples.high
         hits["pass problems"] += four.problems.low <= 0.8 <= four.problems.high  # E[1 - (1 - u)^4] = 4/5
     assert all(0.90 <= hit / rounds <= 1.0 for hit in hits.values()), hits
+
+
+def paired(rng: np.random.Generator, problems: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards [P, 4] of two models whose chances go together, and each problem's true difference in pass@2."""
+    chances = rng.random(problems)
+    better = np.clip(chances + 0.1 * rng.random(problems), 0, 1)
+    one, two = ((rng.random((problems, 4)) < chance[:, None]).astype(np.float64) for chance in (chances, better))
+    return one, two, (1 - chances) ** 2 - (1 - better) ** 2
+
+
+def pass_at_2(rewards: np.ndarray) -> np.ndarray:
+    """[P], by counting pairs of the four samples."""
+    pairs = [list(pair) for pair in combinations(range(4), 2)]
+    return np.array([np.mean([row[pair].any() for pair in pairs]) for row in rewards])
+
+
+def test_a_difference_is_that_of_problems_drawn_in_pairs() -> None:
+    """A bootstrap by hand over pairs of problems; avg@4 is k = 1."""
+    one, two, _ = paired(np.random.default_rng(5), 80)
+    each = pass_at_2(two) - pass_at_2(one)
+    first, second, found = difference(one, two, 2)
+    assert (first, second) == pytest.approx((pass_at_2(one).mean(), pass_at_2(two).mean()))
+    assert found.value == pytest.approx(each.mean())
+    drawn = each[np.random.default_rng(6).integers(0, 80, (40_000, 80))].mean(axis=1)
+    interval = (found.problems.low, found.problems.high)
+    assert interval == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.01)
+    apart = [passed(rewards, 2).problems for rewards in (one, two)]
+    assert interval[1] - interval[0] < 0.9 * sum((it.high - it.low) ** 2 for it in apart) ** 0.5
+    assert difference(one, two, 1)[2].value == pytest.approx(two.mean() - one.mean())
+    assert difference(one, one, 2)[2].problems == ConfidenceInterval(0.0, 0.0)
+    with pytest.raises(ValueError, match=r"found \(80, 4\) and \(79, 4\)"):
+        difference(one, two[1:], 1)
+
+
+def test_a_differences_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    """150 pairs of evaluations of 60 problems, against the true difference on the very problems."""
+    rng = np.random.default_rng(1)
+    hits = {"samples": 0, "problems": 0}
+    for _ in range(150):
+        one, two, truth = paired(rng, 60)
+        found = difference(one, two, 2)[2]
+        hits["samples"] += found.samples.low <= truth.mean() <= found.samples.high
+        hits["problems"] += found.problems.low <= truth.mean() <= found.problems.high
+    assert all(0.90 <= hit / 150 <= 1.0 for hit in hits.values()), hits
 
 
 def test_a_set_solved_entirely_is_not_certain() -> None:

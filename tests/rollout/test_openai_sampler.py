@@ -92,16 +92,36 @@ def test_a_reply_that_does_not_come_or_drips_ends_at_the_time_limit() -> None:
         tries[body["seed"] - 100] += 1
         if body["seed"] == 100:
             return 200, dripping()
+        if body["seed"] == 102:
+            return 503, dripping()
         given_up.wait(PATIENCE_S)
         return completion("too late")
 
     with serving(answer) as url:
-        replies = sampled(url, 2, timeout_s=0.3)
+        replies = sampled(url, 3, timeout_s=0.3)
         given_up.set()
-    assert tries == {0: 3, 1: 3}
+    assert tries == {0: 3, 1: 3, 2: 3}
     for reply in replies:
         assert isinstance(reply, FailedRequest) and not reply.permanent
-        assert "did not answer within 0.3 s (tried 3 times)" in reply.reason
+        said = "answered 503" if reply.request.seed == 102 else "did not answer within 0.3 s"
+        assert said in reply.reason and "(tried 3 times)" in reply.reason
+
+
+def test_replies_that_break_a_reader_are_no_completions() -> None:
+    """Nested deeper than Python's JSON reader goes, bytes that are no text, and an empty body."""
+    bodies = [b"[" * 100_000, b'{"choices": "\xff"}', b""]
+    with serving(lambda body: (200, bodies[body["seed"] - 100])) as url:
+        replies = sampled(url, 3, tries=1)
+    assert all(isinstance(reply, FailedRequest) and "expected a chat completion" in reply.reason for reply in replies)
+
+
+def test_a_count_of_tokens_that_cannot_be_is_not_known() -> None:
+    counts = [-5, True, "7", 1e300, 7]
+    with serving(
+        lambda body: (200, {**completion("x")[1], "usage": {"completion_tokens": counts[body["seed"] - 100]}})
+    ) as url:
+        found = {reply.request.seed: reply for reply in sampled(url, 5)}
+    assert [getattr(found[100 + n], "tokens", "failed") for n in range(5)] == [None, None, None, None, 7]
 
 
 def test_a_dead_endpoint_is_given_up_soon() -> None:

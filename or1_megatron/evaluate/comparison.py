@@ -1,0 +1,168 @@
+"""Two finished evaluations of the same problems, compared problem by problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from or1_megatron.evaluate.responses import RESPONSES, RESULTS, EvaluationError
+from or1_megatron.evaluate.statistics import Rewards, Score, difference, sizes
+from or1_megatron.runtime.jsonl import read_rows
+
+_ASKED: Final = ("data", "since", "until", "release", "max_response_tokens", "temperature", "top_p", "seed", "dtype")
+"""What may differ between the two and bear on the difference, from ``results.json``."""
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class AskedProblem:
+    """What ``responses.jsonl`` says of a problem."""
+
+    id: str
+    source: str
+    ground_truth: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvaluation:
+    """An evaluation's results, its problems in a fixed order, and their rewards [P, k]."""
+
+    folder: Path
+    results: Mapping[str, Any]
+    problems: Sequence[AskedProblem]
+    rewards: Rewards
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePair:
+    """One score of both evaluations, and the second less the first."""
+
+    name: str
+    first: float
+    second: float
+    difference: Score
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedProblem:
+    """A problem that most samples of one evaluation solve, and not of the other. Counts are of right samples."""
+
+    problem: AskedProblem
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The second evaluation against the first."""
+
+    folders: tuple[str, str]
+    models: tuple[str, str]
+    samples: int
+    problems: int
+    scores: Sequence[ScorePair]
+    gained: Sequence[ChangedProblem]
+    """Solved by most samples in the second only; the largest change first."""
+    lost: Sequence[ChangedProblem]
+    asked_otherwise: Mapping[str, tuple[Any, Any]]
+    """Settings that differ."""
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Compare two folders of ``or1 eval``.
+
+    Raises:
+        EvaluationError: a folder is not of a finished evaluation, or their problems or numbers of samples differ; all
+            that is wrong is named.
+    """
+    found, faults = [], []
+    for folder in (first, second):
+        try:
+            found.append(_read(folder))
+        except EvaluationError as error:
+            faults.append(str(error))
+    if not faults:
+        faults = _differences(*found)
+    if faults:
+        raise EvaluationError("\n".join(faults))
+    one, two = found
+    k = one.rewards.shape[1]
+    right = [each.rewards.sum(axis=1).astype(int).tolist() for each in found]
+    each_problem = [ChangedProblem(*of) for of in zip(one.problems, *right, strict=True)]
+    changed = [it for it in each_problem if (2 * it.first > k) != (2 * it.second > k)]
+    changed.sort(key=lambda it: (-abs(it.second - it.first), it.problem.id))
+    named = {f"avg@{k}": 1} | {f"pass@{size}": size for size in sizes(k) if size > 1}
+    return Comparison(
+        folders=(str(first), str(second)),
+        models=(str(one.results["model"]), str(two.results["model"])),
+        samples=k,
+        problems=len(one.problems),
+        scores=[ScorePair(name, *difference(one.rewards, two.rewards, size)) for name, size in named.items()],
+        gained=[it for it in changed if it.second > it.first],
+        lost=[it for it in changed if it.second < it.first],
+        asked_otherwise={
+            key: (one.results.get(key), two.results.get(key))
+            for key in _ASKED
+            if one.results.get(key) != two.results.get(key)
+        },
+    )
+
+
+def _read(folder: Path) -> FinishedEvaluation:
+    """Read a folder, keeping no response. Raises EvaluationError unless each problem has all its samples."""
+    if not (folder / RESULTS).is_file():
+        begun = (folder / RESPONSES).is_file()
+        state = "is not finished: run its command again" if begun else "holds no evaluation"
+        raise EvaluationError(f"{folder} {state}; expected {RESULTS} and {RESPONSES}, as or1 eval --out writes them")
+    try:
+        results = json.loads((folder / RESULTS).read_text())
+        k, count = int(results["outcome"]["samples"]), int(results["outcome"]["problems"])
+        problems: dict[str, AskedProblem] = {}
+        rewards: dict[tuple[str, int], float] = {}
+        for row in read_rows(folder / RESPONSES):
+            identity, sample = row["problem_id"], row["sample"]
+            if sample < k:
+                problems[identity] = AskedProblem(identity, row["source"], row["ground_truth"], row["prompt"])
+                rewards[identity, sample] = float(row["reward"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EvaluationError(
+            f"{folder}: {RESULTS} or {RESPONSES} cannot be read ({type(error).__name__}: {error}); expected those of "
+            "or1 eval"
+        ) from None
+    if len(problems) != count or len(rewards) != count * k:
+        raise EvaluationError(
+            f"{folder} is not finished: {len(rewards)} responses to {len(problems)} problems, expected {count * k} to "
+            f"{count}; run its command again"
+        )
+    order = sorted(problems)
+    table = np.array([[rewards[identity, sample] for sample in range(k)] for identity in order], dtype=np.float64)
+    return FinishedEvaluation(folder, results, [problems[identity] for identity in order], table)
+
+
+def _differences(one: FinishedEvaluation, two: FinishedEvaluation) -> list[str]:
+    """Return why the two cannot be compared."""
+    faults = []
+    if one.rewards.shape[1] != two.rewards.shape[1]:
+        faults.append(
+            f"{one.folder} has {one.rewards.shape[1]} samples per problem and {two.folder} {two.rewards.shape[1]}; "
+            "expected as many: add samples to the one with fewer (--k)"
+        )
+    ours, theirs = ({problem.id: problem for problem in each.problems} for each in (one, two))
+    for here, mine, there, others in ((one, ours, two, theirs), (two, theirs, one, ours)):
+        if only := sorted(mine.keys() - others.keys()):
+            faults.append(f"{len(only)} problems of {here.folder} are not in {there.folder}: {_named(only, mine)}")
+    both = sorted(ours.keys() & theirs.keys())
+    if other := [key for key in both if ours[key].ground_truth != theirs[key].ground_truth]:
+        faults.append(f"{len(other)} problems have other ground truths in the two: {_named(other, ours)}")
+    return faults
+
+
+def _named(ids: Sequence[str], problems: Mapping[str, AskedProblem]) -> str:
+    shown = [f"{identity} ({' '.join(problems[identity].prompt.split())[:60]})" for identity in ids[:_NAMED]]
+    return "; ".join(shown) + (f"; and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")
