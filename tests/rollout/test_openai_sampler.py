@@ -88,22 +88,28 @@ def test_a_reply_that_does_not_come_or_drips_ends_at_the_time_limit() -> None:
         while not given_up.wait(0.05):
             yield b" "
 
+    def stalling() -> Iterator[bytes]:
+        given_up.wait(PATIENCE_S)
+        yield b" "
+
     def answer(body: dict[str, Any]) -> Reply:
         tries[body["seed"] - 100] += 1
         if body["seed"] == 100:
             return 200, dripping()
         if body["seed"] == 102:
             return 503, dripping()
+        if body["seed"] == 103:
+            return 503, stalling()
         given_up.wait(PATIENCE_S)
         return completion("too late")
 
     with serving(answer) as url:
-        replies = sampled(url, 3, timeout_s=0.3)
+        replies = sampled(url, 4, timeout_s=0.3)
         given_up.set()
-    assert tries == {0: 3, 1: 3, 2: 3}
+    assert tries == {0: 3, 1: 3, 2: 3, 3: 3}
     for reply in replies:
         assert isinstance(reply, FailedRequest) and not reply.permanent
-        said = "answered 503" if reply.request.seed == 102 else "did not answer within 0.3 s"
+        said = "answered 503" if reply.request.seed >= 102 else "did not answer within 0.3 s"
         assert said in reply.reason and "(tried 3 times)" in reply.reason
 
 

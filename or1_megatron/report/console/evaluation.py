@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
+
+_REPORTED: Final = "From the Skywork-OR1 report (temperature 1, top-p 1, 32,768 tokens)"
 
 
 def show_evaluation(results: Mapping[str, Any], published: Mapping[str, float], console: Console) -> None:
@@ -30,7 +32,7 @@ def show_evaluation(results: Mapping[str, Any], published: Mapping[str, float], 
         highlight=False,
     )
     if published:
-        known = Table("reported", "", title="From the Skywork-OR1 report", title_justify="left", box=None)
+        known = Table("reported", "", title=_REPORTED, title_justify="left", box=None)
         for model, score in sorted(published.items(), key=lambda item: item[1]):
             known.add_row(model, f"{score:.1f}%")
         known.add_row("this evaluation", f"{100 * outcome['average']['value']:.1f}%", style="bold")
