@@ -171,8 +171,8 @@ HUMANEVAL = {
 }  # fmt: skip
 MBPP = {
     "task_id": 11, "text": "Write a function to add.", "code": "def add(a, b):\n    return a + b",
-    "test_setup_code": "",
-    "test_list": ["assert add(1, 2) == 3", "assert add(0, -1) == -1"], "challenge_test_list": [],
+    "test_setup_code": "three = 3",
+    "test_list": ["assert add(1, 2) == three", "assert add(0, -1) == -1"], "challenge_test_list": [],
 }  # fmt: skip
 SANITIZED = {
     "source_file": "f", "task_id": 7, "prompt": "Write a function to find the square root.",
@@ -200,7 +200,7 @@ def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
     finally:
         verifier.close()
     asked = read_published(MBPP, "auto", "f:1").content
-    assert "Write a function to add. Your code should pass these tests:\n\nassert add(1, 2) == 3\nassert" in asked
+    assert "Write a function to add. Your code should pass these tests:\n\nassert add(1, 2) == three\nassert" in asked
     assert "```python\nfrom typing import List" in read_published(HUMANEVAL, "auto", "f:1").content
 
 
