@@ -317,7 +317,7 @@ _READERS: Mapping[str, Callable[[Columns], Published]] = {
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
     ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
     ("livecodebench", frozenset({"question_content", "public_test_cases"})),
-    ("humaneval", frozenset({"task_id", "prompt", "entry_point", "test"})),
+    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
     ("mbpp", frozenset({"task_id", "test_list"})),
     ("olympiadbench", frozenset({"question", "final_answer"})),
     ("leetcode", frozenset({"problem_description", "entry_point", "test"})),

@@ -15,7 +15,7 @@ from or1_megatron.data.pipeline.contamination import Decontamination
 from or1_megatron.data.pipeline.duplicates import _groups
 from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, _first_alike, load_embedder
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
-from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_candidates
+from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, write_candidates
 from or1_megatron.data.pipeline.text import band_keys, comparable, decisive, jaccard, plain, shingles, signatures
 from or1_megatron.data.rows import DataError
 
@@ -103,6 +103,17 @@ def test_what_formatting_and_commands_do_not_change(one: str, other: str, equal:
         assert equal(one) == equal(other)  # type: ignore[operator]
     if equal is not comparable:
         assert (decisive(plain(one)) == decisive(plain(other))) is (equal is plain)
+
+
+def test_a_candidate_is_the_same_after_a_shard(tmp_path: Path) -> None:
+    """With an opening, as LiveCodeBench's prompt has, and without."""
+    rows = [
+        Candidate("1", "s", "code", "Do it.", " Now.", "{}", ("x",), {"M": 3}, {"a": [1]}, "f:1", "You will: "),
+        Candidate("2", "s", "math", "Count.", "", '["1"]', (), {}, {}, "f:2"),
+    ]
+    write_candidates(tmp_path / "shard.parquet", rows)
+    assert [row for batch in read_candidates(tmp_path / "shard.parquet") for row in batch] == rows
+    assert [row.messages[0].content for row in rows] == ["You will: Do it. Now.", "Count."]
 
 
 def test_recall_and_precision_on_a_labelled_set_of_another_seed_than_the_published() -> None:

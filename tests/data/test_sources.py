@@ -232,7 +232,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "taco": {"question": "p", "solutions": '["s"]', "input_output": '{"inputs": [], "outputs": []}',
              "starter_code": "", "difficulty": "HARD"},
     "leetcode": {"problem_description": "p", "starter_code": "class S:", "prompt": "import math", "completion": "s",
-                 "entry_point": "S().f", "test": "def check(candidate): ...", "difficulty": "Hard"},
+                 "entry_point": "S().f", "test": "def check(candidate): ...", "difficulty": "Hard", "task_id": "f"},
 }  # fmt: skip
 
 
