@@ -81,6 +81,7 @@ def quick(scratch: Path, steps: int) -> list[str]:
         f"run.dir={scratch / 'run'}",
         f"data.train.0.path={data / 'train.jsonl'}",
         "evaluate.data=[]",
+        "evaluate.every_steps=0",
         f"stages.0.steps={steps}",
         "stages.0.max_response_tokens=24",
         "stages.0.prompts_per_step=64",  # of 8 responses each: as many as the engines decode at once
