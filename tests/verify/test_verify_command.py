@@ -207,9 +207,9 @@ def test_ground_truths_that_cannot_be_used_are_named_by_row(place: Path) -> None
         said = " ".join(result.output.split())
         assert result.exit_code == 2 and "rows.jsonl:2: field '" in said and words in said, (truth, result.output)
         assert not (place / "out.jsonl").exists()
-    file = write(place / "rows.jsonl", [row("x", ability="math", truth="12"), row("x", ability="math", truth="[]")])
+    file = write(place / "rows.jsonl", [row("x", ability="math", truth="true"), row("x", ability="math", truth="[]")])
     said = " ".join(run(file, "--out", "o").output.split())
-    assert "rows.jsonl:1: field 'reward_model.ground_truth': found the JSON of a int" in said, said
+    assert "rows.jsonl:1: field 'reward_model.ground_truth': found the JSON of a bool" in said, said
 
 
 def test_a_verifier_of_ones_own(place: Path) -> None:
