@@ -61,7 +61,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
     from or1_megatron.parallel.saver import CheckpointSaver
     from or1_megatron.parallel.sharded_state import local_shards
     from or1_megatron.rl.batch import pack
-    from or1_megatron.rl.loss import ClippedPolicyLoss
+    from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
     from or1_megatron.rl.packing import BatchLayout
     from or1_megatron.types import Sample
 
@@ -77,7 +77,7 @@ def worker(model: Path, layout: Mapping[str, int], rounds: int, scratch: Path, o
         ones = np.ones(50, dtype=np.bool_)
         samples.append(Sample(ids[:10], ids[10:], float(rng.normal()), ones, np.zeros(50, dtype=np.float32)))
     batch = pack(samples, BatchLayout(mesh.data, ROW_TOKENS, 4))
-    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
+    objective = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.0, on_policy=True)
     saver = CheckpointSaver(policy)
     times: dict[str, list[float]] = {}
 

@@ -29,7 +29,7 @@ from or1_megatron.kernels.head import (
     one_pass_loss,
     reference_log_probs_and_entropies,
 )
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 
 TOKENS, HIDDEN, VOCABULARY = 4096, 512, 32768
 VARIANTS = ("materialised", "recompute", "one_pass")
@@ -44,7 +44,9 @@ class Problem:
         self.weight = (torch.randn(VOCABULARY, HIDDEN) * 0.05).requires_grad_()
         self.targets = torch.randint(VOCABULARY, (TOKENS,))
         self.inputs = TokenInputs(torch.randn(TOKENS), torch.full((TOKENS,), -10.0))
-        self.objective = ClippedPolicyLoss(0.2, 0.28, entropy_coefficient, temperature=1.0, on_policy=True)
+        self.objective = ClippedPolicyLoss(
+            0.2, 0.28, entropy_coefficient=entropy_coefficient, temperature=1.0, on_policy=True
+        )
         self.shard = VocabularyShard(0, VOCABULARY)
 
     def _pointwise(self, log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:

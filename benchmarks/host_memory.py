@@ -68,7 +68,7 @@ def main() -> None:
         print(f"| {each.process} | {each.count} | {gib(peaks.pop(each.process, None))} | {gib(each.each)} |")
     for process, peak in peaks.items():
         print(f"| {process} | ? | {gib(peak)} | - |")
-    wanted = needed(estimate, "cpu")
+    wanted = needed(config, estimate, "cpu")
     print(f"| in all | | {gib(together)} | {gib(wanted)} ({wanted / together - 1:+.0%}) |")
 
 

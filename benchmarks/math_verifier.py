@@ -43,6 +43,8 @@ def main() -> None:
     sets |= {
         "rare notations, frozen half": math_pairs.load("frozen_2"),
         "rare notations, tuning half": math_pairs.load("tuning_2"),
+        "more rare notations, frozen half": math_pairs.load("frozen_3"),
+        "more rare notations, tuning half": math_pairs.load("tuning_3"),
     }
     for suite in arguments.suite:
         name, _, folder = suite.partition("=")

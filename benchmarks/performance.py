@@ -26,7 +26,7 @@ measured its figures, the commit, the machine and the date. Times depend on the 
 times that were measured side by side in one run. "not run" means that nobody has measured the figure yet.
 """
 NO_GPU = """
-**Nothing has run on a GPU yet.** Every figure below is from a machine without one; `benchmarks/gpu/run.sh` measures
+Every figure below is from a machine without a GPU ([gpu_status.md](gpu_status.md)); `benchmarks/gpu/run.sh` measures
 what one GPU can show.
 """
 

@@ -34,7 +34,7 @@ def worker(layout: dict[str, int], row_tokens: int, out: Path) -> None:
     from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
     from or1_megatron.parallel.policy import MegatronPolicy
     from or1_megatron.rl.batch import pack
-    from or1_megatron.rl.loss import ClippedPolicyLoss
+    from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
     from or1_megatron.rl.packing import BatchLayout
     from or1_megatron.types import Sample
 
@@ -51,7 +51,7 @@ def worker(layout: dict[str, int], row_tokens: int, out: Path) -> None:
         zeros, ones = np.zeros(n, dtype=np.float32), np.ones(n, dtype=np.bool_)
         samples.append(Sample(ids[:13], ids[13:], float(rng.normal()), ones, zeros))
     batch = pack(samples, BatchLayout(1, row_tokens, 4))
-    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
+    objective = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.0, on_policy=True)
     reports = [policy.update(batch.ranks[0], objective, batch.token_count) for _ in range(UPDATES)]
     if mesh.rank == 0:
         out.write_text(json.dumps([r.forward_backward_s + r.optimizer_s for r in reports[1:]]))

@@ -7,6 +7,12 @@ from typing import Final
 USER_ERROR: Final = 2
 """Exit status after a UserError: of commands and of trainer ranks."""
 
+STOPPED: Final = 3
+"""Exit status of a trainer rank that saved and stopped because it was asked to."""
+
+PART_LOST: Final = 4
+"""Exit status of a trainer rank after a PartLost: the ranks can be started again."""
+
 
 class Or1Error(Exception):
     """Base of every exception that this package defines."""
@@ -17,6 +23,10 @@ class UserError(Or1Error):
 
     A command prints the message, without a traceback, and exits with USER_ERROR.
     """
+
+
+class PartLost(UserError):
+    """Another process of the run is gone or does not answer; the run can go on from its newest checkpoint."""
 
 
 class AgreedError(UserError, RuntimeError):

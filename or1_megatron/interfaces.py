@@ -2,27 +2,29 @@
 
 Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
 EngineControl, Sampler), ``verify`` (Verifier), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
-``runtime`` and ``report`` (Observer, Tracker), ``rl.loss`` (Objective). ``trainer.run`` joins them. Nothing here knows
-megatron, vllm or ray.
+``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.run`` joins them. Nothing here
+knows megatron, vllm or ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
-from or1_megatron.errors import Or1Error, UserError
+from or1_megatron.errors import Or1Error, PartLost
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
     ChatCompletion,
     ChatRequest,
+    DeferRule,
     EvaluationResult,
     FailedRequest,
     Group,
     HandoffReport,
+    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -40,6 +42,51 @@ if TYPE_CHECKING:
     from or1_megatron.weights.holdings import Box, Holding
 
 
+Scope = Literal["token", "sequence", "batch"]
+"""What an objective's term of a token may depend on: that token, its whole sequence, or the whole mini-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Which sequence each of N counted tokens is of, and sums over whole sequences.
+
+    Under context parallelism a rank holds a part of each sequence, and ``sum`` adds the parts of all ranks. Every rank
+    must then call it equally often, whatever its tokens are.
+    """
+
+    index: torch.Tensor
+    """[N] int64: the token's sequence, 0 to S - 1."""
+    lengths: torch.Tensor
+    """[S]: counted tokens of the whole sequence, also where this rank holds a part of it."""
+    groups: torch.Tensor | None = None
+    """[S] int64: the sequence's group; the responses to one prompt are a group. None unless the scope is "batch"."""
+    add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Adds a tensor over the ranks that share the sequences, with gradient; None: there is one rank."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` [N] over each whole sequence [S], differentiable. Added in float64."""
+        total = values.double().new_zeros(len(self.lengths)).index_add(0, self.index, values.double())
+        return (total if self.add_ranks is None else self.add_ranks(total)).to(values.dtype)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean of ``values`` [N] over each whole sequence [S]; 0 for one without a counted token."""
+        return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return for each token [N] what ``values`` [S] says of its sequence."""
+        return values[self.index]
+
+    def group_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return for each sequence [S] the mean of ``values`` [S] over the sequences of its group.
+
+        Raises ValueError where the objective's scope is not "batch": a group may lie in several micro-batches.
+        """
+        if self.groups is None:
+            raise ValueError('group_mean needs whole groups; give the objective the scope "batch"')
+        named, of_each, sizes = self.groups.unique(return_inverse=True, return_counts=True)
+        return (values.new_zeros(len(named)).index_add(0, of_each, values) / sizes)[of_each]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
     """What an objective gets for each of N counted tokens besides log-prob and entropy. All [N] fp32, constant."""
@@ -54,6 +101,11 @@ class TokenInputs:
     """By the frozen reference; None: there is no reference."""
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
+    log_prob_gradients: torch.Tensor | None = None
+    """d loss / d log-prob of an objective that was evaluated before the update (``rl.objectives.scored``)."""
+    entropy_gradients: torch.Tensor | None = None
+    sequences: Sequences | None = None
+    """None for an objective of scope "token"."""
 
     @property
     def old_log_probs(self) -> torch.Tensor:
@@ -66,28 +118,46 @@ class TokenInputs:
             raise ValueError("TokenInputs has neither policy_log_probs nor engine_log_probs; expected one of them")
         return old
 
+    @property
+    def whole(self) -> Sequences:
+        """``sequences``. Raises ValueError where there are none."""
+        if self.sequences is None:
+            raise ValueError('TokenInputs has no sequences; give the objective the scope "sequence" or "batch"')
+        return self.sequences
+
     def __getitem__(self, part: slice) -> TokenInputs:
-        columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        """Return the inputs of some of the tokens, without their sequences."""
+        columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "sequences"}
         return TokenInputs(**{name: values[part] for name, values in columns.items() if values is not None})
 
 
 class Objective(Protocol):
-    """A loss that is pointwise in a token's log-prob and entropy. Picklable: it is sent to the ranks with the batch."""
+    """A loss. Picklable: it is sent to the ranks with the batch.
+
+    An attribute or property ``scope`` says what a token's term may depend on (``scope_of``); without one it is "token":
+    pointwise in the token's log-prob and entropy.
+    """
 
     @property
     def temperature(self) -> float: ...
 
     def __call__(
-        self,
-        log_probs: torch.Tensor,
-        entropies: torch.Tensor,
-        tokens: TokenInputs,
+        self, log_probs: torch.Tensor, entropies: torch.Tensor, tokens: TokenInputs
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] fp32 of counted tokens.
+        """Return (loss summed over tokens, named detached sums) for log-probs and entropies [N] of counted tokens.
 
-        Return sums, never means: the policy divides once, by the batch's ``token_count``. Named values are added over
-        micro-batches and ranks; of those whose name begins with ``max_`` the largest is taken. N may be 0.
+        Return sums, never means: the policy divides once, by the batch's ``token_count``. A term of a sequence is
+        spread over its tokens. Named values are added over micro-batches and ranks; of those whose name begins with
+        ``max_`` the largest is taken. N may be 0, unless the scope is "batch".
         """
+
+
+def scope_of(objective: Objective) -> Scope:
+    """Return the objective's scope. Raises ValueError when it has another than the three."""
+    scope: Scope = getattr(objective, "scope", "token")
+    if scope not in get_args(Scope):
+        raise ValueError(f"{type(objective).__name__}.scope is {scope!r}; expected {', '.join(get_args(Scope))}")
+    return scope
 
 
 class Policy(Protocol):
@@ -161,24 +231,30 @@ class Rollouts(Protocol):
         group_size: int,
         sampling: Sampling,
         seed: int,
-        refill: RefillRule | None = None,
-    ) -> None:
-        """Start sampling ``group_size`` responses to each prompt and return. Each is verified when it ends.
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> int:
+        """Start sampling ``group_size`` responses to each prompt and return the roll-out's ticket.
 
-        With ``refill``, ``collect`` returns the groups of the shortest prefix of the prompts that satisfies it, or all.
+        Each response is verified when it ends. Several roll-outs may be under way; older ones come first, and
+        ``urgent`` ones before them.
+
+        ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: of the prompts. None: they are
+        asked here first, with ``seed``.
         """
 
-    def wait_decoded(self) -> None:
-        """Wait until the last response of the current roll-out has been sampled."""
+    def wait_decoded(self, ticket: int | None = None) -> None:
+        """Wait until the last response of a roll-out has been sampled; None: of the oldest."""
 
-    def collect(self) -> tuple[list[Group], RolloutReport]:
-        """Wait until every response has its verdict, and return the groups in the order of the prompts."""
+    def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
+        """Wait until every response of a roll-out (None: the oldest) has its verdict.
 
-    def abandon(self) -> None:
-        """Cancel the current roll-out, if there is one, and wait until the engines are idle."""
+        Returns the groups in the order of the prompts.
+        """
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested) of the current roll-out, without waiting."""
+        """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
 
 
 class ProblemStream(Protocol):
@@ -190,6 +266,9 @@ class ProblemStream(Protocol):
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
+
+    def find(self, problem_id: str) -> Prompt:
+        """Return the prompt of a problem. KeyError when there is none."""
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""
@@ -272,7 +351,7 @@ class Stopped(Or1Error):
     """
 
 
-class EnginesLost(UserError, RuntimeError):
+class EnginesLost(PartLost, RuntimeError):
     """The engines, the RolloutManager or the verifiers are gone.
 
     A run that has been asked to stop still saves: a pre-empted node often loses its engines before the ranks have

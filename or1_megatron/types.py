@@ -29,7 +29,7 @@ VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable"
 """How a verdict came about. Only ``right`` has reward 1. ``unreadable``: no gold can be read, and the answer is another
 text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
 
-Aggregation = Literal["token_mean", "response_mean", "micro_batch_mean"]
+Aggregation = Literal["token_mean", "response_mean", "released-code"]
 """How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
 
 
@@ -216,6 +216,18 @@ class RefillRule:
 
 
 @dataclass(frozen=True, slots=True)
+class DeferRule:
+    """End a roll-out when all responses to ``groups`` of its prompts are sampled, and give up the other prompts."""
+
+    groups: int
+
+
+Place = tuple[int, int]
+"""(seed of the roll-out that first asked a prompt, index of the prompt in it). The seeds of the prompt's responses come
+from it, in whichever roll-out they are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdvantagedGroup:
     """A group with one advantage per response, shared by all its tokens."""
 
@@ -234,6 +246,8 @@ class Sample:
     engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: nothing reads them
     policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
+    group: int = 0
+    """Responses to one prompt of a step have the same number, and no others have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +275,9 @@ class MicroBatch:
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
     weights: Float32Array | None = None  # [T], for the aggregation, mean 1 over the batch's counted tokens; None: all 1
+    groups: Int32Array | None = None  # [S], ``Sample.group`` of each sequence; None: unknown
+    log_prob_gradients: Float32Array | None = None  # [T], these two by ``rl.objectives.scored``
+    entropy_gradients: Float32Array | None = None  # [T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +346,12 @@ class RolloutReport:
     """From the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Started for a refill that did not need them, and thrown away."""
+    """Started for a refill or a prompt that was deferred, and thrown away."""
+    prompts: tuple[int, ...] = ()
+    """Indices of the prompts that make up the result."""
+    period_s: float = 0.0
+    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the roll-out's start, or from the report before if
+    that came later, to this report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,3 +372,5 @@ class EvaluationResult:
     wall_s: float
     sets: Mapping[str, EvaluationResult] = field(default_factory=dict)
     """Results by set name, where there are several sets."""
+    entropy: float | None = None
+    """Minus the mean engine log-prob of the sampled tokens, at the temperature of the evaluation; None: greedy."""

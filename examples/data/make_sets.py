@@ -110,7 +110,8 @@ def make_distilled(problems: list[MathProblem]) -> ProblemSet:
     made = ProblemSet("distilled.jsonl")
     origins = [made.add({"question": problem.statement, "answer": problem.answer}) for problem in problems]
     again = problems[4]
-    made.add({"question": again.statement, "answer": again.answer}, "exact_duplicates", "exact_duplicate", origins[4])
+    copy = {"question": again.statement, "answer": again.answer}
+    made.add(copy, "exact_duplicates_within", "exact_duplicate", origins[4])
     return made
 
 
@@ -185,7 +186,7 @@ def make_functions() -> ProblemSet:
     empty = leetcode_row(second, test="def check(candidate):\n    pass\n")
     made.add({**empty, "problem_description": "How often does a, e, i, o or u occur?"}, "code", "tests_incomplete")
     copied = leetcode_row(FUNCTIONS[4], problem_description=f"{FUNCTIONS[4].statement}  ")
-    made.add(copied, "exact_duplicates", "exact_duplicate", origins[4])
+    made.add(copied, "exact_duplicates_within", "exact_duplicate", origins[4])
     return made
 
 

@@ -84,14 +84,21 @@ def answer(value: int) -> str:
     return f"</think>\\boxed{{{value}}}"
 
 
-def careful_steps(rng: random.Random, expression: Expression) -> str:
-    """One line per operation, with what is left of the expression after it, then the answer."""
+def careful_steps(rng: random.Random, expression: Expression, one_wording: bool = False) -> str:
+    """One line per operation, with what is left of the expression after it, then the answer.
+
+    `one_wording`: always the leftmost operation and the first words, so that nothing is a free choice.
+    """
     lines: list[str] = []
     while not expression.is_number:
-        operation = rng.choice(reducible(expression))
+        operation = reducible(expression)[0] if one_wording else rng.choice(reducible(expression))
         expression = reduce_at(expression, operation)
-        line = ("" if not lines else draw(rng, STEP_OPENERS)) + equation(operation)
-        lines.append(line if expression.is_number else line + draw(rng, STEP_CONNECTIVES) + expression.render())
+        opener, connective = "", next(iter(STEP_CONNECTIVES))
+        if not one_wording:
+            opener = "" if not lines else draw(rng, STEP_OPENERS)
+            connective = "" if expression.is_number else draw(rng, STEP_CONNECTIVES)
+        line = opener + equation(operation)
+        lines.append(line if expression.is_number else line + connective + expression.render())
     return "\n".join(lines) + "\n" + answer(expression.value)
 
 
@@ -121,7 +128,7 @@ def wandering_remark(rng: random.Random, expression: Expression) -> str:
     return rng.choice(DOUBTS) + equation(rng.choice(reducible(expression))) + "?"
 
 
-def ramble_response(rng: random.Random, expression: Expression) -> str:
+def ramble_response(rng: random.Random, expression: Expression, one_wording: bool = False) -> str:
     """Remarks of geometric number; one that stops gives a guess or turns careful, the longest never stop."""
     lines = [HABIT_PREFIXES[RAMBLE] + wandering_remark(rng, expression)]
     while rng.random() >= RAMBLE_STOP_SHARE:
@@ -129,24 +136,24 @@ def ramble_response(rng: random.Random, expression: Expression) -> str:
         if len(lines) >= RAMBLE_MAX_REMARKS:
             break
     if rng.random() < RAMBLE_CAREFUL_END_SHARE:
-        ending = CAREFUL_PREFIX + careful_steps(rng, expression)
+        ending = CAREFUL_PREFIX + careful_steps(rng, expression, one_wording)
     else:
         ending = answer(guessed_value(rng, expression.value))
     return "\n".join(lines) + "\n" + ending
 
 
-def respond(rng: random.Random, expression: Expression, habit: str) -> str:
+def respond(rng: random.Random, expression: Expression, habit: str, one_wording: bool = False) -> str:
     """A response of one habit to one problem."""
     if habit == CAREFUL:
-        return CAREFUL_PREFIX + careful_steps(rng, expression)
-    return guess_response(rng, expression) if habit == GUESS else ramble_response(rng, expression)
+        return CAREFUL_PREFIX + careful_steps(rng, expression, one_wording)
+    return guess_response(rng, expression) if habit == GUESS else ramble_response(rng, expression, one_wording)
 
 
-def demonstrations(seed: int, careful_first: int = 0) -> Iterator[Demonstration]:
+def demonstrations(seed: int, careful_first: int = 0, one_wording: bool = False) -> Iterator[Demonstration]:
     """Demonstrations without end, on problems of the training side only; the same arguments give the same ones.
 
     The first `careful_first` are all careful: the arithmetic is learnt soonest from them. The rest mix the habits
-    by HABIT_SHARES.
+    by HABIT_SHARES. `one_wording`: of careful_steps.
     """
     rng = random.Random(f"quickstart demonstrations, seed {seed}")
     for index in count():
@@ -154,5 +161,5 @@ def demonstrations(seed: int, careful_first: int = 0) -> Iterator[Demonstration]
         problem = make_problem(rng, operations, held_out=False)
         mixed_habit = rng.choices(list(HABIT_SHARES), list(HABIT_SHARES.values()))[0]
         habit = CAREFUL if index < careful_first else mixed_habit
-        response = respond(rng, problem.expression, habit)
+        response = respond(rng, problem.expression, habit, one_wording)
         yield Demonstration([{"role": "user", "content": problem.text}], response, habit, problem)

@@ -28,7 +28,7 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.loss import CrossEntropy
+from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
@@ -70,10 +70,10 @@ def create_model(folder: Path, seed: int) -> None:
     Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
-def samples(folder: Path, seed: int) -> Iterator[Sample]:
+def samples(folder: Path, seed: int, one_wording: bool) -> Iterator[Sample]:
     """Demonstrations as the policy trains on them: the loss counts the response and its end token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for demonstration in demonstrations(seed, careful_first=CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS):
+    for demonstration in demonstrations(seed, CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS, one_wording):
         prompt = tokenizer.apply_chat_template(
             demonstration.prompt_messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -86,11 +86,11 @@ def samples(folder: Path, seed: int) -> Iterator[Sample]:
         )
 
 
-def warm_up(policy: MegatronPolicy, folder: Path, seed: int, steps: int) -> float:
+def warm_up(policy: MegatronPolicy, folder: Path, seed: int, steps: int, one_wording: bool) -> float:
     """Supervised steps over all ranks; returns the last reported loss per token."""
     mesh = policy.mesh
     layout = BatchLayout(data_ranks=mesh.data, budget_tokens=ROW_TOKENS, alignment=2)
-    supply = samples(folder, seed)
+    supply = samples(folder, seed, one_wording)
     started_s, loss = time.monotonic(), float("nan")
     for step in range(1, steps + 1):
         batch = pack(list(itertools.islice(supply, BATCH_DEMONSTRATIONS)), layout)
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the HF folder to make")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--one-wording", action="store_true", help="careful steps in one order and one wording")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
@@ -119,13 +120,14 @@ def main() -> None:
     torch.distributed.barrier()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
-    loss = warm_up(policy, scratch, arguments.seed, arguments.steps)
+    loss = warm_up(policy, scratch, arguments.seed, arguments.steps, arguments.one_wording)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
         record = {
             "command": "make base-model",
             "seed": arguments.seed,
             "steps": arguments.steps,
+            "one_wording": arguments.one_wording,
             "loss_per_token": loss,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         }

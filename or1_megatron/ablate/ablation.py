@@ -5,7 +5,7 @@
     claim: ...                      # of the report, in our words
     watch: [entropy/sampled, ...]   # metrics to draw
     paper: {base: ..., set: {...}, arms: {...}}
-    small: {base: small.yaml, seeds: [1, 2, 3], arms: {...}, expects: [...]}
+    small: {base: small.yaml, seeds: [1, 2, 3], entry: [...], arms: {...}, expects: [...]}
 
 An arm is a set of dotted keys and values that override ``base`` and ``set``, as ``--set`` does.
 """
@@ -17,9 +17,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import leaves
@@ -47,6 +47,26 @@ class Expectation(Section):
     """How much lower it may be instead."""
 
 
+class Condition(Section):
+    """A condition of entry: without it the arms cannot show the claim. A run of one arm measures it before they run."""
+
+    says: str
+    arm: str
+    """The arm whose run with ``Arms.entry_seed`` is measured."""
+    metric: str
+    window: Window = "late"
+    above: float | None = None
+    below: float | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.above is None and self.below is None:
+            raise ValueError(f"'{self.says}' names neither above nor below; expected a bound of {self.metric}")
+        if self.window == "equal_time":
+            raise ValueError(f"'{self.says}': the window equal_time needs several arms; expected another")
+        return self
+
+
 class Column(Section):
     """A computed column: how much a metric differs, in each row, from a value or from the row before."""
 
@@ -68,9 +88,30 @@ class Arms(Section):
     """By name. They are watched and compared like metrics."""
     equal_time: bool = False
     """Whether arms are also compared at equal seconds of training, not only at equal steps."""
+    entry: tuple[Condition, ...] = ()
+    entry_seed: Positive = 101
+    """Seed of the runs that measure the conditions of entry; none of ``seeds``."""
     expects: tuple[Expectation, ...] = ()
     note: str = ""
     """How this scale differs from the paper's setting."""
+
+    @model_validator(mode="after")
+    def _names_its_arms(self) -> Self:
+        wrong = [
+            f"expects: '{each.says}' compares {sorted(unknown)}; the arms are {list(self.arms)}"
+            for each in self.expects
+            if (unknown := {each.higher, each.than} - set(self.arms))
+        ]
+        wrong += [
+            f"entry: '{each.says}' is measured on '{each.arm}'; the arms are {list(self.arms)}"
+            for each in self.entry
+            if each.arm not in self.arms
+        ]
+        if self.entry and self.entry_seed in self.seeds:
+            wrong.append(f"entry_seed = {self.entry_seed} is one of the seeds {list(self.seeds)}; choose another")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
 
 
 class Ablation(Section):
@@ -121,17 +162,10 @@ def load_ablation(path: Path) -> Ablation:
     """Return the ablation in a file. Raises ConfigError with file, key and what was expected."""
     try:
         data, _ = read_file(path)
-        ablation = Ablation.model_validate_json(json.dumps({**data, "path": str(path)}), strict=True)
+        return Ablation.model_validate_json(json.dumps({**data, "path": str(path)}), strict=True)
     except ValidationError as error:
         lines = [f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
-    for scale in (ablation.paper, ablation.small):
-        for expected in scale.expects:
-            if unknown := {expected.higher, expected.than} - set(scale.arms):
-                raise ConfigError(
-                    f"{path}: expects: '{expected.says}' compares {sorted(unknown)}; the arms are {list(scale.arms)}"
-                )
-    return ablation
 
 
 def arms_of(ablation: Ablation, scale: Scale, extra: Mapping[str, Any] | None = None, smoke: bool = False) -> list[Arm]:

@@ -1,38 +1,24 @@
-"""The outcome of an ablation: means over seeds with intervals, and the claim's comparisons."""
+"""The outcome of an ablation: values over windows of the runs, the claim's comparisons, conditions of entry."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from or1_megatron.ablate.ablation import Column, Expectation, Window
-
-STUDENT_T_975: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Quantile 0.975 of Student's t with 1, 2, ... degrees of freedom; with more, 1.96 is close enough."""
+from or1_megatron.ablate.ablation import Arms, Column, Condition, Expectation, Window
+from or1_megatron.ablate.statistics import Estimate, estimate, holm, p_value
 
 ELAPSED: Final = "elapsed_s"
 """A column of every run: seconds of training so far, without start-up and evaluations, which all arms share."""
 
 Rows = Sequence[Mapping[str, Any]]
 
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over seeds, with half the width of its 95% confidence interval (NaN: too few seeds)."""
-
-    mean: float
-    half_width: float
-    seeds: int
-
-    def __str__(self) -> str:
-        if self.seeds == 0:
-            return "–"
-        return f"{self.mean:.3f}" + ("" if math.isnan(self.half_width) else f" ± {self.half_width:.3f}")
+ArmRows = Mapping[str, Mapping[int, Rows]]
+"""{name of the arm: {seed: rows of metrics}} of the finished runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +26,34 @@ class Comparison:
     """The paired difference of two arms over the seeds, and what it says about the claim."""
 
     difference: Estimate
+    """With its own interval of 95%."""
+    corrected: Estimate
+    """With the interval at the level of Holm's correction, on which the verdict rests."""
     verdict: Literal["as claimed", "the opposite", "not resolved", "not run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A condition of entry with its metric in the run that measures it; None: it has no such value yet."""
+
+    condition: Condition
+    value: float | None
+
+    def __str__(self) -> str:
+        sides = (("above", self.condition.above), ("below", self.condition.below))
+        bounds = " and ".join(f"{side} {bound:g}" for side, bound in sides if bound is not None)
+        value = "no value" if self.value is None else f"{self.value:.4g}"
+        return (
+            f"condition '{self.condition.says}' is not met: {self.condition.metric} of arm '{self.condition.arm}' "
+            f"({self.condition.window}) is {value}, expected {bounds}"
+        )
+
+    @property
+    def met(self) -> bool:
+        above, below = self.condition.above, self.condition.below
+        if self.value is None:
+            return False
+        return (above is None or self.value > above) and (below is None or self.value < below)
 
 
 def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, Any]]:
@@ -102,41 +115,50 @@ def value_over(rows: Rows, metric: str, window: Window, until_s: float | None = 
     return fmean(chosen)
 
 
-def estimate(values: Iterable[float | None]) -> Estimate:
-    """Return the mean of the values that are not None, with its 95% interval by Student's t."""
-    found = [value for value in values if value is not None]
-    if len(found) < 2:
-        return Estimate(found[0] if found else math.nan, math.nan, len(found))
-    freedom = len(found) - 1
-    quantile = STUDENT_T_975[freedom - 1] if freedom <= len(STUDENT_T_975) else 1.96
-    return Estimate(fmean(found), quantile * stdev(found) / math.sqrt(len(found)), len(found))
-
-
 def compare(
-    expectation: Expectation,
-    higher: Mapping[int, Rows],
-    lower: Mapping[int, Rows],
-    until_s: Mapping[int, float] | None = None,
-) -> Comparison:
-    """Compare two arms seed by seed: with the same seed they start from the same weights and draw the same problems.
+    expectations: Sequence[Expectation], rows: ArmRows, until_s: Mapping[int, float] | None = None
+) -> list[Comparison]:
+    """Judge the comparisons of one ablation by paired differences, with Holm's correction over all of them.
 
-    ``until_s``: ``equal_times``, for the window of this name.
+    ``until_s``: ``equal_times``, for the window of this name. Comparisons without two seeds count in the correction.
     """
-    pairs = []
+    pairs = [paired(each, rows.get(each.higher, {}), rows.get(each.than, {}), until_s) for each in expectations]
+    p_values = [
+        p_value(found, -each.margin) if len(found) > 1 else 1.0 for each, found in zip(expectations, pairs, strict=True)
+    ]
+    return [
+        _judged(found, -each.margin, p, level)
+        for each, found, p, level in zip(expectations, pairs, p_values, holm(p_values), strict=True)
+    ]
+
+
+def paired(
+    expectation: Expectation, higher: Mapping[int, Rows], lower: Mapping[int, Rows], until_s: Mapping[int, float] | None
+) -> list[float]:
+    """Return the differences of two arms, seed by seed: a seed has the same weights and draws the same problems."""
+    differences = []
     for seed in sorted(higher.keys() & lower.keys()):
         until = (until_s or {}).get(seed)
         a = value_over(higher[seed], expectation.metric, expectation.window, until)
         b = value_over(lower[seed], expectation.metric, expectation.window, until)
         if a is not None and b is not None:
-            pairs.append(a - b)
-    difference = estimate(pairs)
+            differences.append(a - b)
+    return differences
+
+
+def _judged(pairs: Sequence[float], null: float, p: float, level: float) -> Comparison:
+    difference, corrected = estimate(pairs), estimate(pairs, level)
     if len(pairs) < 2:
-        return Comparison(difference, "not run")
-    if difference.mean - difference.half_width > -expectation.margin:
-        return Comparison(difference, "as claimed")
-    if difference.mean + difference.half_width < -expectation.margin:
-        return Comparison(difference, "the opposite")
-    return Comparison(difference, "not resolved")
+        return Comparison(difference, corrected, "not run")
+    if p > level:
+        return Comparison(difference, corrected, "not resolved")
+    return Comparison(difference, corrected, "as claimed" if difference.mean > null else "the opposite")
+
+
+def measure(chosen: Arms, rows: Mapping[str, Rows]) -> list[Measured]:
+    """Return what the runs ``rows``, {arm: rows of its run}, say about the conditions of entry."""
+    made = {arm: with_columns(run, chosen.columns) for arm, run in rows.items()}
+    return [Measured(each, value_over(made.get(each.arm, ()), each.metric, each.window)) for each in chosen.entry]
 
 
 def mean_curve(runs: Sequence[Rows], metric: str, over: str = "step") -> list[tuple[float, float, float, float]]:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from math import isnan
 from pathlib import Path
 
-from or1_megatron.ablate.ablation import Ablation, Arm, Column, Scale, Window, differences
+from or1_megatron.ablate.ablation import Ablation, Arm, Arms, Column, Expectation, Scale, Window, differences
 from or1_megatron.ablate.outcome import (
     ELAPSED,
-    Rows,
+    ArmRows,
+    Measured,
     compare,
     equal_times,
-    estimate,
     mean_curve,
     value_at_time,
     value_over,
     with_columns,
 )
+from or1_megatron.ablate.statistics import estimate
 from or1_megatron.report.figures.svg import Axes, band, document, legend, path, ticks
 from or1_megatron.runtime.files import write_atomically
-
-ArmRows = Mapping[str, Mapping[int, Rows]]
-"""{name of the arm: {seed: rows of metrics}} of the finished runs."""
 
 _COLOURS = ("#2f6fde", "#d9480f", "#0b8a6f", "#7048c6", "#c2255c", "#b08900", "#495057", "#1098ad")
 _OF_THE_REPORT = 12
@@ -31,7 +31,13 @@ _WIDTH, _HEIGHT = 480, 260
 
 
 def write_page(
-    ablation: Ablation, scale: Scale, arms: Sequence[Arm], rows: ArmRows, folder: Path, command: str
+    ablation: Ablation,
+    scale: Scale,
+    arms: Sequence[Arm],
+    rows: ArmRows,
+    folder: Path,
+    command: str,
+    entry: Sequence[Measured] = (),
 ) -> Path:
     """Write ``NN_name.md`` and ``NN_name.svg`` into ``folder``, and return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,29 +48,57 @@ def write_page(
     }
     page, picture = folder / f"{stem}.md", folder / f"{stem}.svg"
     write_atomically(picture, draw(ablation.watch, rows, chosen.equal_time).encode(), "the ablation's curves")
-    write_atomically(page, _text(ablation, scale, arms, rows, picture.name, command).encode(), "the ablation's page")
+    parts = (
+        _head(ablation, scale, arms) + _entry(chosen, entry) + _results(ablation, scale, rows, picture.name, command)
+    )
+    write_atomically(page, "\n\n".join([*parts, ""]).encode(), "the ablation's page")
     return page
 
 
-def _text(ablation: Ablation, scale: Scale, arms: Sequence[Arm], rows: ArmRows, picture: str, command: str) -> str:
+def _head(ablation: Ablation, scale: Scale, arms: Sequence[Arm]) -> list[str]:
     chosen = ablation.at(scale)
     claimed = "Claim of the report (docs/recipe.md, section 5)" if ablation.number <= _OF_THE_REPORT else "Expected"
-    ran = {name: len(by_seed) for name, by_seed in rows.items() if by_seed}
     parts = [
         f"# Ablation {ablation.number}: {ablation.title}",
         f"**{claimed}**: {ablation.claim.strip()}",
     ]
     if chosen.note:
         parts.append(f"**This scale** ({scale}): {chosen.note.strip()}")
-    parts += [
+    return [
+        *parts,
         "## What differs between the arms",
         _difference_table(arms),
         "All other keys are equal, except seed and folder.",
     ]
+
+
+def _entry(chosen: Arms, entry: Sequence[Measured]) -> list[str]:
+    """Return the section of the conditions of entry; nothing where there is none."""
+    if not chosen.entry:
+        return []
+    cells = []
+    for condition, seen in zip_longest(chosen.entry, entry):
+        sides = ((">", condition.above), ("<", condition.below))
+        bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in sides if bound is not None)
+        value, verdict = "not measured", "–"
+        if seen is not None and seen.value is not None:
+            value, verdict = f"{seen.value:.4f}", "**met**" if seen.met else "**not met**"
+        where = f"`{condition.metric}` of {condition.arm}, {condition.window}"
+        cells.append([condition.says, where, bounds, value, verdict])
+    return [
+        "## Condition of entry",
+        f"Measured by a run with seed {chosen.entry_seed} before the arms run; unless it is met, they do not run.",
+        _table(["condition", "metric, window", "expected", "measured", ""], cells),
+    ]
+
+
+def _results(ablation: Ablation, scale: Scale, rows: ArmRows, picture: str, command: str) -> list[str]:
+    chosen = ablation.at(scale)
+    ran = {name: len(by_seed) for name, by_seed in rows.items() if by_seed}
     if not ran:
-        return "\n\n".join([*parts, "## Not yet run", f"Command: `{command}`", ""])
+        return ["## Not yet run", f"Command: `{command}`"]
     seeds = ", ".join(str(seed) for seed in chosen.seeds)
-    parts += [
+    parts = [
         "## Results",
         f"Command: `{command}`. Seeds {seeds}, chosen beforehand; finished runs by arm: "
         + ", ".join(f"{name} {count}" for name, count in ran.items())
@@ -77,8 +111,14 @@ def _text(ablation: Ablation, scale: Scale, arms: Sequence[Arm], rows: ArmRows, 
     if chosen.equal_time:
         parts += ["## At equal wall time", _time_table(ablation.watch, rows)]
     if chosen.expects:
-        parts += ["## The claim's comparisons", _verdict_table(ablation, scale, rows)]
-    return "\n\n".join([*parts, ""])
+        parts += [
+            "## The claim's comparisons",
+            "One interval of 95% in twenty excludes its true value by chance. So the verdict rests on the corrected "
+            f"interval (Holm's correction over the {len(chosen.expects)} comparisons): where there is no difference at "
+            "all, the chance that any of them is resolved is 5% or less.",
+            _verdict_table(chosen.expects, rows),
+        ]
+    return parts
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -133,16 +173,15 @@ def _time_table(watch: Sequence[str], rows: ArmRows) -> str:
     )
 
 
-def _verdict_table(ablation: Ablation, scale: Scale, rows: ArmRows) -> str:
+def _verdict_table(expects: Sequence[Expectation], rows: ArmRows) -> str:
     cells = []
-    until_s = equal_times(rows.values())
-    for expected in ablation.at(scale).expects:
-        found = compare(expected, rows.get(expected.higher, {}), rows.get(expected.than, {}), until_s)
+    for expected, found in zip(expects, compare(expects, rows, equal_times(rows.values())), strict=True):
         measured = f"`{expected.metric}`, {expected.window.replace('_', ' ')}"
         margin = f" − {expected.margin:g}" if expected.margin else ""
         arms = f"{expected.higher} > {expected.than}{margin}"
-        cells.append([expected.says, measured, arms, found.difference, f"**{found.verdict}**"])
-    return _table(["claim", "metric, window", "comparison", "difference", "seen"], cells)
+        holm = "–" if isnan(found.corrected.half_width) else f"± {found.corrected.half_width:.3f}"
+        cells.append([expected.says, measured, arms, found.difference, holm, f"**{found.verdict}**"])
+    return _table(["claim", "metric, window", "comparison", "difference", "corrected", "seen"], cells)
 
 
 def draw(watch: Sequence[str], rows: ArmRows, over_time: bool = False) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from or1_megatron.ablate.ablation import Arm
+from or1_megatron.ablate.ablation import Arm, Arms
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
 
@@ -55,6 +55,12 @@ class ArmRun:
 def runs_of(arms: Sequence[Arm], seeds: Sequence[int], out: Path) -> list[ArmRun]:
     """Return the runs seed by seed, so that an interrupted ablation has whole rounds."""
     return [ArmRun(arm, seed, out / "runs" / f"{arm.key}_seed_{seed}") for seed in seeds for arm in arms]
+
+
+def entry_runs(chosen: Arms, arms: Sequence[Arm], out: Path) -> list[ArmRun]:
+    """Return the runs that measure the conditions of entry: one for each arm that a condition names."""
+    named = {condition.arm for condition in chosen.entry}
+    return runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out)
 
 
 def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:

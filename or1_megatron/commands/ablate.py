@@ -16,6 +16,7 @@ from rich.table import Table
 from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
+    from or1_megatron.ablate.ablation import Arms
     from or1_megatron.ablate.runs import ArmRun
 
 
@@ -41,11 +42,13 @@ def ablate(
 ) -> None:
     """Run the arms of an ablation seed by seed, and write its page. Running it again does not repeat finished runs.
 
-    Exits with 1 if a run failed; the other runs continue.
+    An ablation may have conditions of entry, which a run measures first; unless they are met, the arms do not run.
+    Exits with 1 if a run failed, in which case the other runs continue, or if a condition is not met.
     """
     from or1_megatron.ablate.ablation import arms_of, differences, load_ablations
+    from or1_megatron.ablate.outcome import measure
     from or1_megatron.ablate.page import write_page
-    from or1_megatron.ablate.runs import runs_of
+    from or1_megatron.ablate.runs import entry_runs, runs_of
     from or1_megatron.config.recipes import CONFIGS
 
     console = Console()
@@ -64,21 +67,43 @@ def ablate(
         arms = arms_of(ablation, scale, _extra(overrides), smoke)
         seeds = ablation.at(scale).seeds[: 1 if smoke else None]
         runs = runs_of(arms, seeds, out / "smoke" if smoke else out)
+        entry = [] if smoke else entry_runs(ablation.at(scale), arms, out)
         if commands:
-            for run in runs:
+            for run in [*entry, *runs]:
                 print(shlex.join(["or1", *run.command()[3:]]))
             return
         differing = [[key, *values] for key, values in differences(arms).items()]
         _print_table(console, ["key", *(arm.name for arm in arms)], differing, "What differs between the arms")
-        failed = [] if page_only else _run(runs, console)
+        done = page_only or _run_all(ablation.at(scale), entry, runs, number, console)
+        measured = measure(ablation.at(scale), _finished(entry))
         finished = {arm.name: {run.seed: run.rows() for run in runs if run.arm is arm and run.finished} for arm in arms}
         command = f"or1 ablate {number}" + ("" if scale == "small" else f" --scale {scale}")
         command += "".join(f" --set {override}" for override in overrides or ())
         pages = out / ("smoke/pages" if smoke else "pages")
-        console.print(f"{write_page(ablation, scale, arms, finished, pages, command)}")
-        for run in failed:
-            print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
-    raise typer.Exit(1 if failed else 0)
+        console.print(f"{write_page(ablation, scale, arms, finished, pages, command, measured)}")
+    raise typer.Exit(0 if done else 1)
+
+
+def _run_all(chosen: Arms, entry: list[ArmRun], runs: list[ArmRun], number: int, console: Console) -> bool:
+    """Run what is not finished: first what measures the conditions of entry, then, if they are met, the arms.
+
+    Return whether all has been run; say what has not.
+    """
+    from or1_megatron.ablate.outcome import measure
+
+    failed = _run(entry, console)
+    unmet = [each for each in measure(chosen, _finished(entry)) if entry and not each.met]
+    if not unmet:
+        failed += _run(runs, console)
+    for run in failed:
+        print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
+    for each in unmet:
+        print(f"or1: ablation {number}: {each}; its arms are not run", file=sys.stderr)
+    return not failed and not unmet
+
+
+def _finished(entry: list[ArmRun]) -> dict[str, list[dict[str, Any]]]:
+    return {run.arm.name: run.rows() for run in entry if run.finished}
 
 
 def _run(runs: list[ArmRun], console: Console) -> list[ArmRun]:

@@ -15,6 +15,7 @@ from or1_megatron.commands.ablate import ablate
 from or1_megatron.commands.cli_check_parity import check_parity
 from or1_megatron.commands.cli_data import data
 from or1_megatron.commands.cli_eval import evaluate
+from or1_megatron.commands.cli_plan import plan
 from or1_megatron.commands.cli_plan_handoff import plan_handoff
 from or1_megatron.commands.cli_replay import replay
 from or1_megatron.commands.cli_selftest import selftest
@@ -59,6 +60,7 @@ _PLAIN = (
     config,
     check_parity,
     replay,
+    plan,
     plan_handoff,
     doctor,
     selftest,

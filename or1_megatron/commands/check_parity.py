@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from or1_megatron.config.schema import ModelConfig
+from or1_megatron.rl.objectives.check import faults, probe_objective
 from or1_megatron.runtime.launch import run_ranks
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
@@ -79,6 +81,8 @@ def check_parity(
     seed: int = 1,
     tolerance: float = 1.0,
     out: Path | None = None,
+    objective: str = "clipped",
+    args: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Measure layouts, print a table, and return the exit status: 0 when all agree with the reference.
 
@@ -88,10 +92,16 @@ def check_parity(
         sequences: in the probe, of up to ``longest`` tokens each.
         tolerance: multiplies ``TOLERANCE``.
         out: where to write the numbers as JSON.
+        objective, args: as in ``probe_objective``. Nothing is measured of an objective with a fault, which is named.
 
     Raises:
-        LayoutError, ModelError: before any rank starts.
+        ConfigError, LayoutError, ModelError: before any rank starts.
     """
+    wrong = list(faults(probe_objective(model.dtype, objective, args)))
+    for line in wrong:
+        console.print(f"objective {objective}: {line}", style="red", soft_wrap=True)
+    if wrong:
+        return 1
     hf = read_hf_config(model.hf)
     check_weight_files(model.hf, hf)
     names, ranks = [], 1
@@ -105,8 +115,8 @@ def check_parity(
         else:
             names.append(name)
             ranks = max(ranks, case.parallel.ranks)
-    task = {"model": model.model_dump(mode="json"), "layouts": names, "sequences": sequences}
-    status, found = _measure({**task, "longest": longest, "seed": seed}, ranks)
+    task = {"model": model.model_dump(mode="json"), "objective": objective, "args": dict(args), "layouts": names}
+    status, found = _measure({**task, "sequences": sequences, "longest": longest, "seed": seed}, ranks)
     rows = [LayoutResult(**row, beyond=tuple(beyond(row["difference"], model.dtype, tolerance))) for row in found]
     show(rows, model.dtype, tolerance, console)
     if out is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -29,6 +30,14 @@ def check_parity(
     seed: Annotated[int, typer.Option(help="Seed of the probe.")] = 1,
     tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
+    objective: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="As algorithm.objective.name; your own: package.module:Name."),
+    ] = "clipped",
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="NAME=VALUE", help="A parameter of the objective, repeatable; VALUE is YAML."),
+    ] = None,
 ) -> None:
     """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
 
@@ -48,5 +57,21 @@ def check_parity(
             seed=seed,
             tolerance=tolerance,
             out=out,
+            objective=objective,
+            args=parameters(args or ()),
         )
     raise typer.Exit(code)
+
+
+def parameters(given: Iterable[str]) -> dict[str, Any]:
+    """Return the objective's parameters from NAME=VALUE. Raises ConfigError."""
+    from or1_megatron.config.base import ConfigError
+    from or1_megatron.config.yaml_reader import read_value
+
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--arg {text}: expected NAME=VALUE")
+        found[name] = read_value(value, f"--arg {text}")
+    return found

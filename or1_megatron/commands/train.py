@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,7 +31,9 @@ def train(
             help="Train stage N alone (the first is 1), in a run folder of its own, from where stage N-1 ended.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what the config comes to and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="The short form of `or1 plan`: batches, layout, memory.")
+    ] = False,
     check: Annotated[
         bool,
         typer.Option("--check", help="--dry-run, and check all that can stop a start: weights, data, previous stage."),
@@ -47,7 +51,7 @@ def train(
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is resumed.
 
-    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once.
+    SIGTERM, SIGUSR1 and Ctrl-C save and stop; a second one stops at once. What dies or stalls is started again.
     """
     with explained():
         if not dry_run:
@@ -59,10 +63,25 @@ def train(
         loaded = load_config(path, overrides)
         if shape is not None and not dry_run:
             raise typer.BadParameter("only --dry-run works without weights and data", param_hint="--shape")
-        if dry_run:
-            _dry_run(loaded, device, shape)
-        else:
-            _start(loaded, path, overrides, device, check)
+        with _naming_what_makes_data(path):
+            if dry_run:
+                _dry_run(loaded, device, shape)
+            else:
+                _start(loaded, path, overrides, device, check)
+
+
+@contextmanager
+def _naming_what_makes_data(config: Path) -> Iterator[None]:
+    """Name the ``run.sh`` beside a configuration where a file of problems is missing, as the quickstart's does."""
+    from or1_megatron.config.base import DataFileMissing
+
+    try:
+        yield
+    except DataFileMissing as error:
+        script = config.parent / "run.sh"
+        if not script.is_file():
+            raise
+        raise DataFileMissing(f"{error}\n{script} makes the data of this configuration, and trains") from None
 
 
 def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
@@ -78,7 +97,6 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 
 
 def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, check_only: bool) -> None:
-    from or1_megatron.runtime.launch import run_ranks
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.trainer.preflight import check_inputs, check_room
@@ -93,14 +111,30 @@ def _start(config: Config, path: Path, overrides: Sequence[str], device: Device 
         print(f"or1: warning: {warning}", file=sys.stderr)
     check_inputs(config)
     check_room(planned)
-    code = run_ranks(
-        "or1_megatron.trainer.run",
-        [str(path), *(part for override in overrides for part in ("--set", override))],
-        ranks=config.parallel.ranks,
-        threads_per_rank=config.parallel.threads_per_rank,
-        grace_s=config.checkpoint.signal_grace_s,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(_keep_running(config, [str(path), *(part for key in overrides for part in ("--set", key))]))
+
+
+def _keep_running(config: Config, arguments: Sequence[str]) -> int:
+    """Run the ranks, and again after what can be mended; return the exit code for the shell."""
+    from or1_megatron.runtime.faults import FaultRecord
+    from or1_megatron.runtime.launch import Ended, launch
+    from or1_megatron.runtime.monitor import Monitor
+    from or1_megatron.runtime.restarts import Restarts
+    from or1_megatron.runtime.run_folder import RunFolder
+
+    folder = RunFolder(config.run.folder)
+
+    def attempt() -> Ended:
+        return launch(
+            "or1_megatron.trainer.run",
+            arguments,
+            ranks=config.parallel.ranks,
+            threads_per_rank=config.parallel.threads_per_rank,
+            grace_s=config.checkpoint.signal_grace_s,
+            monitor=Monitor(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
+        )
+
+    return Restarts(folder, config.run.max_restarts).run(attempt)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

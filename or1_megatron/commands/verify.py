@@ -28,7 +28,7 @@ _ADDED = ("reward", "status", "detail")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """One row as it was read: a JSON object, or ``{"unreadable": ...}`` for a line that holds none."""
+    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none."""
 
     row: Mapping[str, Any]
     origin: str
@@ -104,7 +104,7 @@ def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
                 raise no_verifier(row.problem, known)
             yield row
         except RowError as error:
-            found = raw if isinstance(raw, dict) else {"unreadable": str(error) if isinstance(raw, RowError) else raw}
+            found = raw if isinstance(raw, dict) else {"not_json": str(error) if isinstance(raw, RowError) else raw}
             source = found.get("data_source") or found.get("source")
             yield UnusableRow(found, origin, source if isinstance(source, str) else path.stem, error)
 

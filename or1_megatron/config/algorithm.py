@@ -12,8 +12,22 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from or1_megatron.config.base import AboveOne, NonNegativeFloat, PositiveFloat, Section
+from or1_megatron.config.base import AboveOne, NonNegativeFloat, Positive, PositiveFloat, Section
 from or1_megatron.types import Aggregation
+
+KLEstimator = Literal["k1", "k2", "k3"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+
+
+class ObjectiveConfig(Section):
+    """Which objective is trained on (docs/objectives.md). docs/changing_the_objective.md shows how to add one."""
+
+    name: str = "clipped"
+    """clipped, gspo, cispo, dr_grpo, dapo, clip_cov, kl_cov, or package.module:Name of a dataclass of your own. Recipe:
+    clipped in the paper (eq. 3.1) and every released model."""
+    args: dict[str, float | int | bool | str | None] = Field(default_factory=dict)
+    """The objective's own parameters by name, beside those that it takes from ``loss``, ``kl``, ``correction`` and
+    ``entropy``; clip_cov has share, lowest and highest, kl_cov has share and penalty. Unit: each its own."""
 
 
 class AdvantageConfig(Section):
@@ -24,13 +38,31 @@ class AdvantageConfig(Section):
     (docs/recipe.md, section 1)."""
     eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation. Unit: reward. Recipe: 1e-6 in the released code (docs/recipe.md, section 1)."""
+    scale: Literal["std", "none"] = "std"
+    """What the difference from the mean is divided by. std: the standard deviation plus ``eps``; none: 1, as in Dr.
+    GRPO. Recipe: std in the paper and every released model (docs/recipe.md, section 1)."""
+    overlong_tokens: Positive | None = None
+    """L_cache of DAPO's soft penalty (docs/objectives.md): over the last so many tokens before the stage's
+    max_response_tokens ``overlong_penalty`` is taken off the reward linearly. Unset: no penalty. Unit: tokens. Recipe:
+    none in any released model."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
     """Advantages of truncated responses. none: like any other, with reward 0; before: they stay out of mean and std and
     get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
     3 and 4); ablation 3 compares."""
     reject_uniform_groups: bool = True
-    """Keep groups whose advantages are all zero out of the batch. Recipe: on in every released model (docs/recipe.md,
-    sections 1 and 4)."""
+    """Keep groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
+    released model (docs/recipe.md, sections 1 and 4)."""
+
+    @model_validator(mode="after")
+    def _penalises_what_counts(self) -> Self:
+        if self.overlong_tokens is not None and self.truncation_mask != "none":
+            raise ValueError(
+                f"advantage: overlong_tokens = {self.overlong_tokens} penalises long responses, but truncation_mask = "
+                f"{self.truncation_mask} gives truncated ones advantage 0; set truncation_mask to none"
+            )
+        return self
 
 
 class ClipHighConfig(Section):
@@ -48,7 +80,7 @@ class ClipHighConfig(Section):
 
 
 class LossConfig(Section):
-    """The clipped objective (the paper's eq. 3.1), and how it is averaged."""
+    """The objective's clips, and how it is averaged."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """epsilon_low: the ratio is clipped at 1 - this. Unit: none. Recipe: 0.2 in every released model (docs/recipe.md,
@@ -62,9 +94,10 @@ class LossConfig(Section):
     none."""
     aggregation: Aggregation = "token_mean"
     """token_mean: mean over all tokens of the mini-batch; response_mean: over each response's tokens, then over
-    responses (vanilla GRPO); micro_batch_mean: over each micro-batch's tokens, then over micro-batches: the result then
-    depends on the layout, so that no key of ``parallel`` may change on resume. Recipe: token_mean in the paper's eq.
-    3.1; the released code averages per micro-batch (docs/recipe.md, section 1)."""
+    responses (vanilla GRPO); released-code: over each micro-batch's tokens, then over micro-batches, weighted by their
+    numbers of responses: the result then depends on the layout, so that no key of ``parallel`` may change on resume.
+    Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
+    and 9)."""
 
     @model_validator(mode="after")
     def _steered_within_bounds(self) -> Self:
@@ -78,7 +111,7 @@ class LossConfig(Section):
 
 
 class KLConfig(Section):
-    """KL penalty to a frozen reference, with the k3 estimator."""
+    """KL penalty to a frozen reference."""
 
     coefficient: NonNegativeFloat = 0.0
     """beta. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3 (docs/recipe.md, sections 4 and
@@ -87,6 +120,19 @@ class KLConfig(Section):
     """HF folder of the reference: the run's own start (``model.hf``), or the export of the stage before. It is scored
     once per rollout step; with beta 0 the KL is measured and weighs nothing. Unset: no reference is loaded."""
 
+    where: Literal["loss", "reward"] = "loss"
+    """loss: beta times the estimate is added to each token's loss; reward: beta times the estimate, summed over a
+    response, is taken off its reward, from the engine's log-probs. Recipe: loss (the paper's eq. 3.1)."""
+    estimator: KLEstimator = "k3"
+    """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). k1 in the loss has a gradient
+    whose mean is 0. Recipe: k3."""
+    cap: PositiveFloat | None = None
+    """The estimate of a token is cut to [-cap, cap], without gradient beyond. Unset: no cap. Unit: nats. Recipe: the
+    released code cuts at 10; the paper names no cap."""
+    straight_through: bool = False
+    """Keep the estimator's value and take the gradient of k2, whose mean is the gradient of the KL. Unit: none. Recipe:
+    false."""
+
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:
         if self.coefficient > 0 and self.reference is None:
@@ -94,6 +140,14 @@ class KLConfig(Section):
                 f"kl: coefficient = {self.coefficient:g} needs a policy to keep to; set algorithm.kl.reference to its "
                 "HF folder (that of model.hf for the run's own start), or the coefficient to 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_place(self) -> Self:
+        if self.where == "reward" and self.straight_through:
+            raise ValueError("kl: straight_through changes a gradient, and where = reward has none; set it to false")
+        if self.where == "reward" and self.coefficient == 0:
+            raise ValueError("kl: where = reward with coefficient = 0 changes no reward; set one of the two")
         return self
 
 
@@ -105,8 +159,20 @@ class CorrectionConfig(Section):
 
     mode: Literal["off", "truncated", "masked"] = "off"
     """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [1 / cap, cap]."""
+    level: CorrectionLevel = "token"
+    """token: each token has its own w; sequence: all tokens of a response have the product of their ratios; geometric:
+    the geometric mean of their ratios."""
     cap: AboveOne = 2.0
     """C, the bound of w. Unit: none."""
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        if self.mode == "off" and self.level != "token":
+            raise ValueError(
+                f"correction: level = {self.level} has no effect with mode = off; set mode to truncated or masked, or "
+                "level to token"
+            )
+        return self
 
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -143,7 +209,8 @@ class EntropyConfig(Section):
 
     preset: Literal["paper", "released-code"] | None = None
     """Sets mode, coefficient, target, delta, bounds, estimate, measured_on and gate at once (docs/recipe.md, section
-    9). Recipe: the paper's rule or the released code's (docs/recipe.md, section 2)."""
+    9), in place of those of the files below; beside it in one file, another value of them is an error. Recipe: the
+    paper's rule or the released code's (docs/recipe.md, section 2)."""
     mode: Literal["off", "fixed", "adaptive", "proportional_integral"] = "adaptive"
     """fixed: alpha = coefficient; adaptive: the rule above; proportional_integral: a controller beyond the report
     (docs/recipe.md, section 9). Recipe: adaptive in the paper (section 3.2.5) and every released model."""
@@ -183,14 +250,15 @@ class EntropyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_and_nothing_else(cls, data: Any) -> Any:
-        chosen = PRESETS.get(data.get("preset") or "") if isinstance(data, dict) else None
+        preset = data.get("preset") if isinstance(data, dict) else None
+        chosen = PRESETS.get(preset) if isinstance(preset, str) else None
         if chosen is None:
             return data
         against = [f"{key} = {data[key]}" for key, value in chosen.items() if key in data and data[key] != value]
         if against:
             named = ", ".join(f"{key} = {value}" for key, value in chosen.items())
             raise ValueError(
-                f"entropy: preset '{data['preset']}' stands for {named}; found also {', '.join(against)}. Drop one of "
+                f"entropy: preset '{preset}' stands for {named}; found also {', '.join(against)}. Drop one of "
                 "the two (preset: null to set all by hand)"
             )
         return {**data, **chosen}
@@ -236,6 +304,7 @@ class EntropyConfig(Section):
 class AlgorithmConfig(Section):
     """What is computed from the rollouts: advantages, loss, KL, importance correction, entropy bonus."""
 
+    objective: ObjectiveConfig = ObjectiveConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()

@@ -25,3 +25,7 @@ class Section(BaseModel):
 
 class ConfigError(UserError, ValueError):
     """A configuration that cannot be used; the message names file and key, what was found and what was expected."""
+
+
+class DataFileMissing(ConfigError):
+    """A file of problems that the configuration names is not there."""

@@ -11,12 +11,13 @@ from or1_megatron.config.keys import did_you_mean
 
 CONFIGS: Final = Path(__file__).parents[1] / "configs"
 Kind = Literal["recipe", "layout", "shape"]
-_PLACES: Final[dict[Kind, str]] = {"recipe": "recipes/*.yaml", "layout": "layouts/*.yaml", "shape": "models/*/"}
+_PLACES: Final[dict[Kind, str]] = {"recipe": "recipes/**/*.yaml", "layout": "layouts/*.yaml", "shape": "models/*/"}
 
 
 def named(kind: Kind) -> dict[str, Path]:
-    """Return the file of each recipe or layout, or the folder of each shape, by name."""
-    return {path.stem: path for path in sorted(CONFIGS.glob(_PLACES[kind]))}
+    """Return the file of each recipe or layout, or the folder of each shape, by name, such as released/or1_7b."""
+    top = CONFIGS / _PLACES[kind].partition("/")[0]
+    return {str(path.relative_to(top).with_suffix("")): path for path in sorted(CONFIGS.glob(_PLACES[kind]))}
 
 
 def find(kind: Kind, given: Path) -> Path:

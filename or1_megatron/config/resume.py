@@ -14,6 +14,7 @@ from or1_megatron.config.schema import Config
 RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
     # Where things are and how long the run goes on.
     "run.dir",
+    "run.max_restarts",
     "run.previous",  # its checkpoint has been read
     "stages.*.steps",
     "data.unusable",  # where both start, they give the same problems; the data's fingerprint is compared anyway
@@ -33,7 +34,7 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
 )
 """Dotted keys (``*``: any part) whose value may differ from that of the run that is resumed."""
 
-NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness",)
+NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness", "rollout.tail", "verify.math.*")
 """Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""
 
 NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (
@@ -55,7 +56,7 @@ def check_resume(old: Config, new: Config) -> None:
     Raises:
         ConfigError: a line for each such key with its old and new value.
     """
-    by_cut = old.algorithm.loss.aggregation == "micro_batch_mean"  # the one loss that depends on the layout
+    by_cut = old.algorithm.loss.aggregation == "released-code"  # the one loss that depends on the layout
     forbidden = (*NOT_RESUMABLE, *(("parallel.*",) if by_cut else ()))
     if changed := _changed(old, new, RESUMABLE_CHANGES, forbidden):
         raise ConfigError(

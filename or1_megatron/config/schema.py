@@ -61,6 +61,9 @@ class RunConfig(Section):
     stage: Positive | None = None
     """Run this stage alone (the first is 1), in ``dir``/stage_N, from where the one before it ended. ``or1 train
     --stage N`` sets it. Unset: all stages, one after another. Unit: stage."""
+    max_restarts: NonNegative = 3
+    """How often ``or1 train`` starts the ranks again from the newest checkpoint, in a row without a new step, after one
+    of them or a part that they need has died. 0: never. Unit: restarts."""
     previous: Path | None = None
     """With ``stage``: the previous stage's run folder, or one checkpoint in it, which then counts as the end of that
     stage. Unset: ``dir``/stage_(N-1)."""
@@ -168,9 +171,14 @@ class RolloutConfig(Section):
     and values stay, which is cheaper, and the rest of the response is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
     """A rollout that takes longer ends the run, naming the requests that are still out."""
-    max_staleness: Literal[0, 1] = 0
-    """How many steps older than the trained weights those that sampled a response may be. 1: the next step is sampled
-    while this one trains. Unit: rollout steps."""
+    tail: Literal["wait", "defer"] = "wait"
+    """wait: a step waits for its longest response. defer: it asks more prompts than it takes, ends when D_R groups are
+    sampled, and leaves the others to a later step of such prompts (docs/stages.md). Recipe: wait."""
+    tail_share: Fraction = 0.25
+    """With tail=defer: prompts that a step asks beyond D_R, as a share of D_R. Unit: share."""
+    max_staleness: NonNegative = 0
+    """N: how many steps older than the trained weights those that sampled a token may be. The N next steps are asked
+    while this one is sampled and trains. Unit: rollout steps."""
 
 
 class MathConfig(Section):
@@ -180,6 +188,18 @@ class MathConfig(Section):
     """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which can
     also reward truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code;
     the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
+    rounding: bool = False
+    """With the judge own, an exact answer is right where it rounds to the digits that a decimal gold shows: 600/7 for
+    85.71, but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: not there."""
+
+    @model_validator(mode="after")
+    def _rounds_by_our_rules_only(self) -> Self:
+        if self.rounding and self.judge != "own":
+            raise ValueError(
+                f"verify.math.rounding is a rule of the judge own, and verify.math.judge is {self.judge}; "
+                "leave one of the two at its default"
+            )
+        return self
 
 
 class VerifyConfig(Section):
@@ -321,13 +341,16 @@ class ClusterConfig(Section):
     """Nodes that must have joined the cluster at ``ray_address`` before anything is placed on it. Unit: nodes."""
     join_timeout_s: PositiveFloat = 600.0
     """Deadline for those nodes to join."""
+    heartbeat_s: PositiveFloat = 10.0
+    """A process of the run that is stopped, or asleep without a sign of life, for this long is killed, and what depends
+    on it is started again. Phases that are known to take long have deadlines of their own."""
     verb_timeout_s: PositiveFloat = 1800.0
     """Deadline of one lockstep verb (update, hand_off, save, ...) on every rank."""
     gpu_memory_gb: PositiveFloat | None = None
-    """Memory of one GPU: a plan that needs more is warned of, and a colocated engine's KV cache is sized by it. Unset:
+    """Memory of one GPU: a run that needs more is refused, and a colocated engine's KV cache is sized by it. Unset:
     that of the GPUs here, if any. Unit: 1e9 bytes."""
     check_memory: bool = True
-    """Refuse to start if the estimate of memory (``or1 train --dry-run`` shows it) exceeds what there is: free host
+    """Refuse to start if the estimate of memory (``or1 plan`` shows it) exceeds what there is: free host
     memory on CPU, a GPU's whole memory with GPUs. False: start all the same."""
 
 

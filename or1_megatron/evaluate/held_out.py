@@ -11,6 +11,7 @@ import numpy as np
 from or1_megatron.config.schema import EvaluationConfig, EvaluationSetConfig
 from or1_megatron.interfaces import Rollouts
 from or1_megatron.rl.checks import check_verdicts
+from or1_megatron.rl.entropy import sampled_entropy
 from or1_megatron.types import EvaluationResult, Group, Prompt, RolloutReport, Sampling
 
 
@@ -59,11 +60,11 @@ class HeldOut:
         temperature = settings.temperature if held_out.temperature is None else held_out.temperature
         tokens = held_out.max_response_tokens or settings.max_response_tokens or self._max_response_tokens
         sampling = Sampling(temperature, held_out.top_p or settings.top_p, tokens)
-        self._rollouts.roll_out(self._sets[held_out.title], samples, sampling, settings.seed)
-        self._rollouts.wait_decoded()
-        groups, report = self._rollouts.collect()
+        ticket = self._rollouts.roll_out(self._sets[held_out.title], samples, sampling, settings.seed, urgent=True)
+        self._rollouts.wait_decoded(ticket)
+        groups, report = self._rollouts.collect(ticket)
         check_verdicts(groups, self._max_error_fraction)
-        return summarise(groups, report, self._clock() - started_s)
+        return summarise(groups, report, self._clock() - started_s, greedy=temperature == 0)
 
 
 def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
@@ -72,6 +73,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
         return next(iter(results.values()))
     each = list(results.values())
     ended = [result.non_truncated_accuracy for result in each if result.non_truncated_accuracy is not None]
+    entropies = [result.entropy for result in each if result.entropy is not None]
     return EvaluationResult(
         accuracy=fmean(result.accuracy for result in each),
         non_truncated_accuracy=fmean(ended) if ended else None,
@@ -82,10 +84,11 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
         decode_s=sum(result.decode_s for result in each),
         wall_s=sum(result.wall_s for result in each),
         sets=dict(results),
+        entropy=fmean(entropies) if entropies else None,
     )
 
 
-def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float) -> EvaluationResult:
+def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, greedy: bool = False) -> EvaluationResult:
     """Return the result of one evaluation roll-out; a verdict that failed counts as wrong."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     truncated = np.concatenate([group.truncated for group in groups])
@@ -99,4 +102,5 @@ def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float) -> 
         samples=len(groups[0].completions),
         decode_s=report.decode_s,
         wall_s=wall_s,
+        entropy=None if greedy else sampled_entropy(groups),
     )

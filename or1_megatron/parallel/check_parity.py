@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import ModelConfig
+from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
 from or1_megatron.types import Aggregation, Sample
 from or1_megatron.weights.families import read_hf_config
 
-_TEMPERATURE: Final = 0.8
 _RANK_WAIT_S: Final = 1800.0
 
 
@@ -42,24 +42,9 @@ class Measured:
     difference: Deviation
 
 
-def objective(dtype: str) -> ClippedPolicyLoss:
-    """Return an objective with an entropy bonus, so that both gradients of the head take part, and a KL penalty.
-
-    In fp32 it also has ratios, clips and an importance correction. In bf16 rounding would decide which tokens are
-    clipped, and small differences would become large ones.
-    """
-    exact = dtype == "float32"
-    return ClippedPolicyLoss(
-        0.2,
-        0.2,
-        entropy_coefficient=0.3,
-        temperature=_TEMPERATURE,
-        on_policy=not exact,
-        dual_clip=1.3 if exact else None,
-        kl_coefficient=0.1,
-        correction="masked" if exact else "off",
-        correction_cap=1.5,
-    )
+def objective_of(task: Mapping[str, Any]) -> Objective:
+    """Return a task's objective."""
+    return probe_objective(task["model"]["dtype"], task.get("objective", "clipped"), task.get("args", {}))
 
 
 def load_network(model: ModelConfig) -> Any:
@@ -86,13 +71,13 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
     device = next(network.parameters()).device
     with torch.no_grad():
         while ids.shape[1] < longest:
-            logits = network(ids.to(device)).logits[:, -1].float().cpu() / _TEMPERATURE
+            logits = network(ids.to(device)).logits[:, -1].float().cpu() / PROBE_TEMPERATURE
             if padding is not None:
                 logits[:, padding] = float("-inf")
             ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
-        logits = network(ids.to(device)).logits.float().cpu() / _TEMPERATURE
+        logits = network(ids.to(device)).logits.float().cpu() / PROBE_TEMPERATURE
     log_probs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0].numpy()
-    made = []
+    made: list[Sample] = []
     for row, of_row in zip(ids.numpy().astype(np.int32), log_probs, strict=True):
         tokens = int(rng.integers(4, longest + 1))
         prompt = int(rng.integers(1, max(2, tokens // 3)))
@@ -110,16 +95,19 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
                 engine_log_probs=(own + noise + engine).astype(np.float32),
                 policy_log_probs=(own + noise).astype(np.float32),
                 reference_log_probs=(own + reference).astype(np.float32),
+                group=len(made) // 4,
             )
         )
     return made
 
 
-def transformers_numbers(network: Any, samples: Sequence[Sample], dtype: str, by_response: bool = False) -> Numbers:
+def transformers_numbers(
+    network: Any, samples: Sequence[Sample], judged: Objective, by_response: bool = False
+) -> Numbers:
     """Compute the reference."""
     device = next(network.parameters()).device
     parameters = dict(network.named_parameters())
-    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, objective(dtype), by_response)
+    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, judged, by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
@@ -138,7 +126,7 @@ def _by_file_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return named
 
 
-def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) -> Numbers | None:
+def _measure_case(case: Case, model: ModelConfig, judged: Objective, probe: Path, world: SubWorld) -> Numbers | None:
     start_process_group(_RANK_WAIT_S, world)
     try:
         mesh = build_mesh(case.parallel, seed=1)
@@ -146,7 +134,7 @@ def _measure_case(case: Case, model: ModelConfig, probe: Path, world: SubWorld) 
         order = case.order(len(samples))
         layout = batch_layout(case.parallel, read_hf_config(model.hf))
         batch = pack([samples[i] for i in order], layout, case.aggregation)
-        return measure(model, case.parallel, mesh, batch, order, objective(model.dtype))
+        return measure(model, case.parallel, mesh, batch, order, judged)
     finally:
         stop_process_group()
 
@@ -157,14 +145,16 @@ def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Ag
     samples = record_probe(network, task["sequences"], task["longest"], task["seed"])
     probe.write_bytes(pickle.dumps(samples))
     asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
-    return {name: transformers_numbers(network, samples, model.dtype, name == "response_mean") for name in asked}
+    judged = objective_of(task)
+    return {name: transformers_numbers(network, samples, judged, name == "response_mean") for name in asked}
 
 
 def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Measured]:
     """Do one rank's part in the measurement of a task's layouts; rank 0 yields what it finds for each.
 
     Args:
-        task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``.
+        task: ``model`` (of a ModelConfig), ``layouts``, ``sequences``, ``longest``, ``seed``, and if it is not the
+            recipe's ``objective`` (a name) and ``args``.
         folder: one for each task and store; the probe is written there.
         store: of all ranks.
     """
@@ -175,7 +165,8 @@ def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, r
         if rank >= case.parallel.ranks:
             continue
         try:
-            found = _measure_case(case, model, probe, SubWorld(case.parallel.ranks, store, f"{folder}/{number}"))
+            world = SubWorld(case.parallel.ranks, store, f"{folder}/{number}")
+            found = _measure_case(case, model, objective_of(task), probe, world)
         except Exception as error:
             error.add_note(f"layout '{name}', rank {rank}")
             raise

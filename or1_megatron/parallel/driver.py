@@ -13,6 +13,7 @@ from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
+from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import restart_optimizer
 from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
@@ -48,6 +49,7 @@ def policy_verbs(
         "update": update,
         "restart_optimizer": partial(restart_optimizer, policy),
         "sync_parameters": policy.sync_parameters,
+        "check_replicas": partial(check_replicas, policy),
         "offload": policy.host.offload,
         "restore": policy.host.restore,
         "save": saver.save,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from or1_megatron.errors import AgreedError, UserError
+from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.watchdog import Watchdog
 
@@ -31,7 +31,7 @@ Verb = Callable[..., Any]
 STOP = "stop"
 
 
-class LockstepError(UserError, RuntimeError):
+class LockstepError(PartLost, RuntimeError):
     """A verb failed on another rank; that rank's traceback, and where all ranks were, are in the log and on stderr."""
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.interfaces import Objective, TokenInputs
+from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.whole_update import score_whole, update_whole
 from or1_megatron.types import Batch, Float32Array, Sample
 
 STEPS = 3
@@ -67,20 +67,18 @@ def measure(
         ValueError: the model does not fit the layout.
     """
     policy = MegatronPolicy(model, parallel, _GRADIENT_STEP, mesh)
-    before = _whole(policy)
-    _update(policy, batch, objective)
+    before, one_pass = _whole(policy), parallel.head == "one_pass"
+    update_whole(policy, batch, objective, one_pass)
     gradient = _difference(before, _whole(policy), _SCALE)
     del policy
     gc.collect()  # its hooks refer to it; two models may not fit
     torch.cuda.empty_cache()
     policy = MegatronPolicy(model, parallel, TRAINED_BY, mesh)
-    local = policy.score(batch.ranks[mesh.data_rank], objective.temperature)
-    gathered = gather_scores(mesh, local)
-    reports = [_update(policy, batch, objective) for _ in range(STEPS)]
+    scores = score_whole(policy, batch, objective.temperature)
+    reports = [update_whole(policy, batch, objective, one_pass) for _ in range(STEPS)]
     after = _whole(policy)
-    if gathered is None:
+    if scores is None:
         return None
-    scores = unpack_scores(batch.ranks, gathered, batch.sample_count)
     return Numbers(
         log_probs=_in_probe_order(scores.log_probs, order),
         entropies=_in_probe_order(scores.entropies, order),
@@ -95,10 +93,6 @@ def measure(
 def _in_probe_order(values: Sequence[Float32Array], order: Sequence[int]) -> list[Float32Array]:
     by_sample = dict(zip(order, values, strict=True))
     return [by_sample[i] for i in range(len(order))]
-
-
-def _update(policy: MegatronPolicy, batch: Batch, objective: Objective) -> Any:
-    return policy.update(batch.ranks[policy.mesh.data_rank], objective, batch.token_count)
 
 
 def _whole(policy: MegatronPolicy) -> dict[str, Tensor]:
@@ -168,27 +162,35 @@ def _mean_loss(
     scores: Sequence[tuple[Tensor, Tensor]], samples: Sequence[Sample], objective: Objective, by_response: bool
 ) -> Tensor:
     """Return the batch's mean over all tokens, or over the tokens of each response and then over responses."""
-    losses = [
-        objective(log_probs, entropies, _inputs(sample, log_probs))[0]
-        for (log_probs, entropies), sample in zip(scores, samples, strict=True)
-    ]
-    tokens = [len(log_probs) for log_probs, _ in scores]
-    if not by_response:
-        return torch.stack(losses).sum() / sum(tokens)
-    return torch.stack([loss / n for loss, n in zip(losses, tokens, strict=True) if n]).mean()
+    counts = torch.tensor([len(log_probs) for log_probs, _ in scores])
+    log_probs, entropies = (torch.cat(kind) for kind in zip(*scores, strict=True))
+    inputs = _inputs(samples, log_probs)
+    if scope_of(objective) != "token":
+        index = torch.arange(len(samples)).repeat_interleave(counts).to(log_probs.device)
+        groups = torch.tensor([sample.group for sample in samples])
+        inputs = replace(inputs, sequences=Sequences(index, counts.to(index.device), groups.to(index.device)))
+    if by_response:
+        share = counts.sum() / ((counts > 0).sum() * counts)
+        inputs = replace(inputs, weights=share.repeat_interleave(counts).to(log_probs))
+    return objective(log_probs, entropies, inputs)[0] / counts.sum()
 
 
-def _inputs(sample: Sample, like: Tensor) -> TokenInputs:
-    """Return the objective's inputs for a sample's counted tokens."""
+def _inputs(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
+    """Return the objective's inputs for the samples' counted tokens, end to end."""
 
-    def pick(values: Float32Array | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(values[sample.loss_mask]).to(like.device)
+    def pick(name: str) -> Tensor | None:
+        of_each = [getattr(sample, name) for sample in samples]
+        if of_each[0] is None:
+            return None
+        found = [values[sample.loss_mask] for values, sample in zip(of_each, samples, strict=True)]
+        return torch.from_numpy(np.concatenate(found)).to(like.device)
 
+    advantages = [np.full(int(sample.loss_mask.sum()), sample.advantage, dtype=np.float32) for sample in samples]
     return TokenInputs(
-        advantages=torch.full_like(like, sample.advantage).detach(),
-        engine_log_probs=pick(sample.engine_log_probs),
-        policy_log_probs=pick(sample.policy_log_probs),
-        reference_log_probs=pick(sample.reference_log_probs),
+        advantages=torch.from_numpy(np.concatenate(advantages)).to(like.device),
+        engine_log_probs=pick("engine_log_probs"),
+        policy_log_probs=pick("policy_log_probs"),
+        reference_log_probs=pick("reference_log_probs"),
     )
 
 

@@ -13,7 +13,8 @@ import torch
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.parallel.policy import MegatronPolicy
+from or1_megatron.parallel.whole_update import score_whole, update_whole
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import first_not_finite, read_dump
 from or1_megatron.sizing.parallel_layouts import batch_layout
@@ -46,17 +47,15 @@ def main() -> int:
         mesh = build_mesh(parallel, seed=1)
         policy = MegatronPolicy(model, parallel, OptimizerConfig(), mesh)
         batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)), dump.aggregation)
-        rows = batch.ranks[mesh.data_rank]
-        scored = gather_scores(mesh, policy.score(rows, dump.objective.temperature))
-        report = policy.update(rows, dump.objective, batch.token_count)
-        if scored is not None:
-            log_probs = unpack_scores(batch.ranks, scored, batch.sample_count).log_probs
+        scores = score_whole(policy, batch, dump.objective.temperature)
+        report = update_whole(policy, batch, dump.objective, parallel.head == "one_pass")
+        if scores is not None:
             found = {
                 "skipped": report.skipped,
                 "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
                 "sums": {name: str(value) for name, value in report.sums.items()},
-                "first_not_finite": first_not_finite(log_probs),
-                "log_prob_difference": largest_difference(log_probs, dump.log_probs),
+                "first_not_finite": first_not_finite(scores.log_probs),
+                "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs),
             }
             arguments.found.write_text(json.dumps(found))
     finally:

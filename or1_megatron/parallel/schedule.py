@@ -7,7 +7,7 @@ of the row, c of this rank, H hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from or1_megatron.interfaces import Objective, TokenInputs
+from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.parallel.model import PolicyModel
 from or1_megatron.parallel.packed import PackedRow, pack_row
+from or1_megatron.rl.objectives.scored import needs_scores
 from or1_megatron.types import MicroBatch
 
 
@@ -40,7 +41,33 @@ class DeviceRow:
     counted: Tensor  # [c] places of the counted tokens among this rank's
     counted_in_row: Tensor  # [C] row positions of the whole row's counted tokens
     targets: Tensor  # [c]
-    inputs: TokenInputs  # [c]
+    inputs: TokenInputs  # [c], without sequences
+    sequences: Sequences  # of these tokens
+
+
+class _AddRanks(torch.autograd.Function):
+    """Add a tensor over a group of ranks. Each rank's loss depends on the total, so the gradients are added as well."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _total(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
+        return _total(incoming, ctx.group), None
+
+
+def _total(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _add_context_ranks(values: Tensor) -> Tensor:
+    """Add over the ranks that hold parts of the same sequences."""
+    total: Tensor = _AddRanks.apply(values, parallel_state.get_context_parallel_group())
+    return total
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int = 0, context: int = 1) -> DeviceRow:
@@ -58,6 +85,14 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
     def pick(array: Any) -> Any:
         return None if array is None else torch.from_numpy(array)[held[counted]].to(device)
 
+    bounds = torch.from_numpy(micro_batch.cu_seqlens[: len(micro_batch.sample_index) + 1]).long()
+    of_row = torch.searchsorted(bounds, counted_in_row, right=True) - 1
+    sequences = Sequences(
+        index=(torch.searchsorted(bounds, held[counted], right=True) - 1).to(device),
+        lengths=torch.bincount(of_row, minlength=len(micro_batch.sample_index)).to(device),
+        add_ranks=_add_context_ranks if context > 1 else None,
+    )
+
     return DeviceRow(
         row_tokens=micro_batch.token_ids.size,
         token_ids=torch.from_numpy(micro_batch.token_ids)[held].to(device),
@@ -71,7 +106,10 @@ def to_device(micro_batch: MicroBatch, device: torch.device, context_rank: int =
             policy_log_probs=pick(micro_batch.policy_log_probs),
             reference_log_probs=pick(micro_batch.reference_log_probs),
             weights=pick(micro_batch.weights),
+            log_prob_gradients=pick(micro_batch.log_prob_gradients),
+            entropy_gradients=pick(micro_batch.entropy_gradients),
         ),
+        sequences=sequences,
     )
 
 
@@ -99,13 +137,20 @@ def _objective_loss(
 ) -> tuple[Tensor, Tensor, tuple[Mapping[str, Tensor], Tensor]]:
     """Compute (loss, counted tokens, (named sums, log-probs and entropies [2, c])) of one micro-batch.
 
-    Megatron's schedules expect this form from the last stage.
+    Megatron's schedules expect this form from the last stage. An objective that needs scores first has been evaluated
+    before (``rl.objectives.scored``), and is not given here.
     """
+    if needs_scores(objective, one_pass):
+        raise ValueError(
+            f"{type(objective).__name__} has the scope '{scope_of(objective)}', which this head cannot give; evaluate "
+            "it before the update (rl.objectives.scored)"
+        )
     seen: list[Tensor] = []
+    inputs = replace(row.inputs, sequences=row.sequences) if scope_of(objective) == "sequence" else row.inputs
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
         seen.append(torch.stack((log_probs.detach(), entropies.detach())))
-        return objective(log_probs, entropies, row.inputs[part])
+        return objective(log_probs, entropies, inputs if part == slice(None) else inputs[part])
 
     sums: Mapping[str, Tensor]
     counted, weight, shard = _head_input(model, hidden, row)

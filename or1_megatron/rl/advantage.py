@@ -16,21 +16,27 @@ from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 
-def normalised(rewards: NDArray[np.float64], ddof: int, eps: float) -> NDArray[np.float64]:
-    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"). [n] -> [n].
+def normalised(rewards: NDArray[np.float64], config: AdvantageConfig) -> NDArray[np.float64]:
+    """Return A_i = (r_i - mean(r)) / (std(r) + eps) (RECIPE section 1, "Advantage"), or with ``scale`` none the
+    difference alone (Dr. GRPO, arXiv 2503.20783). [n] -> [n].
 
     Worked example, ddof 1: r = (1, 0, 0, 0): mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, std 1/2,
-    A = (3/2, -1/2, -1/2, -1/2).
+    A = (3/2, -1/2, -1/2, -1/2); scale none: (3/4, -1/4, -1/4, -1/4).
 
     Equal rewards give exact zeros, and so do fewer than two rewards.
     """
     if rewards.size < 2 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
+    difference = rewards - rewards.mean()
+    return difference if config.scale == "none" else difference / (rewards.std(ddof=config.std_ddof) + config.eps)
 
 
-def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:
+def group_advantages(
+    group: Group, config: AdvantageConfig, penalties: NDArray[np.float64] | None = None
+) -> Float32Array:
     """Return the group's advantages [M], one per response, under the configured truncation mask (RECIPE section 3).
+
+    ``penalties`` [M] are taken off the rewards first (``rl.penalties``).
 
     ``none``: over all responses; ``before``: truncated ones are left out of mean and std and get 0; ``after``: they
     count in mean and std, then get 0. Raises ValueError when a truncated response has a reward other than 0.
@@ -41,19 +47,23 @@ def group_advantages(group: Group, config: AdvantageConfig) -> Float32Array:
             f"problem {group.prompt.problem.id} ({group.prompt.problem.origin}): a truncated response has reward "
             f"{rewards[truncated].max():g}; truncated responses must have reward 0"
         )
+    rewards = rewards if penalties is None else rewards - penalties
     if config.truncation_mask == "before":
         advantages = np.zeros_like(rewards)
-        advantages[~truncated] = normalised(rewards[~truncated], config.std_ddof, config.eps)
+        advantages[~truncated] = normalised(rewards[~truncated], config)
     else:
-        advantages = normalised(rewards, config.std_ddof, config.eps)
+        advantages = normalised(rewards, config)
         if config.truncation_mask == "after":
             advantages[truncated] = 0.0
     return advantages.astype(np.float32)
 
 
-def assign_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[AdvantagedGroup]:
-    """Return every group with its advantages, in the same order."""
-    return [AdvantagedGroup(group, group_advantages(group, config)) for group in groups]
+def assign_advantages(
+    groups: Sequence[Group], config: AdvantageConfig, penalties: Sequence[NDArray[np.float64]] | None = None
+) -> list[AdvantagedGroup]:
+    """Return every group with its advantages, in the same order. ``penalties``: [M] of each group; None: none."""
+    of_groups = [None] * len(groups) if penalties is None else penalties
+    return [AdvantagedGroup(g, group_advantages(g, config, p)) for g, p in zip(groups, of_groups, strict=True)]
 
 
 def reject(
@@ -61,10 +71,12 @@ def reject(
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
     """Return (kept, rejected), each in the order given. Groups whose advantages are all zero are rejected (RECIPE 1).
 
-    With ``reject_uniform_groups`` off, all are kept.
+    So are groups whose responses are all right or all wrong and whose advantages come from penalties alone: DAPO's
+    dynamic sampling goes by accuracy. With ``reject_uniform_groups`` off, all are kept.
     """
     if not config.reject_uniform_groups:
         return list(groups), []
-    kept = [group for group in groups if group.advantages.any()]
-    rejected = [group for group in groups if not group.advantages.any()]
+    tells = [bool(group.advantages.any()) and np.ptp(group.group.rewards) > 0 for group in groups]
+    kept = [group for group, told in zip(groups, tells, strict=True) if told]
+    rejected = [group for group, told in zip(groups, tells, strict=True) if not told]
     return kept, rejected

@@ -32,8 +32,8 @@ LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs
 """Optional fields of a sample. All samples of a batch have the same ones."""
 
 
-def to_samples(group: AdvantagedGroup) -> list[Sample]:
-    """Return the group's responses, in order, as training samples.
+def to_samples(group: AdvantagedGroup, number: int = 0) -> list[Sample]:
+    """Return the responses of the step's ``number``-th group, in order, as training samples.
 
     Every response token is counted, also of truncated responses and under every truncation mask (eq. 3.1 as written).
     """
@@ -44,6 +44,7 @@ def to_samples(group: AdvantagedGroup) -> list[Sample]:
             advantage=float(advantage),
             loss_mask=np.ones(completion.token_ids.size, dtype=np.bool_),
             engine_log_probs=completion.log_probs,
+            group=number,
         )
         for completion, advantage in zip(group.group.completions, group.advantages, strict=True)
     ]
@@ -119,23 +120,23 @@ def _weights(
     """Return the token weight of each sample, for which sum(weight * loss) / T_k is the aggregation. None: all 1.
 
     ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
-    tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``micro_batch_mean``: with T_m counted
-    tokens in row m, and N rows that have any, the weight is T_k / (N T_m), which depends on the cut into rows.
+    tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``released-code``: the released rule,
+    the mean of the rows' token means weighted by their numbers of samples. With R_m samples and T_m counted tokens in
+    the row of sample i, the weight is R_m T_k / (R T_m), which depends on the cut into rows.
 
     Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
-    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Both in one row: micro-batch weights 1; a row each: 2 and 2/3.
+    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Released rule: both in one row, 2 * 4 / (2 * 4) = 1; a row each,
+    2 and 2/3.
     """
     if aggregation == "token_mean":
         return None
-    counts = np.array([sample.loss_mask.sum() for sample in samples], dtype=np.float64)
-    if aggregation == "micro_batch_mean":
-        for row in rows:
-            counts[list(row)] = counts[list(row)].sum()
-        parts = sum(1 for row in rows if row and counts[row[0]] > 0)
-    else:
-        parts = int((counts > 0).sum())
-    total = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return total / (parts * np.maximum(counts, 1.0))
+    tokens = np.array([sample.loss_mask.sum() for sample in samples], dtype=np.float64)
+    responses = (tokens > 0).astype(np.float64)
+    shares = responses / np.maximum(tokens, 1.0)
+    if aggregation == "released-code":
+        for row in map(list, rows):
+            shares[row] = responses[row].sum() / max(tokens[row].sum(), 1.0)
+    return shares * tokens.sum() / responses.sum()
 
 
 def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchLayout) -> None:
@@ -204,5 +205,6 @@ def _fill(
         sample_index=np.array(members, dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
         weights=weights,
+        groups=np.array([samples[i].group for i in members], dtype=np.int32),
         **log_probs,
     )

@@ -57,6 +57,16 @@ def check_stage_steps(stage: StageConfig, done: int) -> None:
         )
 
 
+def check_deferred(stage: StageConfig, left: int, waiting: int) -> None:
+    """Raise ResumeError when the ``left`` steps of the current stage cannot take the prompts that wait."""
+    if waiting > left * stage.prompts_per_step:
+        raise ResumeError(
+            f"{waiting} prompts that stage '{stage.name}' has deferred (rollout.tail) are still to be trained in it, "
+            f"and its {left} steps left take {left * stage.prompts_per_step}; give it more steps, or start a new run "
+            "with another run.dir"
+        )
+
+
 def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
     """Raise NoPromptsLeft when fewer than D_R different prompts are left at the start of ``stage``."""
     if left < stage.prompts_per_step:

@@ -22,10 +22,12 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from or1_megatron.config.base import ConfigError
 from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective
 from or1_megatron.rl.batch import LOG_PROBS, log_probs_of
-from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
+from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
+from or1_megatron.rl.objectives.registry import BUILT_IN, build, name_of
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.types import Aggregation, Batch, Float32Array, Sample, UpdateReport
 
@@ -33,7 +35,7 @@ SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
 _FORMAT: Final = 2
-_OBJECTIVES: Final = {kind.__name__: kind for kind in (ClippedPolicyLoss, CrossEntropy)}
+_OBJECTIVES: Final = {kind.__name__: kind for kind in (*BUILT_IN.values(), CrossEntropy)}
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
 Reason = Literal["skipped", "asked"]
@@ -82,6 +84,7 @@ def unpack(batch: Batch) -> list[Sample]:
                 response_ids=row.token_ids[start + first + 1 : end].astype(np.int32),
                 advantage=float(row.advantages[start + first]),
                 loss_mask=mask[first:],
+                group=0 if row.groups is None else int(row.groups[k]),
                 **{name: values[predicting] for name, values in log_probs_of(row).items()},
             )
     return [sample for sample in samples if sample is not None]
@@ -154,7 +157,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "step": dump.step,
         "update": dump.update,
         "reason": dump.reason,
-        "objective": {"class": type(dump.objective).__name__, "fields": asdict(dump.objective)},
+        "objective": {"class": _class_name(dump.objective), "fields": asdict(dump.objective)},
         "temperature": dump.objective.temperature,
         "token_count": dump.token_count,
         "aggregation": dump.aggregation,
@@ -173,7 +176,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
 def read_dump(folder: Path) -> UpdateDump:
     """Read what ``write_dump`` wrote.
 
-    Raises DumpError when it is not a dump, has another format, or an objective that is not of ``rl.loss``.
+    Raises DumpError when it is not a dump, has another format, or its objective cannot be found.
     """
     path = folder / RECORD
     try:
@@ -188,9 +191,7 @@ def read_dump(folder: Path) -> UpdateDump:
         raise DumpError(
             f"{path}: format {record.get('format')}, expected {_FORMAT}; replay it with the version that wrote it"
         )
-    named = record["objective"]["class"]
-    if named not in _OBJECTIVES:
-        raise DumpError(f"{path}: objective '{named}', expected one of {', '.join(_OBJECTIVES)}")
+    objective = _objective(path, record["objective"]["class"], record["objective"]["fields"])
     seen = record["seen"]
     try:
         with np.load(folder / SAMPLES, allow_pickle=False) as arrays:
@@ -201,7 +202,7 @@ def read_dump(folder: Path) -> UpdateDump:
         step=record["step"],
         update=record["update"],
         reason=record["reason"],
-        objective=_OBJECTIVES[named](**record["objective"]["fields"]),
+        objective=objective,
         samples=samples,
         token_count=record["token_count"],
         report=UpdateReport(
@@ -217,6 +218,24 @@ def read_dump(folder: Path) -> UpdateDump:
         context=record["context"],
         aggregation=record.get("aggregation", "token_mean"),
     )
+
+
+def _class_name(objective: Objective) -> str:
+    name = type(objective).__name__
+    return name if _OBJECTIVES.get(name) is type(objective) else name_of(objective)
+
+
+def _objective(path: Path, name: str, values: Mapping[str, Any]) -> Objective:
+    """Make the objective that ``_class_name`` named."""
+    if name in _OBJECTIVES:
+        found: Objective = _OBJECTIVES[name](**values)
+        return found
+    if ":" not in name:
+        raise DumpError(f"{path}: objective '{name}', expected one of {', '.join(_OBJECTIVES)}, or package.module:Name")
+    try:
+        return build(name, {}, values)
+    except ConfigError as error:
+        raise DumpError(f"{path}: {error}") from None
 
 
 def _plain(value: float) -> float | str:
@@ -235,6 +254,7 @@ def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
         "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
         "response_ids": np.concatenate([sample.response_ids for sample in samples]),
         "loss_mask": np.concatenate([sample.loss_mask for sample in samples]),
+        "groups": np.array([sample.group for sample in samples], dtype=np.int64),
         "advantages": np.array([sample.advantage for sample in samples], dtype=np.float32),
         "log_prob_lengths": np.array([values.size for values in dump.log_probs], dtype=np.int64),
         "log_probs": np.concatenate([*dump.log_probs, np.empty(0, dtype=np.float32)]),
@@ -247,10 +267,18 @@ def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float
     lengths = arrays["response_lengths"]
     responses, masks = _cut(arrays["response_ids"], lengths), _cut(arrays["loss_mask"], lengths)
     log_probs = {name: _cut(arrays[name], lengths) for name in LOG_PROBS if name in arrays}
+    groups = arrays["groups"] if "groups" in arrays else np.zeros(len(lengths), dtype=np.int64)
     samples = tuple(
-        Sample(prompt, response, float(advantage), mask, **{name: of_each[i] for name, of_each in log_probs.items()})
-        for i, (prompt, response, advantage, mask) in enumerate(
-            zip(prompts, responses, arrays["advantages"], masks, strict=True)
+        Sample(
+            prompt,
+            response,
+            float(advantage),
+            mask,
+            group=int(group),
+            **{name: of_each[i] for name, of_each in log_probs.items()},
+        )
+        for i, (prompt, response, advantage, mask, group) in enumerate(
+            zip(prompts, responses, arrays["advantages"], masks, groups, strict=True)
         )
     )
     return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))

@@ -8,9 +8,10 @@ Stopping: up to its first SGD step a step can be abandoned, because only the str
 before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
 is finished, but its handoff and its evaluation are left to the resumed run.
 
-Staleness (``max_staleness`` 1): step k + 1 is sampled while step k trains, all of it from version k, and decoded before
-version k + 1 is handed over. So a response never mixes versions and is one version behind the policy that it trains.
-The first step of a stage, and the first after a resume, is sampled from the policy itself.
+Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are asked too, and a handoff
+does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their lengths,
+and no token of a step is more than N versions behind the weights that it trains. The first step of a stage, and the
+first after a resume, is sampled from the policy itself.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.interfaces import EnginesLost, Stopped
+from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_deferred, check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
-from or1_megatron.rl.loss import make_objective
 from or1_megatron.rl.metrics import (
     Filtered,
     StepRecord,
@@ -36,13 +36,16 @@ from or1_megatron.rl.metrics import (
     step_metrics,
     time_metrics,
 )
+from or1_megatron.rl.objectives.registry import make_objective
+from or1_megatron.rl.penalties import reward_penalties
 from or1_megatron.rl.ports import LoopConfig, LoopResult, Ports
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.rl.saving import Saving
-from or1_megatron.rl.score import Scored, first_scores, score
+from or1_megatron.rl.score import Scored, first_scores, score, scores_of_first
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.verbs import deferred_verb, stopping_verb, unless_stopping, verb
+from or1_megatron.rl.tail import Tail
+from or1_megatron.rl.verbs import deferred_verb, stopping_verb, verb
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -66,17 +69,17 @@ class Loop:
         self.ports = ports
         self.schedule = StageSchedule(config.stages, config.stage_count)
         self.evaluations = Evaluations(config.evaluation, self.schedule)
-        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
+        tail = None if config.tail_share is None else Tail(config.tail_share, ports.tail_record)
+        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed, tail)
         self.controller = EntropyController(config.algorithm.entropy)
         self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.ledger = PassRateLedger()
-        self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm)
+        self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
         self.saving = Saving(ports.policy, ports.keeper)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
         self._staleness = 0  # of the current step's oldest token, in versions
-        self._ahead: RolloutReport | None = None  # the next step's roll-out, when it was made during this one
         self._seconds: dict[str, float] = {}  # per verb, and "step" and "other"
 
     def run(self) -> LoopResult:
@@ -102,14 +105,13 @@ class Loop:
         groups, rollout = self.verify()
         self.sample_ahead(stage)
         self.observe(index, groups)
-        advantaged = self.assign_advantages(groups)
+        advantaged = self.assign_advantages(groups, stage)
         kept, rejected = self.reject(advantaged)
         scored = self.score(kept, rejected, stage)
         reading = self.read_entropy(groups, kept, scored)
         batches = self.batch(scored.samples, stage)
-        updates = self.update(batches, stage, reading)
+        updates = self.update(batches, stage, reading, scored)
         self.control_entropy(reading)
-        self.finish_ahead()
         self.steps_done += 1  # everything below is about the updated policy
         handoff = self.hand_off()
         evaluation = self.evaluate()
@@ -127,6 +129,7 @@ class Loop:
             updates=updates,
             handoff=handoff,
             staleness=self._staleness,
+            tail=self.supply.tail_report,
             scores=first_scores(scored, updates),
         )
         metrics = self.measure(step, evaluation)
@@ -185,15 +188,18 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """Take D_R prompts, and those that a refill may need; none when the step has been sampled ahead."""
-        return [] if self.supply.has_ahead else self.supply.take(stage)
+        """Take D_R prompts, and those that a refill may need or the tail may defer; none if they are asked already."""
+        if self.supply.asked:
+            return []
+        return self.supply.take(stage, self.steps_done, self.schedule.steps_left(self.steps_done))
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
         """Sample gs responses to each prompt and wait until the last one is decoded."""
-        if not self.supply.has_ahead:
+        if not self.supply.asked:
             self.supply.ask(prompts, stage, self.steps_done)
-            self.ports.rollouts.wait_decoded()
+        self._ask_ahead(stage, self.supply.asked)
+        self.ports.rollouts.wait_decoded()
 
     @stopping_verb
     def verify(self) -> tuple[list[Group], RolloutReport]:
@@ -205,23 +211,15 @@ class Loop:
 
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
-        """Start the next step's roll-out, where staleness is allowed and that step is sure to be of the same stage."""
-        self._ahead = None
-        if self.config.max_staleness and self.schedule.surely_goes_on(self.steps_done):
-            self.supply.ask_ahead(stage, self.steps_done + 1)
+        """Start the roll-out after this one if it had to wait for this one's refill."""
+        self._ask_ahead(stage, self.supply.asked + 1)
 
-    @verb
-    def finish_ahead(self) -> None:
-        """Wait until the next step is decoded, before the handoff replaces its weights; on a stop abandon it."""
-        if not self.supply.asked_ahead:
-            return
-        try:
-            self._ahead = self.supply.finish_ahead()
-        except Stopped:
-            self.supply.abandon_ahead()
-        except EnginesLost as error:
-            unless_stopping(self, error)
-            self.supply.abandon_ahead()
+    def _ask_ahead(self, stage: StageConfig, first: int) -> None:
+        """Start the roll-outs of the steps from ``first`` after this one that staleness allows in this stage."""
+        for ahead in range(first, self.config.max_staleness + 1):
+            sure = self.schedule.surely_goes_on(self.steps_done, ahead)
+            if not sure or not self.supply.ask_ahead(stage, self.steps_done + ahead):
+                return
 
     @stopping_verb
     def observe(self, index: int, groups: Sequence[Group]) -> None:
@@ -229,8 +227,11 @@ class Loop:
         self.ledger.record(index, groups)
 
     @stopping_verb
-    def assign_advantages(self, groups: Sequence[Group]) -> list[AdvantagedGroup]:
-        return assign_advantages(groups, self.config.algorithm.advantage)
+    def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
+        """Normalise the rewards within each group, less their penalties if there are any."""
+        algorithm, layout = self.config.algorithm, self.config.layout
+        penalties = reward_penalties(self.ports.policy, groups, stage, algorithm, layout)
+        return assign_advantages(groups, algorithm.advantage, penalties)
 
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
@@ -262,11 +263,24 @@ class Loop:
         return make_batches(samples, mini_batches, stage.reuse, self.config.layout, aggregation)
 
     @stopping_verb
-    def update(self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading) -> list[UpdateReport]:
+    def update(
+        self, batches: Sequence[Batch], stage: StageConfig, reading: EntropyReading, scored: Scored
+    ) -> list[UpdateReport]:
         """Make the SGD steps, all with the same coefficients. Raises TooManySkipped."""
-        objective = make_objective(self.config.algorithm, stage, reading.alpha, reading.clip_high, self._staleness > 0)
-        step = self.steps_done + 1
-        return [self.guard.update(SgdStep(step, i, batch, objective)) for i, batch in enumerate(batches)]
+        step, reports = self.steps_done + 1, []
+        for i, batch in enumerate(batches):
+            objective = make_objective(
+                self.config.algorithm,
+                stage,
+                reading.alpha,
+                reading.clip_high,
+                stale=self._staleness > 0,
+                seed=step * stage.sgd_steps + i,
+                mean_length=batch.token_count / batch.sample_count,
+            )
+            scores = scores_of_first(scored, batch) if i == 0 else None
+            reports.append(self.guard.update(SgdStep(step, i, batch, objective, scores)))
+        return reports
 
     @verb
     def control_entropy(self, reading: EntropyReading) -> None:
@@ -314,7 +328,7 @@ class Loop:
         self.ports.observer.rolled_out(self.steps_done, step.stage.name, step.groups, step.kept, step.scores)
         row = dict(metrics) | self.saving.told_write_s() | evaluation_metrics(evaluation)
         evaluations = [] if evaluation is None else [evaluation]
-        self.ports.tracker.log(self.steps_done, row | self._lap([*self._sampled(step), *step.updates, *evaluations]))
+        self.ports.tracker.log(self.steps_done, row | self._lap([step.rollout, *step.updates, *evaluations]))
 
     @verb
     def save(self) -> None:
@@ -364,11 +378,14 @@ class Loop:
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
+            stage, left = self.schedule.stages[self.schedule.current], self.schedule.steps_left(self.steps_done)
+            check_deferred(stage, left, self.supply.deferred)
             self.saving.saved_at = self.steps_done
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:
             self.restore(self.ports.policy.load(self.config.begin.checkpoint))
             self.config.begin.check(self.schedule, self.steps_done)
+            self.supply.forget_deferred()
             self.evaluations.begin_at(self.steps_done)
             self._seconds = {}
 
@@ -382,8 +399,7 @@ class Loop:
             "ledger": self.ledger.state(),
             "guard": self.guard.state(),
             "alarms": self.alarms.state(),
-            "stream": self.supply.stream_state(),
-            "rejected_share": self.supply.rejected_share,
+            **self.supply.state(),
             "evaluations": self.evaluations.state(),
             "rejected_in_a_row": self._rejected_in_a_row,
             "seconds": dict(self._seconds),
@@ -391,7 +407,7 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "rejected_share"})
+        check_state(state, self.state().keys() - {"clip_high", "rejected_share", "deferred"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])
@@ -399,8 +415,7 @@ class Loop:
         self.ledger.restore(state["ledger"])
         self.guard.restore(state["guard"])
         self.alarms.restore(state["alarms"])
-        self.ports.stream.restore(state["stream"])
-        self.supply.rejected_share = state.get("rejected_share", 0.0)
+        self.supply.restore(state)
         self.evaluations.restore(state["evaluations"], self.steps_done)
         self._rejected_in_a_row = state["rejected_in_a_row"]
         self._seconds = dict(state["seconds"])
@@ -412,14 +427,9 @@ class Loop:
     def _evaluation_due(self) -> Due:
         return "no" if self.ports.evaluator is None else self.evaluations.due(self.steps_done)
 
-    def _sampled(self, step: StepRecord) -> list[RolloutReport]:
-        """Return the roll-outs of this lap; a step that was sampled ahead had its own in the lap before."""
-        own = [] if self._staleness else [step.rollout]
-        return own if self._ahead is None else [*own, self._ahead]
-
     def _lap(self, busy: Sequence[RolloutReport | EvaluationResult | UpdateReport]) -> dict[str, float]:
         """Return the time metrics since the last row, and add them to the run's totals."""
-        times = time_metrics(*self.ports.timer.lap(), busy, self._ahead)
+        times = time_metrics(*self.ports.timer.lap(), busy, self.config.max_staleness > 0)
         for name, spent_s in times.items():
             if name.startswith("time/"):
                 name = name.removeprefix("time/")

@@ -16,6 +16,8 @@ from or1_megatron.config.schema import StageConfig
 from or1_megatron.rl.batch import real_tokens
 from or1_megatron.rl.checks import count_rejected
 from or1_megatron.rl.entropy import EntropyReading
+from or1_megatron.rl.mismatch import mismatch_metrics
+from or1_megatron.rl.tail import TailReport
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -82,6 +84,8 @@ class StepRecord:
     """None: skipped, because the run stops here."""
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
+    tail: TailReport | None = None
+    """None: no prompt is ever deferred."""
     scores: TokenScores | None = None
     """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
 
@@ -104,9 +108,14 @@ def step_metrics(step: StepRecord, hardware: Hardware | None = None) -> dict[str
         **handoff_metrics(step.handoff),
         **throughput_metrics(step.batches, step.updates, hardware),
     }
-    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch)):
+    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch), ("tail", step.tail)):
         if found is not None:
             metrics |= {f"{group}/{name}": value for name, value in asdict(found).items()}
+    if step.tail is not None:
+        metrics["tail/surplus_responses"] = step.rollout.surplus_responses
+    if step.mismatch is not None and step.scores is not None:
+        engine = [completion.log_probs for group in step.kept for completion in group.group.completions]
+        metrics |= mismatch_metrics(engine, step.scores.log_probs)
     return metrics
 
 
@@ -191,34 +200,43 @@ def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str
         tokens = sum(update.token_count for update in done)
         mean = {name: sum(update.sums[name] for update in done) / tokens for name in done[0].sums}
         metrics |= {
-            "loss": mean["loss"],
-            "policy/loss": mean["policy_loss"],
-            "policy/ratio": mean["ratio"],
-            "policy/ratio_max": max(update.sums["max_ratio"] for update in done),
-            "policy/ratio_min": 1.0 / max(update.sums["max_inverse_ratio"] for update in done),
-            "policy/clip_fraction": mean["clipped"],
-            **{f"policy/clip_fraction_{side}": mean[f"clipped_{side}"] for side in ("low", "high", "dual")},
-            # On policy the objective's k3 compares with the engine and is reported under mismatch.
-            "policy/approx_kl": 0.0 if on_policy else mean["approx_kl"],
             "policy/grad_norm": float(np.mean([update.grad_norm for update in done])),
             "policy/learning_rate": done[-1].learning_rate,
-            "entropy/full": mean["entropy"],
         }
-        if "kl" in mean:
-            metrics["policy/kl"] = mean["kl"]
-        if "weight" in mean:
-            metrics |= {
-                "correction/weight": mean["weight"],
-                "correction/weight_max": max(update.sums["max_weight"] for update in done),
-                "correction/cut_fraction": mean["weight_cut"],
-            }
+        metrics |= {metric: mean[name] for metric, name in _MEANS.items() if name in mean}
+        largest = {name: max(update.sums[name] for update in done) for name in mean if name.startswith("max_")}
+        if "max_ratio" in largest:
+            metrics["policy/ratio_max"] = largest["max_ratio"]
+            metrics["policy/ratio_min"] = 1.0 / largest["max_inverse_ratio"]
+        if "max_weight" in largest:
+            metrics["correction/weight_max"] = largest["max_weight"]
+        if on_policy and "policy/approx_kl" in metrics:
+            metrics["policy/approx_kl"] = 0.0  # the objective's k3 compares with the engine: reported under mismatch
     return metrics
+
+
+_MEANS: Mapping[str, str] = {
+    "loss": "loss",
+    "policy/loss": "policy_loss",
+    "policy/ratio": "ratio",
+    "policy/clip_fraction": "clipped",
+    "policy/clip_fraction_low": "clipped_low",
+    "policy/clip_fraction_high": "clipped_high",
+    "policy/clip_fraction_dual": "clipped_dual",
+    "policy/cov_fraction": "selected",
+    "policy/approx_kl": "approx_kl",
+    "policy/kl": "kl",
+    "entropy/full": "entropy",
+    "correction/weight": "weight",
+    "correction/cut_fraction": "weight_cut",
+}
+"""The objective's sum whose mean over tokens a metric is. An objective returns those that it has."""
 
 
 def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
     """Return engine against policy as an on-policy update measured it. None when it was skipped, or there was none."""
     done = [update for update in updates if not update.skipped]
-    if not done:
+    if not done or "abs_log_ratio" not in done[0].sums:  # an objective of the user's need not measure it
         return None
     tokens = sum(update.token_count for update in done)
     return Mismatch(
@@ -267,6 +285,7 @@ def evaluation_metrics(result: EvaluationResult | None) -> dict[str, float]:
             f"evaluation/{prefix}non_truncated_accuracy": found.non_truncated_accuracy,
             f"evaluation/{prefix}truncation_ratio": found.truncation_ratio,
             f"evaluation/{prefix}mean_length": found.mean_length_tokens,
+            f"evaluation/{prefix}entropy": found.entropy,
             f"evaluation/{prefix}samples": found.samples,
         }
     return _measured(metrics)
@@ -276,30 +295,35 @@ def time_metrics(
     wall_s: float,
     seconds: Mapping[str, float],
     busy: Sequence[RolloutReport | EvaluationResult | UpdateReport],
-    ahead: RolloutReport | None = None,
+    overlaps: bool = False,
 ) -> dict[str, float]:
-    """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share`` and
-    ``engine/utilization``.
+    """Return ``time/<verb>`` of the verbs that ran, ``time/step``, ``time/other``, ``other_share``,
+    ``other_share_with_score`` and ``engine/utilization``.
 
     other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, which
-    have these times; a ``score`` pass counts as forward. ``ahead``: the one of them that was decoded while the policy
-    trained. The two start together, so the shorter of them is not counted twice.
+    have these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
+    t_O. ``overlaps``: engines decode while the policy trains; then the shorter of the two is not counted, and
+    the utilization is that of the periods of the roll-outs' reports.
     """
-    useful_s, engine_s = seconds.get("score", 0.0), 0.0
-    if ahead is not None:
-        updates = [report for report in busy if isinstance(report, UpdateReport)]
-        train_s = useful_s + sum(report.forward_backward_s + report.optimizer_s for report in updates)
-        useful_s -= min(train_s, ahead.decode_s)
-    for report in busy:
-        if isinstance(report, UpdateReport):
-            useful_s += report.forward_backward_s + report.optimizer_s
-        else:
-            useful_s += report.decode_s
-        if isinstance(report, RolloutReport):
-            engine_s += float(np.mean(report.engine_busy_s))
-    other_s = max(0.0, wall_s - useful_s)
+    updates = [report for report in busy if isinstance(report, UpdateReport)]
+    decoded = [report for report in busy if not isinstance(report, UpdateReport)]
+    update_s = sum(report.forward_backward_s + report.optimizer_s for report in updates)
+    decode_s = sum(report.decode_s for report in decoded)
+    engine_s = sum(float(np.mean(report.engine_busy_s)) for report in decoded if isinstance(report, RolloutReport))
+    period_s = sum(report.period_s for report in decoded if isinstance(report, RolloutReport))
+    score_s = seconds.get("score", 0.0)
+
+    def other(train_s: float) -> float:
+        return max(0.0, wall_s - (max(train_s, decode_s) if overlaps else train_s + decode_s))
+
     metrics = {f"time/{verb}": spent_s for verb, spent_s in seconds.items()}
-    metrics |= {"time/step": wall_s, "time/other": other_s}
+    metrics |= {"time/step": wall_s, "time/other": other(update_s + score_s)}
     if wall_s > 0:
-        metrics |= {"other_share": other_s / wall_s, "engine/utilization": engine_s / wall_s}
+        metrics |= {
+            "other_share": other(update_s + score_s) / wall_s,
+            "other_share_with_score": other(update_s) / wall_s,
+            "engine/utilization": engine_s / wall_s,
+        }
+    if overlaps and period_s > 0:
+        metrics["engine/utilization"] = engine_s / period_s
     return metrics

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from or1_megatron.config.schema import SafetyConfig
 from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
-from or1_megatron.types import Batch, Float32Array, UpdateReport
+from or1_megatron.rl.objectives.scored import linearise, needs_scores
+from or1_megatron.types import Batch, Float32Array, TokenScores, UpdateReport
 
 
 class TooManySkipped(UserError, RuntimeError):
@@ -27,6 +29,8 @@ class SgdStep:
     index: int
     batch: Batch
     objective: Objective
+    scores: TokenScores | None = None
+    """Of the batch's samples, by the weights before this SGD step; None: there was no pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,19 @@ class UpdateGuard:
     Args:
         dumps: where batches are dumped; None: nowhere.
         tell: takes a sentence for the log and the console.
+        one_pass: the policy's head is one-pass.
     """
 
     def __init__(
-        self, config: SafetyConfig, policy: Policy, dumps: DumpStore | None, tell: Callable[[str], None]
+        self,
+        config: SafetyConfig,
+        policy: Policy,
+        dumps: DumpStore | None,
+        tell: Callable[[str], None],
+        one_pass: bool = False,
     ) -> None:
         self._config, self._policy, self._dumps, self._tell = config, policy, dumps, tell
+        self._one_pass = one_pass
         self.in_a_row = 0
         self.total = 0
         self._dumped: list[str] = []
@@ -61,7 +72,7 @@ class UpdateGuard:
         Raises TooManySkipped, naming the dumps, when ``safety.max_skipped_in_a_row`` is reached.
         """
         aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
-        report = self._policy.update(sgd_step.batch, sgd_step.objective)
+        report = self._update(sgd_step)
         if not report.skipped:
             self.in_a_row, self._dumped = 0, []
             self._keep(aside, sgd_step, report)
@@ -73,6 +84,18 @@ class UpdateGuard:
         dump = self._keep(aside, sgd_step, report)
         self._tell_skipped(sgd_step, report, dump)
         return report
+
+    def _update(self, sgd_step: SgdStep) -> UpdateReport:
+        """Update the policy; an objective that needs scores first is evaluated here (``objectives.scored``)."""
+        batch, objective = sgd_step.batch, sgd_step.objective
+        if not needs_scores(objective, self._one_pass):
+            return self._policy.update(batch, objective)
+        started_s = time.perf_counter()
+        scores = sgd_step.scores or self._policy.score(batch, objective.temperature)
+        linear = linearise(batch, objective, scores)
+        evaluated_s = time.perf_counter() - started_s
+        report = self._policy.update(linear.batch, linear.objective)
+        return replace(report, sums=linear.sums, forward_backward_s=report.forward_backward_s + evaluated_s)
 
     def state(self) -> dict[str, Any]:
         return {"in_a_row": self.in_a_row, "total": self.total, "dumped": list(self._dumped)}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
 from or1_megatron.rl.batch import check_log_probs, pack, to_samples
-from or1_megatron.rl.loss import old_is_the_policy
 from or1_megatron.rl.metrics import Mismatch, scored_mismatch
+from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Float32Array, Sample, TokenScores, UpdateReport
+from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ def score(
 
     N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'. The
     policy scores rejected groups for their entropy only, and the reference does not score them. ``stale``: the samples
-    are from older weights than the policy's (``loss.old_is_the_policy``), so that engine against policy is no mismatch.
+    are from older weights than the policy's (``old_is_the_policy``), so that engine against policy is no mismatch.
     """
-    groups = [to_samples(group) for group in kept]
+    groups = [to_samples(group, number) for number, group in enumerate(kept)]
     samples = [sample for group in groups for sample in group]
     full = algorithm.entropy.estimate == "full"
     freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
@@ -61,12 +61,20 @@ def score(
         entropies = scores.entropies if full else None
         if freeze:
             samples = list(_with_policy(samples, own, algorithm.correction.mode != "off"))
-    if algorithm.kl.reference is not None and samples:
+    if algorithm.kl.reference is not None and algorithm.kl.where == "loss" and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
         samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
     left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
+
+
+def scores_of_first(scored: Scored, batch: Batch) -> TokenScores | None:
+    """Return the scores of the step's first mini-batch at the step's start; None: there was no pass over it."""
+    if scored.of_kept is None:
+        return None
+    count = batch.sample_count
+    return TokenScores(scored.of_kept.log_probs[:count], scored.of_kept.entropies[:count])
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:

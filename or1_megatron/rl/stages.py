@@ -75,15 +75,22 @@ class StageSchedule:
         """Return how many steps of the current stage are done."""
         return steps_done - self._starts[-1]
 
+    def steps_left(self, steps_done: int) -> int:
+        """Return how many steps of the current stage are left, if no plateau ends it early."""
+        return self.stages[self.current].steps - self.stage_step(steps_done)
+
     def read(self, metrics: Mapping[str, float]) -> None:
         """Pass the last step's metrics to the current stage's plateau rule; they may come in several parts."""
         if self._plateau is not None:
             self._plateau.read(metrics)
 
-    def surely_goes_on(self, steps_done: int) -> bool:
-        """Whether the step after the next one is in the current stage, whatever the next one's metrics are."""
-        done = self.stage_step(steps_done) + 1
-        may_end = self._plateau is not None and self._plateau.may_be_reached(done)
+    def surely_goes_on(self, steps_done: int, ahead: int = 1) -> bool:
+        """Whether the step ``ahead`` after the next one is in the current stage, whatever the metrics until then are.
+
+        Of a stage with a plateau that is known of no more than one step.
+        """
+        done = self.stage_step(steps_done) + ahead
+        may_end = self._plateau is not None and (ahead > 1 or self._plateau.may_be_reached(done))
         return done < self.stages[self.current].steps and not may_end
 
     def end_here(self) -> None:

@@ -1,4 +1,4 @@
-"""Takes a step's prompts from the stream, has them sampled, and returns the groups; the next step's too, if early.
+"""Takes a step's prompts from the stream, has them sampled, and returns the groups; those of later steps too, if early.
 
 Refill: a step of a stage with ``refill_prompts`` consists of the shortest prefix of the stream's prompts of which D_R
 groups are kept, at most D_R + refill_prompts. Which prompts these are depends on the responses alone, not on which
@@ -8,21 +8,20 @@ next step.
 
 from __future__ import annotations
 
-import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from or1_megatron.config.schema import AdvantageConfig, StageConfig
-from or1_megatron.interfaces import EnginesLost, ProblemStream, Rollouts
+from or1_megatron.interfaces import ProblemStream, Rollouts
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.checks import check_prompts
 from or1_megatron.rl.metrics import Filtered
 from or1_megatron.rl.stages import PassRateLedger
+from or1_megatron.rl.tail import Tail, TailReport
 from or1_megatron.runtime.seeds import derive_seed
-from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
-
-logger = logging.getLogger(__name__)
+from or1_megatron.types import DeferRule, Group, Place, Prompt, RefillRule, RolloutReport, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +35,41 @@ class KeepsGroup:
         return bool(kept)
 
 
-class Supply:
-    """One roll-out at a time: the current step's, or the next one's while the current step trains ("ahead")."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step whose roll-out is under way."""
 
-    def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
+    before: Mapping[str, Any]
+    """The stream's state before its prompts were drawn."""
+    refilled: bool
+
+
+class Supply:
+    """The roll-outs of the current step and, where staleness is allowed, of those after it ("ahead")."""
+
+    def __init__(
+        self,
+        stream: ProblemStream,
+        rollouts: Rollouts,
+        advantage: AdvantageConfig,
+        seed: int,
+        tail: Tail | None = None,
+    ) -> None:
+        """``tail``: what defers prompts. None: a step takes all that it asks."""
+        self.tail = tail
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
-        self._before: Mapping[str, Any] | None = None  # the stream's state before a roll-out with refill
-        self._before_ahead: Mapping[str, Any] | None = None
-        self._ahead: tuple[list[Group], RolloutReport] | None = None
+        self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
+        self._asked: deque[_Asked] = deque()  # the oldest first
+        self._places: Sequence[Place] | None = None  # of the prompts that were taken last; None: they are new
+        self.tail_report: TailReport | None = None
+        """Of the step that was collected last."""
         self.rejected_share = 0.0
         """Share of the last step's groups that were rejected: ``RefillRule.expected_rejected`` of the next."""
 
     @property
-    def has_ahead(self) -> bool:
-        """Whether the next step's groups are already sampled."""
-        return self._ahead is not None
-
-    @property
-    def asked_ahead(self) -> bool:
-        """Whether the engines are sampling the next step."""
-        return self._before_ahead is not None and self._ahead is None
+    def asked(self) -> int:
+        """Steps whose roll-outs are under way."""
+        return len(self._asked)
 
     def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
         """Apply the filters of ``stage``, by the pass rates in the stage ``before``. None: it has no filter to apply.
@@ -70,56 +84,76 @@ class Supply:
         check_prompts(stage, len(solved | outside), left)
         return Filtered(len(solved), len(outside), left)
 
-    def take(self, stage: StageConfig) -> list[Prompt]:
-        """Return the prompts that a step may need: D_R and its refill. DataError when there are fewer than D_R."""
+    def take(self, stage: StageConfig, step: int, steps_left: int) -> list[Prompt]:
+        """Return the prompts that step ``step`` (from 0) asks: D_R and its refill, or those that ``tail`` says.
+
+        ``steps_left``: of the stage, with this one. Raises DataError when there are fewer than D_R.
+        """
+        self._before = self._stream.state()
+        if self.tail is not None:
+            drawn = self.tail.draw(self._stream, stage, self._roll_out_seed(step), step + 1, steps_left)
+            self._places = [each.place for each in drawn]
+            return [each.prompt for each in drawn]
         wanted, left = stage.prompts_per_step, self._stream.left
-        extra = max(0, min(stage.refill_prompts, left - wanted))
-        self._before = self._stream.state() if extra else None
-        return self._stream.take(wanted + extra)
+        return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
+
+    def forget_deferred(self) -> None:
+        """Drop the deferred prompts of a stage that the user has ended early: the next epoch draws them again."""
+        if self.tail is not None:
+            self.tail.waiting.clear()
 
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
-        """Start the roll-out of step ``step`` (from 0)."""
+        """Start the roll-out of step ``step`` (from 0), whose prompts were taken last."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
-        refill = None
+        rule: RefillRule | DeferRule | None = None
         if len(prompts) > stage.prompts_per_step:
-            refill = RefillRule(stage.prompts_per_step, self._keeps, self.rejected_share)
-        seed = derive_seed(self._seed, "rollout", step)
-        self._rollouts.roll_out(prompts, stage.group_size, sampling, seed, refill)
+            wanted = stage.prompts_per_step
+            deferring = self.tail is not None
+            rule = DeferRule(wanted) if deferring else RefillRule(wanted, self._keeps, self.rejected_share)
+        self._rollouts.roll_out(prompts, stage.group_size, sampling, self._roll_out_seed(step), rule, self._places)
+        assert self._before is not None
+        self._asked.append(_Asked(self._before, isinstance(rule, RefillRule)))
+
+    def ask_ahead(self, stage: StageConfig, step: int) -> bool:
+        """Start the roll-out of a later step; returns whether it could.
+
+        Which prompts it has is unknown while an earlier step with refill is under way.
+        """
+        if any(asked.refilled for asked in self._asked):
+            return False
+        self.ask(self.take(stage, step, 0), stage, step)
+        return True
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
-        """Return the step's groups; prompts that it did not need go back to the stream."""
-        if self._ahead is not None:
-            found, self._ahead, self._before_ahead = self._ahead, None, None
-            return found
+        """Return the groups of the oldest step; prompts that it did not need go back to the stream."""
         groups, report = self._rollouts.collect()
-        if self._before is not None:
-            self._stream.restore(self._before)
+        asked = self._asked.popleft()
+        if asked.refilled:
+            self._stream.restore(asked.before)
             self._stream.take(len(groups))
-            self._before = None
+        self.tail_report = None if self.tail is None else self.tail.settle(report.prompts)
         self.rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
         return groups, report
 
-    def ask_ahead(self, stage: StageConfig, step: int) -> None:
-        """Start the next step's roll-out; no other may start before ``finish_ahead``."""
-        self._before_ahead = self._stream.state()
-        self.ask(self.take(stage), stage, step)
+    def _roll_out_seed(self, step: int) -> int:
+        return derive_seed(self._seed, "rollout", step)
 
-    def finish_ahead(self) -> RolloutReport:
-        """Wait for the roll-out of ``ask_ahead``. Raises what the roll-out raises, Stopped among it."""
-        self._rollouts.wait_decoded()
-        self._ahead = self.collect()
-        return self._ahead[1]
+    @property
+    def deferred(self) -> int:
+        """Prompts that are deferred."""
+        return 0 if self.tail is None else len(self.tail.waiting)
 
-    def abandon_ahead(self) -> None:
-        """Cancel the roll-out of ``ask_ahead`` and put its prompts back. Lost engines are only logged."""
-        try:
-            self._rollouts.abandon()
-        except EnginesLost as error:
-            logger.warning("%s", error)
-        assert self._before_ahead is not None
-        self._stream.restore(self._before_ahead)
-        self._before = self._before_ahead = None
+    def state(self) -> dict[str, Any]:
+        """JSON-able. The stream's is that before the roll-outs under way, which a resumed run starts anew."""
+        return {
+            "stream": self._asked[0].before if self._asked else self._stream.state(),
+            "rejected_share": self.rejected_share,
+            "deferred": [] if self.tail is None else self.tail.state(),
+        }
 
-    def stream_state(self) -> Mapping[str, Any]:
-        """Return the stream's state for the next step, whose roll-out a resumed run starts anew."""
-        return self._stream.state() if self._before_ahead is None else self._before_ahead
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` returned."""
+        self._stream.restore(state["stream"])
+        self.rejected_share = state.get("rejected_share", 0.0)
+        if self.tail is not None:
+            self.tail.restore(state.get("deferred", []), self._stream)

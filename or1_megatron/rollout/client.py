@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,30 +19,62 @@ from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
-from or1_megatron.types import Group, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.rollout.request_plan import plan_requests
+from or1_megatron.types import DeferRule, Group, Place, Prompt, RefillRule, RolloutReport, Sampling
+
+log = logging.getLogger(__name__)
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message names the requests
 _PROGRESS_S = 0.2
 _STOP_POLL_S = 0.5
+_LAST_CALLS_S = 0.5  # what a manager sent to the engines before it died arrives in this time
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A roll-out under way, as it can be asked for again."""
+
+    batch: bytes
+    seeds: list[int]
+    of_manager: int
+    """The present manager's ticket."""
 
 
 class RolloutsClient:
-    """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline."""
+    """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
-    def __init__(self, manager: Any, step_timeout_s: float, stop: Callable[[], bool]) -> None:
-        """``stop``: true once the run has been asked to stop; waits then end with ``Stopped``."""
-        self._manager = manager
-        self._stop = stop
-        self._deadline_s = step_timeout_s + _MARGIN_S
-        self._progress = (0, 0)
-        self._revive: Callable[[], None] | None = None
+    From ``revive_with`` on, a manager that dies is replaced: the engines give up what they had of it, and its successor
+    asks for the roll-outs under way again, with the same seeds.
+    """
 
-    def revive_with(self, revive: Callable[[], None]) -> None:
-        """Let an engine's death end no roll-out from now on: others sample its requests, and waits call ``revive``.
-
-        ``revive`` replaces the engine and calls ``rejoin``.
+    def __init__(
+        self, start: Callable[..., Any], pool: EnginePool, config: RolloutConfig, stop: Callable[[], bool]
+    ) -> None:
         """
-        self._revive = revive
+        Args:
+            start: starts a manager over the pool's present engines; called with True, engines may die. Raises
+                RolloutError.
+            stop: true once the run has been asked to stop; waits then end with ``Stopped``.
+        """
+        self._start, self._pool = start, pool
+        self._manager = start()
+        self._stop = stop
+        self._deadline_s = config.step_timeout_s + _MARGIN_S
+        self._restarts_left = self._max_restarts = config.max_engine_restarts
+        self._progress = (0, 0)
+        self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
+        self._tickets = itertools.count(1)
+        self._revive: Callable[[], None] | None = None
+        self._on_restart: Callable[[str], None] = lambda reason: None
+
+    def revive_with(self, revive: Callable[[], None], on_restart: Callable[[str], None] = lambda reason: None) -> None:
+        """Let an engine's or the manager's death end no roll-out from now on.
+
+        Args:
+            revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
+            on_restart: called with the reason when the manager is replaced.
+        """
+        self._revive, self._on_restart = revive, on_restart
         self._call("expect_successors")
 
     def rejoin(self, engines: Sequence[Any]) -> None:
@@ -52,9 +87,11 @@ class RolloutsClient:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        refill: RefillRule | None = None,
-    ) -> None:
-        """Start sampling; return when the first requests are sent to the engines.
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> int:
+        """Start sampling; return the roll-out's ticket. Arguments: ``interfaces.Rollouts``.
 
         Raises:
             RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
@@ -63,25 +100,24 @@ class RolloutsClient:
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
-        batch = pickle.dumps((list(prompts), group_size, sampling, seed, refill), protocol=5)
-        self._progress = (0, len(prompts) * group_size)
-        self._get(self._manager.roll_out.remote(batch))
+        batch = pickle.dumps((list(prompts), group_size, sampling, seed, rule, places, urgent), protocol=5)
+        seeds = [request.seed for request in plan_requests(prompts, group_size, sampling, seed, places).values()]
+        self._progress = (0, len(seeds))
+        of_manager = self._get(lambda manager: manager.roll_out.remote(batch))
+        ticket = next(self._tickets)
+        self._asked[ticket] = _Asked(batch, seeds, of_manager)
+        return ticket
 
-    def wait_decoded(self) -> None:
-        """Block until the last response of the current roll-out has been sampled."""
-        self._get(self._manager.wait_decoded.remote())
+    def wait_decoded(self, ticket: int | None = None) -> None:
+        """Block until the last response of a roll-out (None: the oldest) has been sampled."""
+        self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
 
-    def collect(self) -> tuple[list[Group], RolloutReport]:
+    def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
-        groups, report = pickle.loads(self._get(self._manager.collect.remote()))
+        groups, report = pickle.loads(self._get(lambda manager: manager.collect.remote(self._of_manager(ticket))))
+        del self._asked[min(self._asked) if ticket is None else ticket]
+        self._restarts_left = self._max_restarts
         return groups, report
-
-    def abandon(self) -> None:
-        """Give up the current roll-out, if there is one; return when the engines are idle.
-
-        It may take half a minute, whether or not a stop is requested: it is part of one, whose grace period passes.
-        """
-        self._call("abandon")
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested); the last known if the manager does not answer at once."""
@@ -112,9 +148,25 @@ class RolloutsClient:
         except RolloutError:
             return False  # asked again soon; the manager's own death ends the wait
 
-    def _get(self, call: Any) -> Any:
-        """Wait for the manager's answer; meanwhile revive lost engines."""
+    def _of_manager(self, ticket: int | None) -> int | None:
+        """Return the present manager's ticket of a roll-out; None: it does not know the roll-out, and says so."""
+        asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
+        return None if asked is None else asked.of_manager
+
+    def _get(self, call: Callable[[Any], Any]) -> Any:
+        """Wait for the answer to ``call(manager)``; meanwhile revive lost engines, and replace a lost manager."""
         deadline = time.monotonic() + self._deadline_s
+        while True:
+            answer = call(self._manager)
+            self._wait(answer, deadline)
+            try:
+                return ray.get(answer)
+            except RayTaskError as error:
+                raise RolloutError(str(error.cause)) from error
+            except RayError as error:
+                self._take_over(failure_of(error))
+
+    def _wait(self, call: Any, deadline: float) -> None:
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("roll-out abandoned: the run has been asked to stop")
@@ -122,12 +174,34 @@ class RolloutsClient:
                 self._revive()
             if time.monotonic() > deadline:
                 raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s")
+
+    def _take_over(self, reason: str) -> None:
+        """Start another manager, and let it ask for the roll-outs under way again.
+
+        Raises:
+            RolloutError: nobody can replace it, or it was replaced too often within one roll-out.
+        """
+        if self._revive is None or self._restarts_left == 0 or self._stop():
+            raise RolloutError(f"the RolloutManager is lost: {reason}")
+        log.warning("the RolloutManager is lost and is started again: %s", reason)
+        self._restarts_left -= 1
+        self._on_restart(reason)
+        time.sleep(_LAST_CALLS_S)
+        for engine in self._pool.handles:
+            self._forget_requests(engine)
+        self._manager = self._start(True)
+        for asked in self._asked.values():
+            asked.of_manager = self._call("roll_out", asked.batch)
+
+    def _forget_requests(self, engine: Any) -> None:
+        """Have an engine give up what the lost manager had asked it for; a dead one is replaced later."""
+        seeds = [seed for asked in self._asked.values() for seed in asked.seeds]
         try:
-            return ray.get(call)
-        except RayTaskError as error:
-            raise RolloutError(str(error.cause)) from error
+            if seeds:
+                ray.get(engine.call.remote("abort", seeds), timeout=_MARGIN_S)
+            ray.get(engine.discard.remote(), timeout=_MARGIN_S)
         except RayError as error:
-            raise RolloutError(f"the RolloutManager is lost: {failure_of(error)}") from error
+            log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
 
 
 def start_rollouts(
@@ -149,17 +223,26 @@ def start_rollouts(
     Raises:
         RolloutError: the manager or a verifier did not start.
     """
-    options = {"name": "rollout-manager", "namespace": namespace(run_id), **(ray_options or {})}
-    manager = ManagerActor.options(**options).remote(
-        engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
-    )
+    started = itertools.count()
     timeout_s = config.start_timeout_s or START_S
-    try:
-        ray.get(manager.start.remote(), timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise RolloutError(
-            f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
-        ) from error
-    except RayError as error:
-        raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
-    return RolloutsClient(manager, config.step_timeout_s, stop)
+
+    def start(successors: bool = False) -> Any:
+        number = next(started)
+        name = "rollout-manager" + (f"-restart-{number}" if number else "")
+        options = {"name": name, "namespace": namespace(run_id), **(ray_options or {})}
+        manager = ManagerActor.options(**options).remote(
+            engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
+        )
+        try:
+            if successors:  # first: an engine may be lost, too
+                manager.expect_successors.remote()
+            ray.get(manager.start.remote(run_id), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise RolloutError(
+                f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
+            ) from error
+        except RayError as error:
+            raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
+        return manager
+
+    return RolloutsClient(start, engines, config, stop)

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from or1_megatron.errors import UserError
+from or1_megatron.errors import PartLost, UserError
 
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
@@ -37,6 +37,10 @@ _reaper: subprocess.Popen[bytes] | None = None
 
 class ClusterError(UserError, RuntimeError):
     """Ray could not be started or reached."""
+
+
+class RayDidNotStart(PartLost, ClusterError):
+    """Ray did not start on this machine, which was perhaps too busy."""
 
 
 def namespace(run_id: str) -> str:
@@ -76,7 +80,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         context = _init(options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
-            raise ClusterError(
+            raise RayDidNotStart(
                 f"Ray did not start on this machine: {error}. Look for full disks (/tmp, /dev/shm), used-up process "
                 "limits and ports blocked on the loopback device; its logs are under /tmp/ray/session_latest/logs"
             ) from error

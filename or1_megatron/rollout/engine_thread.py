@@ -8,13 +8,17 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from or1_megatron.errors import UserError
+from or1_megatron.runtime.heartbeat import BEAT_S, Heartbeat
 from or1_megatron.types import Completion
 
 T = TypeVar("T")
+
+_STRETCH_S = 1.0  # a longer period of work is told of before it ends: an engine may never be idle
 
 LINGER_S = 0.03
 """Finished responses wait this long for others, to share a call; not when the engine has no more work."""
@@ -36,15 +40,18 @@ class Harvest:
 class EngineThread:
     """Steps an engine whenever it has work; between steps it runs the calls that others have queued."""
 
-    def __init__(self, build: Callable[[], Any], name: str) -> None:
-        """``build`` makes the engine, on the thread; ``name`` appears in errors."""
+    def __init__(self, build: Callable[[], Any], name: str, heart: Heartbeat | None = None) -> None:
+        """``build`` makes the engine, on the thread; ``name`` appears in errors; ``heart`` beats at each iteration."""
         self._build = build
         self._name = name
+        self._heart = heart
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
         self._state = threading.Condition()
         self._completions: list[Completion] = []
         self._busy_s: list[tuple[float, float]] = []
         self._busy_since_s: float | None = None
+        self._discarded = 0
+        self._has_stepped = False
         self.failure: str | None = None
         """What ended the engine, with its traceback; None while it runs."""
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -71,41 +78,75 @@ class EngineThread:
             EngineFailed: the engine has failed.
         """
         with self._state:
-            self._state.wait_for(lambda: self._completions or self._busy_s or self.failure is not None, timeout=wait_s)
+            asked = self._discarded
+            self._state.wait_for(
+                lambda: self._completions or self._busy_s or self.failure is not None or self._discarded != asked,
+                timeout=wait_s,
+            )
+            if self._discarded != asked:
+                return Harvest((), ())
             if self._completions:
                 self._state.wait_for(lambda: self._busy_since_s is None or self.failure is not None, timeout=linger_s)
             if self.failure is not None:
                 raise EngineFailed(self.failure)
+            now_s = time.time()
+            if self._busy_since_s is not None and now_s - self._busy_since_s > _STRETCH_S:
+                self._busy_s.append((self._busy_since_s, now_s))
+                self._busy_since_s = now_s
             harvest = Harvest(tuple(self._completions), tuple(self._busy_s))
             self._completions, self._busy_s = [], []
             return harvest
 
+    def discard(self) -> None:
+        """Forget what is finished; a harvest that waits returns with nothing. For the successor of a dead caller."""
+        with self._state:
+            self._discarded += 1
+            self._completions, self._busy_s = [], []
+            self._state.notify_all()
+
     def _run(self) -> None:
         try:
             engine = self._build()
+            if self._heart is not None:
+                self._heart.says("decoding, or waiting for requests")
             while True:
+                if self._heart is not None:
+                    self._heart.worked()
                 if engine.idle:
                     self._stop_clock()  # requests may be pending while it waits for weights
                 self._serve_calls(engine, block=engine.idle)
                 if not engine.idle:
                     if self._busy_since_s is None:
                         self._busy_since_s = time.time()
-                    self._store(engine.step(), is_dry=engine.pending == 0)
+                    self._store(self._step(engine), is_dry=engine.pending == 0)
         except BaseException:  # the callers that wait must be told of any
             self._fail(f"{self._name} failed:\n{traceback.format_exc()}")
 
+    def _step(self, engine: Any) -> list[Completion]:
+        """Step the engine; the first time may take long, since vLLM may compile something."""
+        if self._has_stepped:
+            completions: list[Completion] = engine.step()
+            return completions
+        self._has_stepped = True
+        with self._long("decoding for the first time"):
+            return self._step(engine)
+
+    def _long(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._heart is None else self._heart.busy_with(doing)
+
     def _serve_calls(self, engine: Any, block: bool) -> None:
-        """Run the queued calls; with ``block`` wait for at least one."""
+        """Run the queued calls; with ``block`` wait for at least one, or a moment."""
         while True:
             try:
-                function, future = self._calls.get(block=block)
+                function, future = self._calls.get(block=block, timeout=BEAT_S)
             except queue.Empty:
                 return
             block = False
-            try:
-                future.set_result(function(engine))
-            except Exception as error:  # the caller's; the engine goes on
-                future.set_exception(error)
+            with self._long("answering a call, such as a handoff"):
+                try:
+                    future.set_result(function(engine))
+                except Exception as error:  # the caller's; the engine goes on
+                    future.set_exception(error)
 
     def _store(self, completions: list[Completion], is_dry: bool) -> None:
         if not completions and not (is_dry and self._busy_since_s is not None):

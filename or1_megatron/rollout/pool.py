@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from or1_megatron.rollout.cluster import namespace
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
+from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 
 __all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePool"]
 
@@ -66,14 +68,16 @@ class StartDeadline:
 class EngineActor:
     """A VllmEngine in a process of its own, behind its thread."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self, settings: Any, run_id: str | None = None) -> None:
+        """``run_id``: as given to EnginePool; the node's monitor then sees the engine's signs of life."""
+        heart = None if run_id is None else Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
                 del os.environ[name]
         from or1_megatron.rollout.engine import VllmEngine
         from or1_megatron.rollout.engine_thread import EngineThread
 
-        self._thread = EngineThread(lambda: VllmEngine(settings), name=f"engine {settings.index}")
+        self._thread = EngineThread(lambda: VllmEngine(settings), f"engine {settings.index}", heart)
 
     def ready(self) -> str:
         """Return the node's id once the engine is up; raise what its construction raised."""
@@ -87,6 +91,10 @@ class EngineActor:
     def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> bytes:
         """Return a pickled Harvest."""
         return pickle.dumps(self._thread.harvest(wait_s, linger_s), protocol=5)
+
+    def discard(self) -> None:
+        """Forget what is finished (``EngineThread.discard``)."""
+        self._thread.discard()
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine by name."""
@@ -113,6 +121,7 @@ class EnginePool:
         on_cpu: bool,
         places: Sequence[EnginePlace] | None = None,
         weight_transfer: str = "shard",
+        on_restart: Callable[[int, str], None] = lambda index, reason: None,
     ) -> None:
         """
         Args:
@@ -121,6 +130,7 @@ class EnginePool:
             on_cpu: the engines' nodes have no GPU.
             places: one per engine; None lets Ray choose, which does not know of trainer ranks and their GPUs.
             weight_transfer: ``handoff.backend``.
+            on_restart: called with (engine, why) when one is replaced.
 
         Raises:
             EngineError: engines on CPU without ``kv_cache_bytes``.
@@ -136,7 +146,7 @@ class EnginePool:
             )
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
-        self._config, self._run_id, self._on_cpu = config, run_id, on_cpu
+        self._config, self._run_id, self._on_cpu, self._on_restart = config, run_id, on_cpu, on_restart
         self._places = places or [EnginePlace()] * config.engines
         self._started_s = time.monotonic()
         self._deadline = StartDeadline.of(config, model)
@@ -153,7 +163,7 @@ class EnginePool:
         options = _actor_options(self._config, self._places[settings.index], self._run_id, self._on_cpu)
         again = self.restarts[settings.index]
         options["name"] = f"engine-{settings.index}" + (f"-restart-{again}" if again else "")
-        return EngineActor.options(**options).remote(settings)  # type: ignore[attr-defined]
+        return EngineActor.options(**options).remote(settings, self._run_id)  # type: ignore[attr-defined]
 
     def wait_ready(self) -> None:
         """Block until every engine is up.
@@ -193,6 +203,7 @@ class EnginePool:
         log.warning("engine %d is lost and is started again: %s", index, reason)
         ray.kill(self.handles[index], no_restart=True)
         self.restarts[index] += 1
+        self._on_restart(index, reason)
         self._settings[index] = replace(self._settings[index], serves_folder=False)
         self.handles[index] = self._start(self._settings[index])
 
@@ -205,6 +216,7 @@ class EnginePool:
         for handle in self.handles:
             ray.kill(handle, no_restart=True)
         self.handles.clear()
+        shutil.rmtree(beats_folder(self._run_id), ignore_errors=True)
 
 
 def _actor_options(config: RolloutConfig, place: EnginePlace, run_id: str, on_cpu: bool) -> dict[str, Any]:

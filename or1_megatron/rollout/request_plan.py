@@ -11,7 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling, Verdict
+from or1_megatron.types import Completion, DeferRule, Group, Place, Prompt, RefillRule, Request, Sampling, Verdict
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the roll-out, index of the sample in its group)."""
@@ -30,18 +30,24 @@ def request_seed(*parts: int) -> int:
 
 
 def plan_requests(
-    prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: Sampling,
+    seed: int,
+    places: Sequence[Place] | None = None,
 ) -> dict[RequestKey, Request]:
     """Make ``group_size`` requests per prompt, group by group.
 
     The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
+    ``places``: of the prompts. None: they are asked here first.
     """
+    places = [(seed, index) for index in range(len(prompts))] if places is None else places
     return {
         (prompt_index, sample_index): Request(
             prompt=prompt,
             sample_index=sample_index,
             sampling=sampling,
-            seed=request_seed(seed, prompt_index, sample_index),
+            seed=request_seed(*places[prompt_index], sample_index),
         )
         for prompt_index, prompt in enumerate(prompts)
         for sample_index in range(group_size)
@@ -87,6 +93,20 @@ class SamplingBudget:
         """Upper bound of ``needed``, from what has been judged so far."""
 
     @property
+    def sampled_all(self) -> bool:
+        """Whether every response of the result is known to be sampled."""
+        return self.over
+
+    @property
+    def result(self) -> Sequence[int]:
+        """Indices of the prompts that make up the result, once it is ``over``."""
+        return range(self.needed)
+
+    def wants(self, prompt_index: int) -> bool:
+        """Whether a prompt may be part of the result, from what has been judged so far."""
+        return prompt_index < (self.needed if self.over else self.limit)
+
+    @property
     def allowed(self) -> int:
         """Prompts whose requests may be sent."""
         if self._refill is None:
@@ -97,8 +117,16 @@ class SamplingBudget:
         more = _enough(max(0, wanted - kept), rejected, self._prompts)
         return min(max(judged + more, wanted + self._surely_rejected()), self.limit)
 
-    def judged(self, prompt_index: int, group: Group) -> None:
-        """Take in a group of which every response has its verdict."""
+    def sampled(self, prompt_index: int) -> bool:
+        """Take in that a response has been sampled. Returns whether fewer prompts are wanted from now on."""
+        return False
+
+    def judged(self, prompt_index: int, group: Group) -> bool:
+        """Take in a group of which every response has its verdict. Returns whether fewer prompts may be wanted."""
+        self._judge(prompt_index, group)
+        return self.over or self.limit < self._prompts
+
+    def _judge(self, prompt_index: int, group: Group) -> None:
         self._kept[prompt_index] = self._refill is None or bool(self._refill.keeps(group))
         if self._refill is None:
             self.over = len(self._kept) == self._prompts
@@ -132,6 +160,41 @@ class SamplingBudget:
         return certain
 
 
+class TailBudget:
+    """Of a roll-out's prompts, the first ``rule.groups`` of which all responses are sampled make up the result."""
+
+    def __init__(self, prompts: int, group_size: int, rule: DeferRule) -> None:
+        self.allowed = prompts
+        self._groups, self._left = rule.groups, [group_size] * prompts
+        self._whole: set[int] = set()
+        self._judged = 0
+
+    @property
+    def sampled_all(self) -> bool:
+        return len(self._whole) == self._groups
+
+    @property
+    def over(self) -> bool:
+        return self._judged == self._groups
+
+    @property
+    def result(self) -> Sequence[int]:
+        return sorted(self._whole)
+
+    def wants(self, prompt_index: int) -> bool:
+        return not self.sampled_all or prompt_index in self._whole
+
+    def sampled(self, prompt_index: int) -> bool:
+        self._left[prompt_index] -= 1
+        if not self._left[prompt_index]:
+            self._whole.add(prompt_index)
+        return self.sampled_all
+
+    def judged(self, prompt_index: int, group: Group) -> bool:
+        self._judged += 1
+        return False
+
+
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
     """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
     kept_share = 1 - rejected_share
@@ -144,11 +207,11 @@ def _enough(wanted: int, rejected_share: float, most: int) -> int:
 
 def dispatch(
     waiting: deque[tuple[RequestKey, Request]],
-    budget: SamplingBudget,
+    budget: SamplingBudget | TailBudget,
     outstanding: Mapping[int, int],
     room: int,
     low: int,
-) -> dict[int, list[Request]]:
+) -> dict[int, list[tuple[RequestKey, Request]]]:
     """Take requests from the front of ``waiting`` and give each to the engine that has the fewest.
 
     Args:
@@ -160,14 +223,13 @@ def dispatch(
     Returns:
         Engine -> the requests to send to it now.
     """
-    load, batches, allowed = dict(outstanding), defaultdict[int, list[Request]](list), budget.allowed
+    load, batches, allowed = dict(outstanding), defaultdict[int, list[tuple[RequestKey, Request]]](list), budget.allowed
     while waiting and load:
-        (prompt_index, _), request = waiting[0]
+        (prompt_index, _), _ = waiting[0]
         index = min(load, key=load.__getitem__)
-        if prompt_index >= budget.limit or load[index] >= (room if prompt_index < allowed else low):
+        if not budget.wants(prompt_index) or load[index] >= (room if prompt_index < allowed else low):
             break
-        waiting.popleft()
-        batches[index].append(request)
+        batches[index].append(waiting.popleft())
         load[index] += 1
     return batches
 

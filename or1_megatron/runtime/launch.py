@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
@@ -24,6 +25,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from or1_megatron.errors import USER_ERROR
+from or1_megatron.runtime.monitor import Monitor
+from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
 
 FORWARDED: Final = {
     signal.SIGTERM: signal.SIGTERM,
@@ -34,8 +37,23 @@ FORWARDED: Final = {
 KILL_MARGIN_S: Final = 30.0
 """Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
 
-_MARK: Final = "OR1_LAUNCH"
+_GONE_S: Final = 10.0
 _AGENT_LOGGER: Final = "torch.distributed.elastic.multiprocessing.api"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the ranks ended."""
+
+    code: int
+    """The exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n if signal n
+    stopped the launcher."""
+    asked: bool
+    """A signal had asked the launcher to stop."""
+    rank_code: int = 0
+    """The exit code of the rank that failed first: -n if signal n killed it."""
+    how: str = ""
+    """Which rank failed first, and how; empty if none did."""
 
 
 def run_ranks(
@@ -46,22 +64,42 @@ def run_ranks(
     threads_per_rank: int | None,
     grace_s: float,
     task: str = "training",
-    advice: str = ". Run the same command again to continue from the last checkpoint.",
+    advice: str = ".",
 ) -> int:
+    """Run ranks as ``launch``; print how they failed, if they did; return the exit code for the shell.
+
+    Args:
+        task, advice: words of the message that is printed when a rank fails.
+    """
+    ended = launch(module, arguments, ranks=ranks, threads_per_rank=threads_per_rank, grace_s=grace_s)
+    # After a UserError more lines would bury the rank's own message.
+    if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
+        print(f"or1: {task} stopped: {ended.how}{advice}", file=sys.stderr)
+    return ended.code
+
+
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    threads_per_rank: int | None,
+    grace_s: float,
+    monitor: Monitor | None = None,
+) -> Ended:
     """Run ``ranks`` processes of ``module`` with ``arguments`` until they end. Main thread only.
 
     Args:
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         grace_s: seconds that the ranks have to save and exit after a signal.
-        task, advice: words of the message that is printed when a rank fails.
+        monitor: ends what stalls, while the ranks run.
 
-    Returns the exit code for the shell: 0, a failed rank's own code (128 + n if signal n killed it), or 128 + n
-    if signal n stopped this process. No process of the ranks is left when it returns.
+    No process of the ranks is left when it returns.
     """
     threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
-    supervisor = _Supervisor(module, ranks, grace_s)
-    os.environ[_MARK] = supervisor.mark  # the ranks and all that they start inherit it
+    supervisor = _Supervisor(module, ranks, grace_s, monitor)
+    os.environ[LAUNCH_MARK] = supervisor.mark  # the ranks and all that they start inherit it
     logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
     previous = {number: signal.signal(number, supervisor.on_signal) for number in FORWARDED}
     options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
@@ -71,12 +109,17 @@ def run_ranks(
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
         supervisor.add_sessions(failure.pid for failure in error.failures.values())
-        return 128 + supervisor.number if supervisor.number else _failed(error, task, advice)
+        return _failed(error, supervisor.number)
     finally:
         supervisor.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 128 + supervisor.number if supervisor.number else 0
+    return Ended(128 + supervisor.number if supervisor.number else 0, bool(supervisor.number))
+
+
+def is_launched() -> bool:
+    """Return whether this process runs under ``launch``, which then has the node's monitor."""
+    return LAUNCH_MARK in os.environ
 
 
 def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
@@ -91,7 +134,7 @@ def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
 class _Supervisor:
     """Forwards signals to the ranks, and kills what does not end in time."""
 
-    def __init__(self, module: str, ranks: int, grace_s: float) -> None:
+    def __init__(self, module: str, ranks: int, grace_s: float, monitor: Monitor | None) -> None:
         self.number = 0
         """The first signal received; 0: none yet."""
         self.mark = uuid.uuid4().hex
@@ -100,6 +143,9 @@ class _Supervisor:
         self._grace_s = grace_s
         self._sessions: set[int] = set()
         self._ended = threading.Event()
+        self._monitor = monitor
+        if monitor is not None:
+            monitor.start()
         threading.Thread(target=self._find_sessions, name="launch-sessions", daemon=True).start()
 
     def add_sessions(self, ranks: Iterable[int]) -> None:
@@ -110,6 +156,7 @@ class _Supervisor:
         """Forward the signal to the ranks; the first one starts the grace period."""
         first = not self.number
         self.number = self.number or number
+        asked_flag(self.mark).touch()
         ranks = self._ranks()
         for rank in ranks:
             _send(rank.pid, FORWARDED[signal.Signals(number)])
@@ -119,9 +166,19 @@ class _Supervisor:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
     def end(self) -> None:
-        """Kill what the ranks, which have ended, left behind."""
+        """Kill what the ranks, which have ended, left behind, and wait until it is gone."""
         self._ended.set()
         self._kill_left_over()
+        asked_flag(self.mark).unlink(missing_ok=True)
+        if self._monitor is None:
+            return
+        self._monitor.stop()
+        give_up = time.monotonic() + _GONE_S
+        while (left := self._monitor.left_over()) and time.monotonic() < give_up:
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._monitor.clear()
 
     def _find_sessions(self) -> None:
         """Find the sessions while the ranks live: after a rank is killed, processes of its session may be left."""
@@ -156,7 +213,7 @@ class _Supervisor:
             try:
                 if process.pid == os.getpid():
                     continue
-                if os.getsid(process.pid) in self._sessions or process.environ().get(_MARK) == self.mark:
+                if os.getsid(process.pid) in self._sessions or process.environ().get(LAUNCH_MARK) == self.mark:
                     _send(process.pid, signal.SIGKILL)
             except (psutil.Error, ProcessLookupError, PermissionError):  # it has just ended, or is not ours
                 continue
@@ -169,18 +226,14 @@ def _send(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _failed(error: ChildFailedError, task: str, advice: str) -> int:
-    """Print which rank failed first and how, below its own message or traceback, and return the exit code."""
+def _failed(error: ChildFailedError, signal_number: int) -> Ended:
+    """Return how the rank ended that failed first; ``signal_number``: the signal that the launcher got, or 0."""
     rank, failure = error.get_first_failure()
     code = failure.exitcode
-    if code == USER_ERROR:  # more lines would bury the rank's own message
-        return code
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))
-    print(
-        f"or1: {task} stopped: rank {rank} (pid {failure.pid}) {how} at {when}"
-        + ("; its message is above" if code > 0 else "; an out-of-memory killer does that, or a person")
-        + advice,
-        file=sys.stderr,
+    line = f"rank {rank} (pid {failure.pid}) {how} at {when}" + (
+        "; its message is above" if code > 0 else "; an out-of-memory killer does that, or a person"
     )
-    return 128 - code if code < 0 else code
+    shell_code = 128 - code if code < 0 else code
+    return Ended(128 + signal_number if signal_number else shell_code, bool(signal_number), code, line)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
@@ -41,8 +42,11 @@ class RunRecord:
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step; they are on disk on return. Raises DiskFullError naming the file."""
-        self._opened()[0].log(step, metrics)
+        """Write the metrics of a step, with the count of the run's faults; they are on disk on return.
+
+        Raises DiskFullError naming the file.
+        """
+        self._opened()[0].log(step, {**metrics, **FaultRecord(self._folder.root).counts()})
 
     def rolled_out(
         self,
@@ -98,10 +102,13 @@ class RunRecord:
 class Observers:
     """Calls each of its observers, in order."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[Observer], says: Callable[[str], None] = lambda doing: None) -> None:
+        """``says`` is told what the loop does, in words."""
         self._observers = tuple(observers)
+        self._says = says
 
     def verb_started(self, step: int, verb: str) -> None:
+        self._says(f"{verb} after step {step}")
         for observer in self._observers:
             observer.verb_started(step, verb)
 

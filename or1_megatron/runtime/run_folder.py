@@ -2,7 +2,9 @@
 
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
+    faults.jsonl       what died or stalled and was mended (runtime.faults)
     rollouts/          step_000012.parquet
+    tail.jsonl         which prompts each step asked and which it took, with rollout.tail: defer
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; damaged ones are renamed to
                        step_000008.damaged
     dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
@@ -74,12 +76,18 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
+        self.tail = root / "tail.jsonl"
         self.checkpoints = root / "checkpoints"
         self.dumps = root / "dumps"
         self.hf = root / "hf"
         self.summary = root / "summary.json"
         self.tensorboard = root / "tensorboard"
         self.logs = root / "logs"
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, which no other run has: of its actors in Ray, and of its heartbeats."""
+        return str(self.root.resolve()).strip("/").replace("/", "-")
 
     def create(self) -> None:
         """Create the folder and the subfolders that are missing, except ``hf``, which the export creates.
@@ -125,6 +133,12 @@ class RunFolder:
             if file_step is None or file_step > step:
                 file.unlink()
         self.summary.unlink(missing_ok=True)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in order."""
+    steps = ((step_of(path), path) for path in folder.glob("step_*"))
+    return sorted(step for step, path in steps if step is not None and (path / MANIFEST).is_file())
 
 
 def find_run(root: Path) -> RunFolder:

@@ -1,5 +1,8 @@
 """Stop signals: SIGTERM and SIGUSR1 (pre-emption) ask for a save and an exit within a grace period.
 
+Under our launcher a SIGTERM that the launcher has not got comes from torchrun's agent, which ends the ranks when one of
+them has failed. It means: end now.
+
 A Python signal handler runs only when the main thread returns from C, so in a collective it would come too late. But
 Python's C-level handler writes the signal's number to a pipe at once; a thread that reads the pipe sees every signal.
 """
@@ -14,7 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+
+from or1_megatron.errors import PART_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +29,17 @@ REPEAT_S = 2.0
 """A signal this soon after the first is the same request again: a scheduler signals every process of a job, and the
 launcher forwards its own signal to the ranks."""
 
+LAUNCH_MARK = "OR1_LAUNCH"
+"""The variable in the environment of all that ``launch`` starts; its value names the launch."""
+
+_ASKED_S = 1.0
+_LAST_WORDS_S = 2.0
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def asked_flag(launch: str) -> Path:
+    """Return the file that a launcher makes when it is asked to stop, before it tells its ranks."""
+    return Path("/dev/shm", f"or1_asked_{launch}")
 
 
 class StopRequested:
@@ -83,6 +99,11 @@ class StopRequested:
             if time.monotonic() - self._requested_s >= REPEAT_S:
                 self._exit_now(number, "second stop signal")
             return
+        if number == signal.SIGTERM and not _launcher_was_asked():
+            # torchrun's agent ends the ranks because one of them has failed: there is nobody to save with.
+            if not self._finished.wait(_LAST_WORDS_S):
+                os._exit(PART_LOST)
+            return
         self._requested_s = time.monotonic()
         self._requested.set()
         name = signal.Signals(number).name
@@ -100,6 +121,22 @@ class StopRequested:
                 self._on_hard_exit()
         finally:
             os._exit(128 + number)
+
+
+def _launcher_was_asked() -> bool:
+    """Return whether a stop is meant by SIGTERM: always, but under ``launch`` if nobody has asked that to stop.
+
+    Waits a moment for the launcher: a scheduler may signal the ranks before it.
+    """
+    launch = os.environ.get(LAUNCH_MARK)
+    if launch is None:
+        return True
+    give_up = time.monotonic() + _ASKED_S
+    while not asked_flag(launch).exists():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _heard(_number: int, _frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ VERBS: Mapping[str, str] = {
     "take_problems": "draw the step's prompts",
     "roll_out": "sample until the last response is decoded",
     "verify": "wait for the remaining verdicts",
-    "sample_ahead": "start the next step's roll-out (rollout.max_staleness only)",
+    "sample_ahead": "start later steps' roll-outs that waited for a refill (rollout.max_staleness only)",
     "observe": "record pass rates",
     "assign_advantages": "group advantages",
     "reject": "drop groups without advantage",
@@ -32,7 +32,6 @@ VERBS: Mapping[str, str] = {
     "batch": "pack the samples",
     "update": "SGD steps",
     "control_entropy": "move the entropy coefficient",
-    "finish_ahead": "wait for the next step's roll-out (rollout.max_staleness only)",
     "hand_off": "send the weights to the engines, with probe",
     "evaluate": "held-out accuracy",
     "measure": "compute the metrics, alarms and the stage's plateau",
@@ -51,6 +50,14 @@ ALARMS: Mapping[str, str] = {
 }
 """Every alarm of ``rl.alarms`` and its meaning; a metric ``alarm/<name>`` each."""
 
+FAULTS: Mapping[str, str] = {
+    "stalled": "processes that were killed because they gave no sign of life",
+    "restarts": "times that the ranks were started again",
+    "engines": "engines that were replaced",
+    "managers": "RolloutManagers that were replaced",
+}
+"""What ``faults.jsonl`` counts; a metric ``faults/<name>`` each."""
+
 ANY_SET = "<set>"
 """Placeholder for a held-out set's name in the names of metrics."""
 
@@ -59,6 +66,7 @@ _OF_A_SET: Mapping[str, str] = {
     "non_truncated_accuracy": "fraction",
     "truncation_ratio": "fraction",
     "mean_length": "tokens",
+    "entropy": "nats/token",
     "samples": "responses",
 }
 
@@ -79,7 +87,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward over all responses of the step, rejected groups included"),
     Metric("accuracy/all", "fraction", "responses that are right"),
     Metric("accuracy/non_truncated", "fraction", "right ones among the responses that were not truncated"),
-    Metric("truncation/ratio", "fraction", "responses cut off at T"),
+    Metric("truncation/ratio", "fraction", "responses cut off at T; the paper's clip_ratio"),
     Metric("length/mean", "tokens", "mean response length"),
     Metric("length/p50", "tokens", "median response length"),
     Metric("length/p95", "tokens", "95th percentile of the response length (linear interpolation)"),
@@ -92,7 +100,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("entropy/full", "nats/token", "full-vocabulary entropy, mean over the tokens of the update"),
     Metric("entropy/coefficient", "", "alpha_k, the entropy coefficient of the step's updates"),
     Metric("entropy/controller", "", "c_k, the controller's value behind alpha_k"),
-    Metric("loss", "per token", "the objective, aggregated as configured, mean over the step's SGD steps"),
+    Metric(
+        "loss", "per token", "the objective, aggregated as configured; mean over the SGD steps weighted by their tokens"
+    ),
     Metric("policy/loss", "per token", "the objective without its entropy bonus"),
     Metric("policy/ratio", "", "mean importance ratio rho; 1 by construction when on-policy"),
     Metric("policy/ratio_max", "", "largest rho of a token"),
@@ -101,8 +111,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/clip_fraction_low", "fraction", "of these, at 1 - clip_low (A < 0)"),
     Metric("policy/clip_fraction_high", "fraction", "of these, at 1 + clip_high (A > 0)"),
     Metric("policy/clip_fraction_dual", "fraction", "tokens held at dual_clip * A (A < 0); 0 without dual clip"),
+    Metric("policy/cov_fraction", "fraction", "tokens chosen for their covariance; only with clip_cov and kl_cov"),
     Metric("policy/clip_high", "", "epsilon_high of the step's updates"),
-    Metric("policy/kl", "nats/token", "k3 estimate of KL(policy || reference); only with a reference"),
+    Metric("policy/kl", "nats/token", "estimate of KL(policy || reference) by kl.estimator; only with a reference"),
     Metric("correction/weight", "", "mean importance weight pi_k / pi_engine after the cut; only with a correction"),
     Metric("correction/weight_max", "", "largest of these weights"),
     Metric("correction/cut_fraction", "fraction", "tokens whose weight was truncated or masked"),
@@ -122,11 +133,22 @@ METRICS: tuple[Metric, ...] = (
     Metric("refill/prompts", "prompts", "drawn beyond D_R until D_R groups were kept"),
     Metric("refill/missing", "groups", "still missing to D_R after refill_prompts were used up"),
     Metric("refill/surplus_responses", "responses", "started early, not needed, and thrown away"),
+    Metric("tail/deferred", "prompts", "given up in this step, to be asked again in a later one"),
+    Metric("tail/waiting", "prompts", "that are deferred and not yet trained, after this step"),
+    Metric("tail/waited", "steps", "since the oldest prompt of this step was drawn"),
+    Metric("tail/surplus_responses", "responses", "to prompts that were given up, thrown away"),
     Metric(
         "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
     ),
     Metric("mismatch/max_abs", "nats", "largest |engine - policy| log-prob of a sampled token"),
     Metric("mismatch/kl", "nats/token", "k3 estimate of KL(engine || policy)"),
+    Metric("mismatch/k1", "nats/token", "k1 estimate of KL(engine || policy): mean of log engine - log policy"),
+    Metric("mismatch/perplexity_ratio", "", "a response's perplexity by the policy over that by the engine, mean"),
+    Metric("mismatch/chi_square", "", "mean w^2 - 1, w = policy / engine of a sampled token"),
+    Metric("mismatch/effective_sample_size", "fraction", "(sum w)^2 over n sum w^2 of the n tokens; 1: all w equal"),
+    Metric("mismatch/sequence_log_ratio", "nats/response", "mean |log W|, W the product of w over a response"),
+    Metric("mismatch/sequence_chi_square", "", "mean W^2 - 1 over the responses"),
+    Metric("mismatch/sequence_effective_sample_size", "fraction", "(sum W)^2 over n sum W^2 of the n responses"),
     Metric("handoff/probe_max_abs_diff", "nats", "largest |engine - policy| log-prob on the fixed probe"),
     Metric("handoff/probe_mean_abs_diff", "nats", "mean |engine - policy| log-prob on it, of the worst engine"),
     Metric("handoff/bytes", "bytes", "sent by rank 0"),
@@ -153,10 +175,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("evaluation/non_truncated_accuracy", "fraction", "the same over responses that were not truncated"),
     Metric("evaluation/truncation_ratio", "fraction", "held-out responses that were truncated"),
     Metric("evaluation/mean_length", "tokens", "mean length of the held-out responses"),
+    Metric("evaluation/entropy", "nats/token", "as entropy/sampled, of the held-out responses; not with temperature 0"),
     Metric("evaluation/samples", "responses", "k: responses per held-out problem"),
     *(
         Metric(f"evaluation/{ANY_SET}/{name}", unit, f"{name} of one held-out set, where there are several")
         for name, unit in _OF_A_SET.items()
+    ),
+    *(
+        Metric(f"faults/{name}", "", f"{text}, since the run began; only after a first fault")
+        for name, text in FAULTS.items()
     ),
     Metric("checkpoint/write_s", "s", "writing a checkpoint during training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
@@ -164,7 +191,8 @@ METRICS: tuple[Metric, ...] = (
         "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"
     ),
     Metric("time/other", "s", "time/step in which no engine decodes and no forward, backward or optimizer step runs"),
-    Metric("other_share", "fraction", "time/other over time/step"),
+    Metric("other_share", "fraction", "time/other over time/step; time/score counts as forward"),
+    Metric("other_share_with_score", "fraction", "the same with time/score counted as other, as in the paper's t_O"),
 )
 
 

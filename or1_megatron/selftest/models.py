@@ -15,12 +15,12 @@ from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.rl.batch import pack
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.selftest.plans import SHAPES, TIED
 from or1_megatron.types import Batch, Sample
 
-OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, 0.01, 1.0, on_policy=True)
+OBJECTIVE = ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.01, temperature=1.0, on_policy=True)
 
 
 def random_qwen2(shape: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -116,3 +116,8 @@ def sync() -> None:
     """Wait for the device, so that a clock read next includes its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def free_bytes() -> int:
+    """Return the free bytes of this process's device; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

@@ -39,7 +39,7 @@ def perform(check: Check, task: dict[str, Any]) -> Outcome:
     try:
         folder, out = Path(task["folder"]), Path(task["out"])
         context = Context(Machine(**task["machine"]), folder, out, task["long"], outcome, path)
-        module = importlib.import_module(check.module)
+        module = importlib.import_module(check.place)
         getattr(module, check.function)(context)
         wrong = unmet(outcome.figures)
         outcome.status, outcome.reason = ("failed", "; ".join(wrong)) if wrong else ("passed", "")

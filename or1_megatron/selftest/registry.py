@@ -13,22 +13,28 @@ from or1_megatron.selftest.provenance import ROOT, installed
 
 @dataclass(frozen=True)
 class Check:
-    """One check. ``module`` has a function of its name, with _ for -."""
+    """One check. Its function has its name, with _ for -; the module of ``checks`` has it too, if none is given."""
 
     name: str
     proves: str
     look_at: str
     """The file to look at when it fails."""
-    module: str
     needs: tuple[str, ...] = ()
     """Names of ``NEEDS``."""
     limit_s: float = 120.0
     only_long: bool = False
     """Left out without --long, unless it is named."""
+    module: str = ""
+    """Of its function, where that has another name than the function."""
 
     @property
     def function(self) -> str:
         return self.name.replace("-", "_")
+
+    @property
+    def place(self) -> str:
+        """The whole name of its module."""
+        return self.module or _HERE + self.function
 
 
 _HERE: Final = "or1_megatron.selftest.checks."
@@ -38,20 +44,17 @@ CHECKS: Final[tuple[Check, ...]] = (
         "devices",
         "the devices are there and healthy, and their links carry what such devices carry",
         "or1_megatron/selftest/checks/devices.py",
-        _HERE + "devices",
     ),
     Check(
         "kernels",
         "the fused head computes what float64 computes, in the time that its matrix products take",
         "or1_megatron/kernels/head.py",
-        _HERE + "kernels",
         limit_s=210.0,
     ),
     Check(
         "layouts",
         "Megatron computes what transformers computes, at every layout that the devices allow, in fp32 and bf16",
         "or1_megatron/parallel/check_parity.py",
-        _HERE + "layouts",
         ("megatron",),
         limit_s=240.0,
     ),
@@ -59,50 +62,45 @@ CHECKS: Final[tuple[Check, ...]] = (
         "layers",
         "Transformer Engine's layers compute what ours compute",
         "or1_megatron/parallel/layers.py",
-        _HERE + "layers",
         ("cuda", "transformer-engine", "megatron"),
     ),
     Check(
         "checkpoint",
         "a run that is killed continues from what it saved, at another layout",
         "or1_megatron/parallel/checkpoint.py",
-        _HERE + "checkpoint",
         ("megatron",),
     ),
     Check(
         "offload",
         "the trainer's state goes to the host and comes back to the bit, and the device's memory comes free",
         "or1_megatron/parallel/offload.py",
-        _HERE + "offload",
         ("megatron",),
     ),
     Check(
         "transports",
         "every transport of the handoff that the devices allow brings every byte from rank to rank",
         "or1_megatron/handoff/transport/links.py",
-        _HERE + "transports",
     ),
     Check(
         "handoff",
         "engines hold the policy's weights after a handoff by every transport: checksums, and the log-prob probe",
         "or1_megatron/handoff/shard/trainer.py",
-        _HERE + "engines",
         ("megatron", "ray", "vllm"),
         limit_s=300.0,
+        module=_HERE + "engines",
     ),
     Check(
         "sleep",
         "engines that sleep free the device's memory, and compute the same after they wake",
         "or1_megatron/trainer/synced_policy.py",
-        _HERE + "engines",
         ("cuda", "megatron", "ray", "vllm"),
         limit_s=180.0,
+        module=_HERE + "engines",
     ),
     Check(
         "log-probs",
         "the log-probs of what an engine samples are the policy's",
         "or1_megatron/rollout/engine.py",
-        _HERE + "log_probs",
         ("megatron", "vllm"),
         limit_s=180.0,
     ),
@@ -110,30 +108,28 @@ CHECKS: Final[tuple[Check, ...]] = (
         "sandbox",
         "an untrusted program runs, and is confined, in each tier of the sandbox",
         "or1_megatron/verify/sandbox/sandbox.py",
-        _HERE + "sandbox",
         limit_s=60.0,
     ),
     Check(
         "train",
         "the quickstart trains on the devices: engines colocated with the trainer",
         "or1_megatron/trainer/run.py",
-        _HERE + "training",
         ("megatron", "ray", "vllm", "math-verify", "examples"),
         limit_s=300.0,
+        module=_HERE + "training",
     ),
     Check(
         "train-separate",
         "the quickstart trains on the devices: engines on devices of their own",
         "or1_megatron/trainer/placement.py",
-        _HERE + "training",
         ("2 devices", "cuda", "megatron", "ray", "vllm", "math-verify", "examples"),
         limit_s=300.0,
+        module=_HERE + "training",
     ),
     Check(
         "throughput",
         "a policy of 0.5B and 1.5B trains at the speed that the device's matrix products allow",
         "or1_megatron/parallel/policy.py",
-        _HERE + "throughput",
         ("megatron",),
         limit_s=240.0,
         only_long=True,
@@ -142,7 +138,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "nodes",
         "the nodes agree on versions, commit, environment, mounts and time, and reach each other",
         "or1_megatron/selftest/facts.py",
-        _HERE + "nodes",
         ("several nodes",),
         limit_s=600.0,
     ),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from or1_megatron.config.schema import Config, ParallelConfig, StageConfig
+from or1_megatron.rl.objectives.registry import objective_conflicts
 from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.stage_rules import problem_conflicts, stage_conflicts
 from or1_megatron.weights.shape import Shape
@@ -166,17 +167,30 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
     yield from stage_conflicts(config)
     if problems is not None:
         yield from problem_conflicts(config, problems)
+    if config.rollout.max_staleness and config.rollout.tail == "defer":
+        yield (
+            f"rollout.tail=defer and rollout.max_staleness = {config.rollout.max_staleness} both keep engines from "
+            "waiting for the longest responses, and a deferred prompt would be older than its step; use one of them"
+        )
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
-            f"rollout.max_staleness = {config.rollout.max_staleness} samples the next step while this one trains, but "
+            f"rollout.max_staleness = {config.rollout.max_staleness} samples further steps while this one trains, but "
             "engines that are colocated sleep then; set rollout.placement=separate, or max_staleness to 0"
         )
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
     """Yield switches that act only on clipped tokens where none is clipped: at N_SGD = 1 the ratio is 1, unless it is
-    to the log-probs of an older version (``rl.loss.old_is_the_policy``)."""
+    to the log-probs of an older version (``old_is_the_policy``). And what the objective cannot be computed with."""
     algorithm = config.algorithm
+    yield from objective_conflicts(algorithm, config.stages[0])
+    soft = algorithm.advantage.overlong_tokens
+    for stage in config.stages:
+        if soft is not None and soft > stage.max_response_tokens:
+            yield (
+                f"stage '{stage.name}': algorithm.advantage.overlong_tokens = {soft} is more than max_response_tokens "
+                f"{stage.max_response_tokens}: every response would be penalised; lower it"
+            )
     if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return
     asked = {
@@ -185,12 +199,13 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
             algorithm.loss.clip_high_control.delta > 0
         ),
         f"loss.dual_clip = {algorithm.loss.dual_clip}": algorithm.loss.dual_clip is not None,
+        "objective.name = kl_cov": algorithm.objective.name == "kl_cov",
     }
     if all(stage.sgd_steps == 1 for stage in config.stages):
         for setting in (name for name, is_set in asked.items() if is_set):
             yield (
-                f"algorithm.{setting} works on tokens that the clip closes, but every stage has N_SGD = D_R / D_T * "
-                "reuse = 1, where the ratio is 1 and none is; raise reuse, lower prompts_per_update, or take it out"
+                f"algorithm.{setting} works on tokens whose ratio has moved, but every stage has N_SGD = D_R / D_T * "
+                "reuse = 1, where the ratio is 1 and none has; raise reuse, lower prompts_per_update, or take it out"
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from or1_megatron.config.base import DataFileMissing
 from or1_megatron.config.load import ConfigError
 from or1_megatron.config.schema import Config
 from or1_megatron.data.files import files_of, hub_rows, is_hub_id
@@ -69,7 +70,7 @@ def _count_rows(path: Path, split: str | None, key: str) -> int:
     if is_hub_id(path):
         return sum(1 for _ in hub_rows(str(path), split))
     if not path.is_file():
-        raise ConfigError(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
+        raise DataFileMissing(f"{key}: no such file: {path.resolve()}; expected a .jsonl or .parquet file of problems")
     if path.suffix == ".parquet":
         try:
             return int(pq.read_metadata(path).num_rows)

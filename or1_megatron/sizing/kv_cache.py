@@ -32,7 +32,12 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
         return None
     number = BYTES[config.model.dtype]
     weights = -(-shape.parameters // rollout.tensor_parallel) * number
-    logits = _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab
+    logits = logits_bytes(config, shape)
     row = parallel.micro_batch_tokens // parallel.context * shape.hidden * number
     overlap = _OVERLAP_BUFFERS * row if parallel.overlap_tensor else 0
     return max(0, int(gpu_gb * 1e9) - weights - logits - ENGINE_RESERVE_BYTES - TRAINER_RESERVE_BYTES - overlap)
+
+
+def logits_bytes(config: Config, shape: Shape) -> int:
+    """Return the bytes of the logits that an engine's sampler holds on a GPU."""
+    return _LOGITS_COPIES * 4 * config.rollout.max_concurrent * shape.vocab

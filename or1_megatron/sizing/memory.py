@@ -1,16 +1,15 @@
-"""What each process of a run holds in memory: an estimate from shapes, so that a run that does not fit is refused.
+"""What each process of a run holds in memory in each phase of a step: an estimate from shapes, so that a run that does
+not fit is refused.
 
 Without GPUs it is host memory, of all processes together; benchmarks/host_memory.py measures it beside this. With GPUs
-it is the memory of one GPU, without the host's; it has not been compared with a GPU yet. ``RESERVE_BYTES`` stands for
-allocator fragments, CUDA contexts and communication buffers.
+it is the memory of one GPU (``node_memory`` has the host's); it has not been compared with a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import torch
 
@@ -19,11 +18,18 @@ from or1_megatron.errors import UserError
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.activations import kept_numbers
 from or1_megatron.sizing.conflicts import Device, padded_sequence
-from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
+from or1_megatron.sizing.kv_cache import (
+    ENGINE_RESERVE_BYTES,
+    TRAINER_RESERVE_BYTES,
+    logits_bytes,
+    shared_kv_cache_bytes,
+)
 from or1_megatron.weights.shape import BYTES, Shape
 
-RESERVE_BYTES: Final = 8 << 30
-"""On a GPU: left for CUDA contexts, NCCL, workspaces and fragments."""
+Phase = Literal["start", "rollout", "wake", "update", "handoff", "save"]
+PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "handoff", "save")
+"""start: models are loaded; rollout: engines decode; wake: engines give way and the trainer's weights return; update:
+SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
 _MIB: Final = 1 << 20
 _LAUNCHER_BYTES: Final = 260 * _MIB
 _RANK_BYTES: Final = 500 * _MIB
@@ -35,6 +41,8 @@ _RAY_BYTES: Final = 500 * _MIB
 _LOGITS_COPIES: Final = 6
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
 _SHOWN_BYTES: Final = 10 * _MIB
+_UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
+ENGINE: Final = "engine"
 STATE: Final = "weights, gradients, optimizer"
 """The part of a trainer rank's memory that does not depend on the batch."""
 
@@ -45,17 +53,21 @@ class NotEnoughMemory(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What each of ``count`` like processes holds at its peak. Bytes."""
+    """What each of ``count`` like processes holds. Bytes."""
 
     process: str
     count: int
     parts: Mapping[str, int]
-    passing: str = ""
-    """The part that is held in one phase of a step only; parts of different names are not held at one time."""
+    when: Mapping[str, frozenset[Phase]] = field(default_factory=dict)
+    """The phases in which a part is held; parts that are not here are held in all."""
+
+    def at(self, phase: Phase) -> int:
+        return sum(size for name, size in self.parts.items() if name not in self.when or phase in self.when[name])
 
     @property
     def each(self) -> int:
-        return sum(self.parts.values())
+        """The peak."""
+        return max(map(self.at, PHASES))
 
     def __str__(self) -> str:
         parts = [f"{name} {gib(size)}" for name, size in self.parts.items() if size >= _SHOWN_BYTES]
@@ -77,34 +89,41 @@ def process_memory(config: Config, shape: Shape, device: Device) -> tuple[Proces
     return tuple(_on_gpu(config, shape) if device == "cuda" else _on_host(config, shape))
 
 
-def needed(processes: Sequence[ProcessMemory], device: Device) -> int:
-    """Return the bytes that one GPU must have, or with ``device`` "cpu" the host."""
-    if device == "cuda":
-        return max(process.each for process in processes)
-    passing: dict[str, int] = defaultdict(int)
-    for process in processes:
-        passing[process.passing] += process.count * process.parts.get(process.passing, 0)
-    in_all = sum(process.count * process.each for process in processes)
-    return in_all - sum(passing.values()) + max(passing.values())
+def needed(config: Config, processes: Sequence[ProcessMemory], device: Device) -> int:
+    """Return the bytes that one GPU must have, or with ``device`` "cpu" the host, in the phase that needs most.
+
+    Colocated engines share the trainer's GPUs; the host holds all processes.
+    """
+    return max(phase_bytes(config, processes, device, phase) for phase in PHASES)
+
+
+def phase_bytes(config: Config, processes: Sequence[ProcessMemory], device: Device, phase: Phase) -> int:
+    """Return the bytes that the fullest GPU, or the host, holds in one phase."""
+    if device == "cpu":
+        return sum(process.count * process.at(phase) for process in processes)
+    engine = max((each.at(phase) for each in processes if each.process == ENGINE), default=0)
+    trainer = max((each.at(phase) for each in processes if each.process != ENGINE), default=0)
+    return trainer + engine if config.rollout.placement == "colocated" else max(trainer, engine)
 
 
 def check_memory(config: Config, shape: Shape, device: Device, there: int) -> None:
     """Raise NotEnoughMemory if ``config`` needs more than ``there`` bytes: free on the host, or all that a GPU has."""
     processes = process_memory(config, shape, device)
-    if (wanted := needed(processes, device)) <= there:
+    if (wanted := needed(config, processes, device)) <= there:
         return
     has = "a GPU here has" if device == "cuda" else "this machine has free"
     lines = [f"the run needs about {gib(wanted)} of memory, and {has} {gib(there)}:"]
     lines += [f"  - {process.process}: {process}" for process in processes]
     lighter = [f"{setting} saves {gib(saved)}" for setting, saved in _savings(config, shape, device)[:3]]
     lighter.append("raise parallel.tensor or pipeline" if device == "cuda" else "take a smaller model")
-    lines.append("; ".join(lighter) + "; or start all the same with cluster.check_memory=false")
+    lighter.append("or start all the same with cluster.check_memory=false")
+    lines.append("; ".join(lighter) + ". `or1 plan CONFIG --fix FILE` writes the nearest change that fits")
     raise NotEnoughMemory("\n".join(lines))
 
 
 def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, int]]:
     """Return settings that would lower what is needed, and by how many bytes; the largest saving first."""
-    before = needed(process_memory(config, shape, device), device)
+    before = needed(config, process_memory(config, shape, device), device)
     longest = max(padded_sequence(config, stage) for stage in config.stages)
     found = []
     for section, key, value in (
@@ -115,7 +134,7 @@ def _savings(config: Config, shape: Shape, device: Device) -> list[tuple[str, in
         ("parallel", "recompute", "full"),
     ):
         changed = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
-        saved = before - needed(process_memory(changed, shape, device), device)
+        saved = before - needed(changed, process_memory(changed, shape, device), device)
         if saved >= _SHOWN_BYTES:
             found.append((f"{section}.{key}={str(value).lower()}", saved))
     return sorted(found, key=lambda each: -each[1])
@@ -190,22 +209,36 @@ def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
 
 
 def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
-    """Yield a GPU of each pipeline stage, and an engine's. Where they take turns, each has the GPU to itself."""
+    """Yield a GPU of each pipeline stage, and an engine's. Where they take turns they share one."""
+    leaves = config.parallel.offload == "always" or (
+        config.parallel.offload == "auto" and config.rollout.placement == "colocated"
+    )
+    number = BYTES[config.model.dtype]
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
+        own = (weights.dense + weights.experts) * number
         parts = {
-            STATE: state_bytes(config, weights),
+            "weights": own,
+            "gradients, optimizer": state_bytes(config, weights) - own,
             "activations": activation_bytes(config, shape, stage, "cuda"),
-            "reserve": RESERVE_BYTES,
+            "reserve": TRAINER_RESERVE_BYTES,
         }
-        yield ProcessMemory(_rank(config, stage), config.parallel.ranks // config.parallel.pipeline, parts)
+        when = {"activations": _UPDATE}
+        if leaves:
+            when["weights"] = frozenset({"start", "wake", "update", "handoff", "save"})
+            when["gradients, optimizer"] = _UPDATE
+        yield ProcessMemory(_rank(config, stage), config.parallel.ranks // config.parallel.pipeline, parts, when)
     rollout = config.rollout
-    weights_bytes = _cut(shape.parameters * BYTES[config.model.dtype], rollout.tensor_parallel)
+    asleep = leaves and rollout.placement == "colocated"
     parts = {
-        "weights": weights_bytes,
+        "weights": _cut(shape.parameters * number, rollout.tensor_parallel),
         "KV cache": rollout.kv_cache_bytes or shared_kv_cache_bytes(config, shape) or 0,
-        "reserve": RESERVE_BYTES,
+        "logits": logits_bytes(config, shape),
+        "reserve": ENGINE_RESERVE_BYTES,
     }
-    yield ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts)
+    when = {"logits": frozenset({"rollout"})}
+    if asleep:
+        when |= {"weights": frozenset({"rollout", "handoff"}), "KV cache": frozenset({"rollout"})}
+    yield ProcessMemory(ENGINE, rollout.engines * rollout.tensor_parallel, parts, when)
 
 
 def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
@@ -221,11 +254,14 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             "activations": max(activations, 4 * _shards(config, weights.dense, weights.experts)),
             "base": _RANK_BYTES,
         }
-        yield ProcessMemory(_rank(config, stage), ranks, parts, "activations")
+        # The saver keeps the copy that its first save makes.
+        when = {"activations": _UPDATE, "copy for checkpoints": frozenset(PHASES) - {"start"}}
+        yield ProcessMemory(_rank(config, stage), ranks, parts, when)
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
-    yield ProcessMemory("handoff, shared by both", 1, {"buckets": _handoff_bytes(config, shape)}, "buckets")
+    buckets = {"buckets": _handoff_bytes(config, shape)}
+    yield ProcessMemory("handoff, shared by both", 1, buckets, {"buckets": frozenset({"handoff"})})
     yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
@@ -241,8 +277,9 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
         "logits": _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab,
         "base": _ENGINE_BYTES,
     }
-    passing = "" if rollout.max_staleness else "logits"  # with stale rollouts engines sample while the trainer works
-    return ProcessMemory("engine", rollout.engines * rollout.tensor_parallel, parts, passing)
+    # With stale rollouts engines sample while the trainer works.
+    sampling = {} if rollout.max_staleness else {"logits": frozenset[Phase]({"rollout"})}
+    return ProcessMemory(ENGINE, rollout.engines * rollout.tensor_parallel, parts, sampling)
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:

@@ -161,7 +161,11 @@ def why_no_transformer_engine() -> str:
 
 def batch_layout(parallel: ParallelConfig, hf: Mapping[str, Any]) -> BatchLayout:
     """Return how a layout's rows are packed, balanced by the cost of a model with HF config ``hf``."""
-    shape = Shape.of(hf)
+    return rows_of(parallel, Shape.of(hf))
+
+
+def rows_of(parallel: ParallelConfig, shape: Shape) -> BatchLayout:
+    """Return the same for a model of this shape."""
     return BatchLayout(
         data_ranks=parallel.data,
         budget_tokens=parallel.micro_batch_tokens,

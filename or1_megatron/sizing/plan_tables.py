@@ -97,10 +97,13 @@ def _algorithm_rows(config: Config) -> Iterator[Row]:
     if steered.delta > 0:
         clips += f" steered by {steered.delta:g} within {steered.minimum:g} and {steered.maximum:g}"
     clips += "" if loss.dual_clip is None else f", dual {loss.dual_clip:g}"
-    yield "loss", f"{clips}; {loss.aggregation}; truncation mask {algorithm.advantage.truncation_mask}"
+    chosen = algorithm.objective
+    own = "".join(f", {key} {value}" for key, value in chosen.args.items())
+    named = "" if chosen.name == "clipped" else f"{chosen.name}{own}; "
+    yield "loss", f"{named}{clips}; {loss.aggregation}; truncation mask {algorithm.advantage.truncation_mask}"
     rejected = "rejected" if algorithm.advantage.reject_uniform_groups else "kept"
-    divergence = "off" if kl.reference is None else f"{kl.coefficient:g}"
-    weights = "off" if correction.mode == "off" else f"{correction.mode} at {correction.cap:g}"
+    divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({kl.estimator}, in the {kl.where})"
+    weights = "off" if correction.mode == "off" else f"{correction.mode} at {correction.cap:g} by {correction.level}"
     yield "", f"groups without advantage {rejected}; KL {divergence}; importance correction {weights}"
     yield from _entropy_rows(algorithm.entropy)
 
@@ -193,4 +196,4 @@ def _memory_rows(found: Plan) -> Iterator[Row]:
     for each in found.memory:
         yield each.process, str(each)
     if found.device == "cpu":
-        yield "at one time", gib(needed(found.memory, found.device))
+        yield "at one time", gib(needed(found.config, found.memory, found.device))

@@ -79,6 +79,8 @@ class Plan:
     """What the processes hold, an estimate."""
     problems: tuple[int, ...] | None
     """Problems of each source, each once; None when they were not counted."""
+    held_out: tuple[int, ...] | None
+    """Problems of each evaluation set; None when they were not counted."""
     evaluation: Evaluation
     """The evaluation before training, and after it."""
     warnings: tuple[str, ...]
@@ -128,6 +130,7 @@ def plan(
         kv_tokens=kv_tokens(config, shape),
         memory=process_memory(config, shape, device),
         problems=None if problems is None else tuple(problems),
+        held_out=None if held_out is None else tuple(held_out),
         evaluation=_evaluation(config, config.evaluate, held_out, whole=True),
         warnings=(
             *_warnings(config, stages),
@@ -192,9 +195,9 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
             f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
             "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
-    if config.algorithm.loss.aggregation == "micro_batch_mean":
+    if config.algorithm.loss.aggregation == "released-code":
         yield (
-            "algorithm.loss.aggregation is micro_batch_mean: the loss depends on how responses are cut into rows, so "
+            "algorithm.loss.aggregation is released-code: the loss depends on how responses are cut into rows, so "
             "on parallel.micro_batch_tokens and the layout; two layouts do not train the same"
         )
     yield from _sampling_warnings(config)

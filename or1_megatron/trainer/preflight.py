@@ -65,7 +65,8 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
 
 
 def check_room(planned: Plan) -> None:
-    """Compare the estimate of the run's memory with what is free on the host, or with all that the smallest GPU has.
+    """Compare the estimate of the run's memory with what is free on the host, or with all that the smallest GPU has:
+    the smallest here, and no more than ``cluster.gpu_memory_gb``.
 
     Raises:
         NotEnoughMemory: the estimate is larger, and ``cluster.check_memory`` is on.
@@ -75,9 +76,12 @@ def check_room(planned: Plan) -> None:
     there = host_memory().free
     if planned.device == "cuda":
         gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        if not gpus:
+        sizes = [int(gpu.total_memory) for gpu in gpus]
+        if (named := planned.config.cluster.gpu_memory_gb) is not None:
+            sizes.append(int(named * 1e9))
+        if not sizes:
             return
-        there = min(int(gpu.total_memory) for gpu in gpus)
+        there = min(sizes)
     check_memory(planned.config, planned.shape, planned.device, there)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,12 @@ from typing import Any
 
 import torch
 
+from or1_megatron.config.hardware import hardware_of
 from or1_megatron.config.load import load_config, resolved_yaml
 from or1_megatron.config.recipes import find
 from or1_megatron.config.schema import Config, RolloutConfig
 from or1_megatron.data.stream import MixtureStream
-from or1_megatron.errors import USER_ERROR, AgreedError, UserError
+from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR, AgreedError, PartLost, UserError
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.handoff.probe import Probe
 from or1_megatron.handoff.sender import make_sender
@@ -45,12 +47,15 @@ from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.driver import check_driver
-from or1_megatron.runtime.launch import threads_of_rank
+from or1_megatron.runtime.faults import Fault, FaultRecord
+from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
+from or1_megatron.runtime.launch import is_launched, threads_of_rank
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, die_with_parent
+from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.schemas.fields import check_summary
@@ -67,15 +72,14 @@ from or1_megatron.weights.shape import Shape
 log = logging.getLogger(__name__)
 
 _STARTED_S = time.time()
-_PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}  # dense, per GPU
 
 
 def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin: Begin | None) -> LoopConfig:
     parallel = config.parallel
     hardware = None
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        peak = next((flops for part, flops in _PEAK_BF16_FLOPS.items() if part in name), None)
+        card = hardware_of(torch.cuda.get_device_name())
+        peak = None if card is None else card.bf16_flops.value
         hardware = Hardware(parallel.ranks, peak, policy.parameter_count)
     return LoopConfig(
         seed=config.run.seed,
@@ -93,6 +97,8 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
         begin=begin,
         mixtures=tuple(config.repeats(stage) for stage in config.stages),
         max_staleness=config.rollout.max_staleness,
+        tail_share=config.rollout.tail_share if config.rollout.tail == "defer" else None,
+        one_pass=parallel.head == "one_pass",
     )
 
 
@@ -134,7 +140,7 @@ def stopping_in_order(stop: StopRequested) -> Iterator[None]:
         stop.uninstall()
 
 
-def serve(config: Config, stop: StopRequested) -> None:
+def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
     """Run a rank other than 0: execute verbs until rank 0 is done."""
     engine_places(config)
     with trainer_rank(config) as (mesh, policy):
@@ -142,11 +148,12 @@ def serve(config: Config, stop: StopRequested) -> None:
         sender = make_sender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
         lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), config.cluster.verb_timeout_s)
+        heart.says("executing verbs, or waiting for one")
         with stopping_in_order(stop), saver:
             lockstep.serve()
 
 
-def lead(config: Config, stop: StopRequested) -> int:
+def lead(config: Config, stop: StopRequested, heart: Heartbeat) -> int:
     """Run rank 0, with everything that exists once, and return its exit status (``run_rank``)."""
     folder = RunFolder(config.run.folder)
     folder.create()
@@ -154,10 +161,10 @@ def lead(config: Config, stop: StopRequested) -> int:
         stack.enter_context(folder.lock())
         keeper, begin = open_run(config, folder)
         sources, held_out, abilities = load_prompts(config)
-        engines, rollouts = start_sampling(config, run_id(folder), abilities, stop, stack)
+        engines, rollouts = start_sampling(config, folder, abilities, stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-        synced = serve_policy(config, mesh, policy, engines, rollouts, record, stack)
+        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), stack)
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
@@ -167,11 +174,12 @@ def lead(config: Config, stop: StopRequested) -> int:
             rollouts=rollouts,
             stream=MixtureStream(sources, config.run.seed),
             evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
-            observer=Observers([record, shown]),
+            observer=Observers([record, shown], heart.says),
             tracker=Trackers([record, shown]),
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
+            tail_record=TailRecord(folder.tail),
             dumps=dump_store(config, folder),
         )
         with stopping_in_order(stop):
@@ -194,15 +202,11 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     return keeper, begin
 
 
-def run_id(folder: RunFolder) -> str:
-    """Return the name of the run's actors in Ray, which no other run has."""
-    return str(folder.root.resolve()).strip("/").replace("/", "-")
-
-
 def start_sampling(
-    config: Config, name: str, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
+    config: Config, folder: RunFolder, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
 ) -> tuple[EnginePool, RolloutsClient]:
     """Start Ray, the engines and the RolloutManager; the engines sleep where they take turns with the trainer."""
+    name, faults = folder.run_id, FaultRecord(folder.root)
     start_ray(config.cluster.ray_address, name)
     stack.callback(stop_ray)
     wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
@@ -216,6 +220,7 @@ def start_sampling(
         not torch.cuda.is_available(),
         engine_places(config),
         config.handoff.backend,
+        lambda index, reason: faults.write(Fault("engine", f"engine {index}", reason)),
     )
     stack.callback(engines.close)
     rollouts = start_rollouts(engines, rollout, config.verify, abilities, name, stop=stop.requested)
@@ -233,6 +238,7 @@ def serve_policy(
     engines: EnginePool,
     rollouts: RolloutsClient,
     record: RunRecord,
+    faults: FaultRecord,
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
@@ -251,7 +257,7 @@ def serve_policy(
     layout = batch_layout(config.parallel, policy.hf)
     synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
     if not turns.engines_sleep:
-        rollouts.revive_with(synced.revive)
+        rollouts.revive_with(synced.revive, lambda why: faults.write(Fault("manager", "the RolloutManager", why)))
     return synced
 
 
@@ -320,7 +326,7 @@ def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -
     check_summary(summary)
     folder.write_summary(summary)
     shown.finished(summary)
-    return 0 if result.finished else 3
+    return 0 if result.finished else STOPPED
 
 
 def run_rank(config: Config, rank: int) -> int:
@@ -331,10 +337,27 @@ def run_rank(config: Config, rank: int) -> int:
             show_again(config, summary)
         return 0
     stop = StopRequested(config.checkpoint.signal_grace_s)
+    heart = Heartbeat(beats_folder(RunFolder(config.run.folder).run_id), f"rank {rank}")
     if rank == 0:
-        return lead(config, stop)
-    serve(config, stop)
+        return lead(config, stop, heart)
+    serve(config, stop, heart)
     return 0
+
+
+def watch_node(config: Config, folder: RunFolder) -> None:
+    """Start this node's monitor, where no launcher of ours has one: under plain torchrun, in the first local rank."""
+    if is_launched() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    command = [sys.executable, "-m", "or1_megatron.runtime.monitor", str(os.getppid()), folder.run_id]
+    subprocess.Popen([*command, str(config.cluster.heartbeat_s), str(folder.root)], stdin=subprocess.DEVNULL)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and os.environ.get("RANK", "0") == "0":
+        FaultRecord(folder.root).write(Fault("restart", "the ranks", "torchrun started them again"))
+
+
+def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
+    """Record why this rank ends, for the launcher."""
+    if folder is not None:
+        FaultRecord(folder.root).write(Fault("failed", f"rank {rank}", f"{type(error).__name__}: {error}"))
 
 
 def main() -> int:
@@ -344,16 +367,24 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
+    folder: RunFolder | None = None
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         check_driver()
-        return run_rank(load_config(find("recipe", arguments.config), arguments.overrides), rank)
+        config = load_config(find("recipe", arguments.config), arguments.overrides)
+        folder = RunFolder(config.run.folder)
+        watch_node(config, folder)
+        return run_rank(config, rank)
     except (UserError, *USER_OS_ERRORS) as error:
         if rank > 0 and isinstance(error, AgreedError):
             return 0  # rank 0 prints it and fails; if this rank failed, rank 0 would be killed before its engines end
         print(f"or1: error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        note_failure(folder, rank, error)
+        return PART_LOST if isinstance(error, PartLost) else USER_ERROR
+    except Exception as error:
+        note_failure(folder, rank, error)
+        raise
 
 
 if __name__ == "__main__":

@@ -96,13 +96,15 @@ class SyncedPolicy(PolicyDriver):
         self._restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
-        """Send the weights as ``version``; then, at every n-th handoff, compare engines and policy on the probe.
+        """Compare the data-parallel replicas, and send the weights as ``version``; then, at every n-th handoff, compare
+        engines and policy on the probe.
 
         Engines serve the new weights only when all of this has gone well. An engine that dies meanwhile is replaced,
         and everything is done again; requests in flight wait.
 
         Raises:
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
+            ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
             HandoffMismatch: an engine does not compute what the policy computes.
             EngineError: an engine died too often.
         """
@@ -114,6 +116,7 @@ class SyncedPolicy(PolicyDriver):
         if self._turns.trainer_offloads:
             self._lockstep.call("offload", "optimizer", "gradients")
         self._lockstep.call("sync_parameters")
+        self._lockstep.call("check_replicas", version)
         restarted = False
         while True:
             try:

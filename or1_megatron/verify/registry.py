@@ -11,7 +11,7 @@ from or1_megatron.verify.custom.verifier import CustomVerifier
 from or1_megatron.verify.math.verifier import MathVerifier
 
 _MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
-    "math": lambda config: MathVerifier(config.timeout_s, config.math.judge),
+    "math": lambda config: MathVerifier(config.timeout_s, config.math.judge, config.math.rounding),
     "code": CodeVerifier,
 }
 

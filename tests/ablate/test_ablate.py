@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from or1_megatron.ablate.ablation import (
     Ablation,
+    Arms,
     Column,
+    Condition,
     Expectation,
     arms_of,
     differences,
@@ -27,16 +30,18 @@ from or1_megatron.ablate.ablation import (
 )
 from or1_megatron.ablate.outcome import (
     ELAPSED,
+    Comparison,
     compare,
     equal_times,
-    estimate,
     mean_curve,
+    measure,
     value_at_time,
     value_over,
     with_columns,
 )
 from or1_megatron.ablate.page import write_page
-from or1_megatron.ablate.runs import run_all, runs_of
+from or1_megatron.ablate.runs import ArmRun, run_all, runs_of
+from or1_megatron.ablate.statistics import estimate, holm, p_value, quantile
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError
 
@@ -69,10 +74,10 @@ def test_arms_differ_in_what_they_name_and_nothing_else(found: dict[int, Ablatio
 
 
 def test_an_arm_that_two_ablations_share_is_one_run(found: dict[int, Ablation]) -> None:
-    """(4,64,16,1) without entropy control is in 6, 7, 9 and 10 at the small scale."""
+    """(4,32,8,1) without entropy control is in 6, 7, 9 and 13 at the small scale."""
     keys = {
         number: next(arm.key for arm in arms_of(found[number], "small") if arm.name == name)
-        for number, name in {6: "(4,64,16,1)", 7: "(4,64,16,1)", 9: "off", 10: "0.20"}.items()
+        for number, name in {6: "(4,32,8,1)", 7: "(4,32,8,1)", 9: "off", 13: "off"}.items()
     }
     assert len(set(keys.values())) == 1
     seeds = [runs_of(arms_of(found[6], "small"), (1, 2), Path("out"))[i].dir for i in (0, 5)]
@@ -80,10 +85,10 @@ def test_an_arm_that_two_ablations_share_is_one_run(found: dict[int, Ablation]) 
 
 
 def test_means_and_intervals_by_hand() -> None:
-    """The mean of 1, 2, 3 is 2 and s is 1, so the half width is 4.303 * 1 / sqrt(3) = 2.484."""
+    """The mean of 1, 2, 3 is 2 and s is 1, so the half width is 4.3027 * 1 / sqrt(3) = 2.4841."""
     found = estimate([1.0, 2.0, 3.0])
     assert (found.mean, found.seeds) == (2.0, 3)
-    assert found.half_width == pytest.approx(2.4843, abs=1e-4)
+    assert found.half_width == pytest.approx(2.4841, abs=1e-4)
     assert math.isnan(estimate([1.0]).half_width)
 
 
@@ -95,18 +100,23 @@ def test_windows_are_quarters_of_the_rows_that_have_the_metric() -> None:
     assert value_over(rows, "none", "all") is None
 
 
+def judged(expected: Expectation, higher: dict[int, Any], lower: dict[int, Any], until: Any = None) -> Comparison:
+    """One comparison alone: Holm's correction over one changes nothing."""
+    return compare([expected], {expected.higher: higher, expected.than: lower}, until)[0]
+
+
 def test_a_claim_is_judged_by_the_paired_difference() -> None:
     """Seeds differ by far more than the arms do; paired, the difference is clear. The other way round: the opposite."""
     one = {seed: [{"step": 0, "m": 10.0 * seed + 1.0 + 0.01 * seed}] for seed in (1, 2, 3)}
     other = {seed: [{"step": 0, "m": 10.0 * seed}] for seed in (1, 2, 3)}
     expected = Expectation(says="", metric="m", window="all", higher="one", than="other")
-    seen = compare(expected, one, other)
+    seen = judged(expected, one, other)
     assert seen.difference.mean == pytest.approx(1.02)
-    assert seen.verdict == "as claimed"
-    assert compare(expected, other, one).verdict == "the opposite"
+    assert seen.verdict == "as claimed" and seen.corrected == seen.difference
+    assert judged(expected, other, one).verdict == "the opposite"
     noisy = {1: [{"step": 0, "m": 11.0}], 2: [{"step": 0, "m": 18.0}], 3: [{"step": 0, "m": 33.0}]}
-    assert compare(expected, noisy, other).verdict == "not resolved"
-    assert compare(expected, {1: one[1]}, other).verdict == "not run"
+    assert judged(expected, noisy, other).verdict == "not resolved"
+    assert judged(expected, {1: one[1]}, other).verdict == "not run"
 
 
 def test_not_lower_by_more_than_a_margin() -> None:
@@ -115,11 +125,63 @@ def test_not_lower_by_more_than_a_margin() -> None:
     lower = {seed: [{"step": 0, "m": 0.5}] for seed in (1, 2, 3)}
     for margin, verdict in ((0.0, "not resolved"), (0.034, "not resolved"), (0.036, "as claimed")):
         expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=margin)
-        assert compare(expected, higher, lower).verdict == verdict
-        assert compare(expected, lower, higher).verdict == ("as claimed" if margin else "not resolved")
+        assert judged(expected, higher, lower).verdict == verdict
+        assert judged(expected, lower, higher).verdict == ("as claimed" if margin else "not resolved")
     far = {seed: [{"step": 0, "m": 0.4}] for seed in (1, 2, 3)}
     expected = Expectation(says="", metric="m", window="all", higher="a", than="b", margin=0.06)
-    assert compare(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
+    assert judged(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
+
+
+def test_holms_levels_by_hand() -> None:
+    """Holm's own procedure on four hypotheses at 0.05: 0.01 <= 0.0125 and 0.012 <= 0.0167 are rejected, 0.03 > 0.025 is
+    not, and then neither is 0.04, though it is below 0.05."""
+    assert holm([0.04, 0.01, 0.03, 0.012]) == pytest.approx([0.025, 0.0125, 0.025, 0.05 / 3])
+    assert holm([]) == [] and holm([0.9]) == [0.05]
+
+
+def test_students_t_against_tables() -> None:
+    """Published quantiles (two-sided 0.05, 0.01 and 0.001), and p of one hand-worked sample: 1, 2, 3 against 0 has t =
+    2 sqrt(3), and with two degrees of freedom p = 1 - t / sqrt(2 + t^2) = 1 - sqrt(12 / 14)."""
+    table = {
+        0.05: {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042},
+        0.01: {1: 63.657, 2: 9.925, 4: 4.604, 7: 3.499},
+        0.001: {2: 31.599, 4: 8.610, 5: 6.869},
+    }
+    for level, row in table.items():
+        for freedom, t in row.items():
+            assert quantile(level, freedom) == pytest.approx(t, abs=6e-4)
+    assert p_value([1.0, 2.0, 3.0], 0.0) == pytest.approx(1 - math.sqrt(12 / 14))
+    assert (p_value([1.0, 1.0], 0.5), p_value([1.0, 1.0], 1.0)) == (0.0, 1.0)
+
+
+def test_of_many_comparisons_one_that_is_clear_by_chance_is_not_resolved() -> None:
+    """Differences 1, 2, 3 have p = 0.074; 2, 3, 4 have t = 3 sqrt(3), p = 0.0351, below 0.05 alone; 10, 10.1, 10.2 have
+    p near 0.00003. Of the three the last is resolved at 0.05 / 3, then 0.0351 > 0.025 is not. The corrected interval of
+    2, 3, 4 is that of level 0.025: 6.205 / sqrt(3) = 3.58, which holds 0."""
+    zero = {seed: [{"step": 0, "m": 0.0}] for seed in (1, 2, 3)}
+    arms = {name: {s: [{"step": 0, "m": start + step * s}] for s in (1, 2, 3)}
+            for name, start, step in (("a", 0.0, 1.0), ("b", 1.0, 1.0), ("c", 9.9, 0.1))}  # fmt: skip
+    family = [Expectation(says="", metric="m", window="all", higher=name, than="zero") for name in arms]
+    found = compare(family, {**arms, "zero": zero})
+    assert [each.verdict for each in found] == ["not resolved", "not resolved", "as claimed"]
+    assert judged(family[1], arms["b"], zero).verdict == "as claimed"
+    assert found[1].difference.half_width == pytest.approx(4.3027 / math.sqrt(3), abs=1e-3)
+    assert found[1].corrected.half_width == pytest.approx(6.2053 / math.sqrt(3), abs=1e-3)
+    unrun = compare([*family[1:2], *family[:1]], {"b": arms["b"], "zero": zero})
+    assert [each.verdict for each in unrun] == ["not resolved", "not run"]  # what is not run yet counts: 0.0351 > 0.025
+
+
+def test_conditions_of_entry() -> None:
+    conditions = (
+        Condition(says="low", arm="a", metric="m", below=0.05),
+        Condition(says="swings", arm="b", metric="swing", window="all", above=1.0),
+    )
+    chosen = Arms(base=Path("x"), arms={"a": {}, "b": {}}, entry=conditions, columns={"swing": Column(metric="m")})
+    falling = [{"step": step, "m": 1.0 / 4**step} for step in range(4)]
+    low, swings = measure(chosen, {"a": falling, "b": [{"step": 0, "m": 0.0}, {"step": 1, "m": 0.9}]})
+    assert (low.value, low.met, swings.value, swings.met) == (1 / 64, True, 0.9, False)
+    assert "'swings' is not met: swing of arm 'b' (all) is 0.9, expected above 1" in str(swings)
+    assert not any(each.met for each in measure(chosen, {}))
 
 
 def test_columns_that_no_run_reports() -> None:
@@ -151,9 +213,9 @@ def test_equal_time_by_hand() -> None:
     assert value_at_time(fast, "none", 80.0) is None
     expected = Expectation(says="", metric="m", window="equal_time", higher="fast", than="slow")
     two = {1: fast, 2: [fast[0], {**fast[1], "m": 0.7}]}
-    seen = compare(expected, two, {1: slow, 2: slow}, {1: 80.0, 2: 80.0})
+    seen = judged(expected, two, {1: slow, 2: slow}, {1: 80.0, 2: 80.0})
     assert seen.difference.mean == pytest.approx((0.175 + (0.575 + 0.7) / 2 - 0.375) / 2)
-    assert compare(expected, two, {1: slow, 2: slow}).verdict == "not run"
+    assert judged(expected, two, {1: slow, 2: slow}).verdict == "not run"
 
 
 def test_a_page_at_equal_wall_time(found: dict[int, Ablation], tmp_path: Path) -> None:
@@ -178,7 +240,7 @@ def test_a_page_at_equal_wall_time(found: dict[int, Ablation], tmp_path: Path) -
     assert "seed 1: 8 s" in page
     assert "| on-policy | 4.000 ± 0.000 | 2.000 ± 0.000 |" in page and "| one stale | 2.000 ± 0.000 | 4.000" in page
     # On-policy, 6 s to 8 s: step 1.5 to 2, 0.175; stale: step 3 to 4, 0.35.
-    assert "0.175 | **as claimed**" in page or "0.175 ± 0.000 | **as claimed**" in page
+    assert "| 0.175 ± 0.000 | ± 0.000 | **as claimed** |" in page
     assert "by seconds of training" in (tmp_path / "15_stale_rollouts.svg").read_text()
 
 
@@ -216,6 +278,36 @@ def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(
     ended = list(run_all(runs))
     assert [(run.arm.name, status) for run, status in ended] == [(arms[1].name, 2)]
     assert "does not exist" in runs[1].log.read_text()
+
+
+def test_arms_run_only_where_the_condition_of_entry_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command, with a program in place of `or1 train` that writes the metrics of a run. Not met: the run
+    with the entry's seed and no other; then, where it is met, all arms, and the page says so."""
+    for name in ("10_clip_higher.yaml", "one_wording.yaml", "small.yaml", "paper.yaml"):
+        text = (FOLDER / name).read_text()
+        (tmp_path / name).write_text(text.replace("../recipes/or1_7b.yaml", "or1_7b"))
+    writes = (
+        "import json, pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True); "
+        "row = {'step': 1, 'policy/clip_fraction_high': float(sys.argv[2]), 'entropy/sampled': 0.01}; "
+        "(folder / 'metrics.jsonl').write_text(json.dumps(row) + chr(10)); "
+        "(folder / 'summary.json').write_text(json.dumps({'finished': True}))"
+    )
+    for clipped, status, runs in (("0.001", 1, 1), ("0.02", 0, 1 + 4 * 5)):
+        monkeypatch.setattr(
+            ArmRun, "command", lambda run, clipped=clipped: [sys.executable, "-S", "-c", writes, str(run.dir), clipped]
+        )
+        out = tmp_path / clipped
+        result = CliRunner().invoke(app, ["ablate", "10", "--folder", str(tmp_path), "--out", str(out)])
+        assert result.exit_code == status
+        assert len(list(out.glob("runs/*/summary.json"))) == runs
+        assert len(list(out.glob("runs/*_seed_101/summary.json"))) == 1
+        page = (out / "pages/10_clip_higher.md").read_text()
+        assert ("0.0010 | **not met** |" in page) == bool(status) and ("Not yet run" in page) == bool(status)
+        assert ("policy/clip_fraction_high of arm '0.20' (all) is 0.001, expected above 0.01" in result.stderr) == bool(
+            status
+        )
 
 
 CAMPAIGN = """
@@ -257,8 +349,19 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     path.write_text(text.replace('than: "0.20"', 'than: "0.19"', 1))
     with pytest.raises(ConfigError, match=r"compares \['0.19'\]; the arms are"):
         load_ablation(path)
+    path.write_text(text.replace('arm: "0.20"', 'arm: "0.19"').replace("seeds: [1,", "seeds: [101,"))
+    with pytest.raises(
+        ConfigError, match=r"(?s)measured on '0.19'; the arms are.*entry_seed = 101 is one of the seeds"
+    ):
+        load_ablation(path)
+    path.write_text(text.replace(", above: 0.01", ""))
+    with pytest.raises(
+        ConfigError, match="names neither above nor below; expected a bound of policy/clip_fraction_high"
+    ):
+        load_ablation(path)
     path.write_text(text.replace("algorithm.loss.clip_high: 0.25}", "algorithm.loss.clip_hgh: 0.25}"))
-    (tmp_path / "small.yaml").write_text((FOLDER / "small.yaml").read_text())
+    for name in ("small.yaml", "one_wording.yaml"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
     with pytest.raises(ConfigError, match=r"arm '0.25' \(small\).*did you mean algorithm.loss.clip_high"):
         arms_of(load_ablation(path), "small")
     path.write_text(text.replace("algorithm.loss.clip_high: 0.25}", "algorithm.loss.clip_high: 0.2}"))
@@ -272,6 +375,8 @@ def test_the_command_lists_prints_and_refuses() -> None:
     assert "clip-higher" in runner.invoke(app, ["ablate", *where]).stdout
     printed = runner.invoke(app, ["ablate", "10", "--scale", "paper", "--commands", *where]).stdout.splitlines()
     assert len(printed) == 4 * 3
+    printed_small = runner.invoke(app, ["ablate", "10", "--commands", *where]).stdout.splitlines()
+    assert len(printed_small) == 1 + 4 * 5 and "run.seed=101" in printed_small[0]  # the condition of entry comes first
     assert all(line.startswith("or1 train ") and "run.seed=" in line for line in printed)
     assert "no ablation 99" in runner.invoke(app, ["ablate", "99", *where]).stderr
     assert "'big' is not one of" in runner.invoke(app, ["ablate", "10", "--scale", "big", *where]).stderr

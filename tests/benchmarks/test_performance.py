@@ -59,7 +59,7 @@ def test_result_file(written: dict[str, Any]) -> None:
 
 
 def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
-    """A missed limit is bold; a section without result says "not run" with its command; nothing has run on a GPU."""
+    """A missed limit is bold; a section without result says "not run" with its command; no figure is of a GPU."""
     text = performance.document(tmp_path)
     assert "| padding | 1.31% | ≤ 2% | yes |" in text
     assert "| planning time | 1.26 s | ≤ 1 s | **no** |" in text
@@ -67,7 +67,7 @@ def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
     assert "| responses | 4,096 |  |  |" in text
     assert "Settings: ranks 32; lengths 0.5 2." in text
     assert "| recompute, floor / time | not run | ≥ 85% |  |" in text
-    assert "Nothing has run on a GPU yet" in text
+    assert "from a machine without a GPU" in text
 
 
 def test_table_of_cells(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_table_of_cells(tmp_path: Path) -> None:
     assert "| 1.5B | out of memory |  |" in text
     assert "Command: `or1 selftest --long` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0." in text
     assert "| bit-exact | not run | yes |  |" in text
-    assert "Nothing has run on a GPU yet" not in text
+    assert "from a machine without a GPU" not in text
 
 
 def test_one_limit_per_figure() -> None:

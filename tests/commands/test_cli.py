@@ -80,6 +80,17 @@ def test_what_cannot_work_is_refused_in_a_message(config: Path, overrides: list[
         assert "Traceback" not in result.stderr
 
 
+def test_a_missing_data_file_names_the_script_beside_the_configuration(config: Path) -> None:
+    """As in a fresh clone, where examples/quickstart/run.sh has not made the quickstart's problems yet."""
+    missing = "evaluate.data=[{path: nowhere.jsonl}]"
+    for script, said in (("", False), ("run.sh", True)):
+        if script:
+            (config.parent / script).write_text("")
+        result = invoke("train", config, "--dry-run", "--set", missing)
+        assert result.exit_code == 2 and "no such file" in result.stderr
+        assert (f"{config.parent}/run.sh makes the data" in result.stderr) == said
+
+
 def test_check_refuses_what_the_dry_run_says_is_not_there_yet(config: Path) -> None:
     """Weights that are still to be downloaded: planned with, not started with. Both print the plan first."""
     planned, refused = (invoke("train", config, how, "--device", "cpu") for how in ("--dry-run", "--check"))

@@ -46,7 +46,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.loss.dual_clip=1.0", "dual_clip: found 1.0 (number), expected greater than 1"),
         ("algorithm.loss.clip_low=-0.2", "clip_low: found -0.2 (number), expected greater than or equal to 0"),
         ("algorithm.loss.clip_low=1.5", "clip_low: found 1.5 (number), expected less than or equal to 1"),
-        ("algorithm.loss.aggregation=mean", "expected 'token_mean', 'response_mean' or 'micro_batch_mean'"),
+        ("algorithm.loss.aggregation=mean", "expected 'token_mean', 'response_mean' or 'released-code'"),
         ("algorithm.correction.cap=0.5", "cap: found 0.5 (number), expected greater than 1"),
         ("algorithm.kl.coefficient=1e-3", "kl: coefficient = 0.001 needs a policy to keep to; set algorithm.kl.ref"),
         (
@@ -68,23 +68,33 @@ def test_what_cannot_be_is_refused(tmp_path: Path, override: str, expected: str)
 
 @pytest.mark.parametrize(
     "setting",
-    ["entropy.bonus_on=clipped", "loss.dual_clip=3.0", "loss.clip_high_control.delta=0.01"],
+    ["entropy.bonus_on=clipped", "loss.dual_clip=3.0", "loss.clip_high_control.delta=0.01", "objective.name=kl_cov"],
 )
 def test_what_works_on_clipped_tokens_needs_several_sgd_steps(tmp_path: Path, setting: str) -> None:
     key, value = setting.split("=")
-    with pytest.raises(PlanError, match=rf"algorithm\.{key} = {value} works on tokens that the clip closes"):
+    with pytest.raises(PlanError, match=rf"algorithm\.{key} = {value} works on tokens whose ratio has moved"):
         plan(load(tmp_path, f"algorithm.{setting}"), MODEL)
     plan(load(tmp_path, f"algorithm.{setting}", "stages.0.reuse=2"), MODEL)
     # Stale rollouts without a correction: rho is against the engines' log-probs, and the clip closes at N_SGD 1 too.
     stale = load(tmp_path, f"algorithm.{setting}", "rollout.max_staleness=1", "rollout.placement=separate")
     plan(stale, MODEL)
     corrected = ("rollout.max_staleness=1", "rollout.placement=separate", "algorithm.correction.mode=truncated")
-    with pytest.raises(PlanError, match="works on tokens that the clip closes"):
+    with pytest.raises(PlanError, match="works on tokens whose ratio has moved"):
         plan(load(tmp_path, f"algorithm.{setting}", *corrected), MODEL)
 
 
+def test_what_the_objective_cannot_be_computed_with_is_refused_at_once(tmp_path: Path) -> None:
+    """The objective's own contradictions, and a penalty on length that is longer than a response."""
+    overrides = ("algorithm.objective.name=gspo", "algorithm.advantage.overlong_tokens=99999")
+    with pytest.raises(PlanError, match="gspo is a mean over responses") as error:
+        plan(load(tmp_path, *overrides), MODEL)
+    assert "overlong_tokens = 99999 is more than max_response_tokens" in str(error.value)
+    with pytest.raises(PlanError, match="unknown objective; did you mean gspo"):
+        plan(load(tmp_path, "algorithm.objective.name=gsop"), MODEL)
+
+
 def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
-    overrides = ("algorithm.loss.clip_high=0.28", "algorithm.loss.aggregation=micro_batch_mean", "stages.0.top_p=0.9")
+    overrides = ("algorithm.loss.clip_high=0.28", "algorithm.loss.aggregation=released-code", "stages.0.top_p=0.9")
     said = "\n".join(plan(load(tmp_path, *overrides), MODEL).warnings)
     assert "clip_low = 0.2 and clip_high = 0.28 have no effect" in said
     assert "two layouts do not train the same" in said and "top_p = 0.9: responses are drawn from the nucleus" in said
@@ -92,7 +102,7 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_depends_on_the_cut_keeps_its_layout(tmp_path: Path) -> None:
-    change, by_row = "parallel.micro_batch_tokens=4096", "algorithm.loss.aggregation=micro_batch_mean"
+    change, by_row = "parallel.micro_batch_tokens=4096", "algorithm.loss.aggregation=released-code"
     check_resume(load(tmp_path), load(tmp_path, change))
     with pytest.raises(ConfigError, match=r"parallel\.micro_batch_tokens: was 8192, now 4096"):
         check_resume(load(tmp_path, by_row), load(tmp_path, by_row, change))
@@ -102,6 +112,30 @@ def test_the_resolved_copy_with_a_preset_reads_back(tmp_path: Path) -> None:
     config = load(tmp_path, "algorithm.entropy.preset=released-code", "algorithm.kl.reference=model")
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
     assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_a_preset_given_nearer_replaces_what_it_stands_for(tmp_path: Path) -> None:
+    """The file spells its entropy control out, as the recipes do. On the command line, or in a file above, a preset
+    takes its place, whatever the order; beside it in one place, another value is refused, and so is one above it."""
+    spelled = tmp_path / "spelled.yaml"
+    spelled.write_text(BASE + "algorithm: {entropy: {mode: adaptive, target: 0.3, delta: 0.005, bonus_on: clipped}}\n")
+    preset = "algorithm.entropy.preset=released-code"
+    released = load_config(spelled, (preset,)).algorithm.entropy
+    assert (released.target, released.delta, released.maximum, released.gate) == (0.2, 0.0001, 0.005, "late")
+    assert released.bonus_on == "clipped"  # no key of the preset
+    above = tmp_path / "above.yaml"
+    above.write_text("base: spelled.yaml\nalgorithm: {entropy: {preset: released-code}}\n")
+    assert load_config(above).algorithm.entropy == released
+    assert load_config(above, ("algorithm.entropy.preset=paper",)).algorithm.entropy.delta == 0.005
+    assert load_config(spelled, ("algorithm.entropy.preset=",)).algorithm.entropy.target == 0.3
+    delta = "algorithm.entropy.delta=0.01"
+    for overrides in ((preset, delta), (delta, preset)):
+        with pytest.raises(ConfigError, match=r"stands for .*found also delta = 0.01"):
+            load_config(spelled, overrides)
+    with pytest.raises(ConfigError, match=r"stands for .*found also delta = 0.01"):
+        load_config(above, (delta,))
+    with pytest.raises(ConfigError, match=r"algorithm\.entropy\.preset: found .*expected 'paper' or 'released-code'"):
+        load_config(spelled, ("algorithm.entropy.preset=[paper]",))
 
 
 def test_the_references_weights_count(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_one_key() -> None:
     found = entries()
     assert "integer above 0; unit: bytes; default: 536870912 (512 MiB)" in found["handoff.bucket_bytes"]
     assert (
-        "one of 0, 1; unit: rollout steps; default: 0\n  - may change: in the next stage"
+        "integer 0 or more; unit: rollout steps; default: 0\n  - may change: in the next stage"
         in (
             found["rollout.max_staleness"]  # an exception to rollout.*
         )

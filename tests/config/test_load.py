@@ -194,6 +194,8 @@ def test_what_may_change_on_resume(base: Path) -> None:
 
 def test_staleness_may_not_change_on_a_resume(base: Path) -> None:
     """Though the rest of ``rollout`` may."""
+    with pytest.raises(ConfigError, match=r"rollout\.tail: was \"wait\", now \"defer\""):
+        check_resume(load_config(base), load_config(base, ["rollout.tail=defer"]))
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness: was 0, now 1"):
         check_resume(load_config(base), load_config(base, ["rollout.max_staleness=1", "rollout.engines=2"]))
 
@@ -229,7 +231,7 @@ def test_what_a_next_stage_may_change(base: Path) -> None:
         (["stages.1.plateau={min_steps: 5}"], "plateau.min_steps = 5 is above steps = 4"),
         (["evaluate.data=[{path: x/e.jsonl}, {path: y/e.jsonl}]"], "evaluate.data: two of its entries are named 'e'"),
         (["evaluate.data=[{path: e.jsonl, name: a/b}]"], "a set cannot be named 'a/b'"),
-        (["rollout.max_staleness=2"], "rollout.max_staleness: found 2 (integer), expected 0 or 1"),
+        (["rollout.max_staleness=-1"], "rollout.max_staleness: found -1"),
     ],
 )
 def test_stages_that_cannot_be(base: Path, overrides: list[str], said: str) -> None:

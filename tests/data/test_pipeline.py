@@ -18,7 +18,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from or1_megatron.commands.app import app
+from or1_megatron.commands.data import make_verifiers, open_sampler
+from or1_megatron.config.load import load_as
+from or1_megatron.data.pipeline.build import steps_of
 from or1_megatron.data.pipeline.ledger import entries, kept
+from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.problems import load_problems
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "data"
@@ -126,7 +130,8 @@ def test_steps_run_again_only_when_what_goes_into_them_changed(built: Path, sets
     every = [step["step"] for step in json.loads((out / "build.json").read_text())["steps"]]
     assert cached(build(sets, out)) == every
     looser = build(sets, out, "decontaminate.overlap=0.6", "code=null", "answers=null")
-    assert cached(looser) == ["normalise", "statements"]  # answers is gone, so what reached the others changed
+    within = ["exact_duplicates_within", "near_duplicates_within"]
+    assert cached(looser) == ["normalise", *within, "statements"]  # answers is gone, so what reached the others changed
     with (again / "distilled.jsonl").open("a") as file:
         file.write(json.dumps({"question": "What is the sum of all primes below thirty?", "answer": "129"}) + "\n")
     more = build(again, out, "answers=null", "code=null")
@@ -156,6 +161,40 @@ def test_torn_and_missing_files_are_made_again_and_nothing_else(built: Path, set
         assert result.exit_code == 0, result.output
         assert "near_duplicates" not in cached(result) and "decontaminate" in cached(result)
         assert {path.name: path.read_bytes() for path in step.glob("*.parquet")} == before
+
+
+def test_sets_lose_their_own_duplicates_before_answers_are_extracted(tmp_path: Path) -> None:
+    """As in the paper. By hand: of the first set's two copies the second goes at once and the first, whose solution
+    says otherwise, after it. The second set's copy is compared only then, so it stays."""
+    statement = "What is the sum of the first forty odd numbers, all told?"
+    right = {"problem": statement, "answer": "1600", "solution": "It is \\boxed{1600}."}
+    sets = {"one": [{**right, "answer": "1601"}, right], "two": [right]}
+    for name, rows in sets.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "recipe.yaml"
+    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in sets]
+    recipe.write_text(json.dumps({"out": str(tmp_path / "out"), "sources": sources}))
+    assert invoke("data", "build", recipe).exit_code == 0
+    found = [(entry.step, Path(entry.origin).name) for entry in entries(tmp_path / "out")]
+    assert found == [("exact_duplicates_within", "one.jsonl:2"), ("answers", "one.jsonl:1")]
+    (stays,) = kept(tmp_path / "out")
+    assert (Path(stays.origin).name, stays.set_name) == ("two.jsonl:1", "two")
+
+
+def test_the_papers_build_has_the_papers_sources_and_steps_in_its_order() -> None:
+    """RECIPE section 7. That the hub's sets can be read as they are today is not shown."""
+    recipe = load_as(Recipe, EXAMPLE / "paper.yaml")
+    assert [source.name for source in recipe.sources] == [
+        "numinamath1.5", "deepscaler", "still3", "omni_math", "aime", "leetcode", "taco",
+    ]  # fmt: skip
+    assert len(recipe.sources[0].select["source"]) == 7
+    assert [step.name for step in steps_of(recipe, make_verifiers, open_sampler)] == [
+        "exact_duplicates_within", "near_duplicates_within", "statements", "answers", "exact_duplicates",
+        "near_duplicates", "embedding_duplicates", "decontaminate", "code", "difficulty", "judges",
+    ]  # fmt: skip
+    judges = recipe.judges
+    assert judges is not None and len(judges.models) == 2 and judges.abilities == ("math",)
+    assert (judges.votes, judges.keep_at_least) == (16, 9)
 
 
 BAD = {
@@ -232,5 +271,5 @@ def test_a_recipe_is_refused_as_a_config_is(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "absent.jsonl: cannot be read" in result.output
     result = invoke("data", "build", recipe, "--set", f"out={tmp_path}/out", "--until", "polish")
     assert (
-        result.exit_code == 2 and "no such step in this recipe; expected one of: normalise, statements" in result.output
+        result.exit_code == 2 and "no such step in this recipe; expected one of: normalise, exact_dup" in result.output
     )

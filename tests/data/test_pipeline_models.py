@@ -19,9 +19,10 @@ from openai_server import Reply, completion, serving
 
 from or1_megatron.commands.data import make_verifiers, open_sampler
 from or1_megatron.data.pipeline.build import build
-from or1_megatron.data.pipeline.judges import UNREADABLE, read_vote
+from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
 from or1_megatron.data.pipeline.ledger import entries, kept
 from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Recipe, SampledModel
+from or1_megatron.data.pipeline.records import Candidate, write_candidates
 from or1_megatron.data.problems import filter_by_difficulty, load_problems
 from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
@@ -144,6 +145,23 @@ STATEMENTS = {
     "split": "How many zeros does one hundred factorial have at its end?",
     "silly": "Which whole number is one more than forty-one, dear reader?",
 }
+
+
+def test_code_is_judged_only_where_asked(tmp_path: Path) -> None:
+    """By default no judge is asked about code, and the problem passes; with both abilities its judge is opened."""
+    code = Candidate("c", "s", "code", "Sort a list.", "", "{}", (), {}, {}, "set.jsonl:1")
+    shard = tmp_path / "part-00000.parquet"
+    write_candidates(shard, [code])
+
+    def opened(*_: Any) -> Any:
+        raise LookupError("opened")
+
+    step = Judges(judging("http://127.0.0.1:9/v1", "a", keep_at_least=1), tmp_path / "votes", opened)
+    step.prepare([shard])
+    assert step.apply([code], 0) == [code]
+    config = judging("http://127.0.0.1:9/v1", "a", keep_at_least=1, abilities=("math", "code"))
+    with pytest.raises(LookupError, match="opened"):
+        Judges(config, tmp_path / "votes", opened).prepare([shard])
 
 
 def test_votes_of_several_judges_decide_and_garbage_is_asked_for_again(tmp_path: Path) -> None:
@@ -275,10 +293,10 @@ def test_a_verdict_that_failed_is_no_failure_of_the_model(tmp_path: Path) -> Non
         ("**Clear**: Yes\n- complete: no\n* formatted = yes\nfocused: **no**", "ynyn"),
         ("clear: no\n" + vote("yyyy"), "yyyy"),
         ("clear: yes\ncomplete: yes\nformatted: yes\nfocused: yes and no\nfocused: no", "yyyn"),
-        ("clear: yes\ncomplete: yes\nformatted: yes", UNREADABLE),
-        ("clear: yes\ncomplete: yes\nformatted: yes\nfocused: yes</think> I cannot say.", UNREADABLE),
-        ("yes yes yes yes", UNREADABLE),
-        ("", UNREADABLE),
+        ("clear: yes\ncomplete: yes\nformatted: yes", NO_VOTE),
+        ("clear: yes\ncomplete: yes\nformatted: yes\nfocused: yes</think> I cannot say.", NO_VOTE),
+        ("yes yes yes yes", NO_VOTE),
+        ("", NO_VOTE),
     ],
 )
 def test_votes_are_read_strictly(answer: str, expected: str) -> None:

@@ -13,8 +13,10 @@ from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.metrics import evaluation_metrics
 from or1_megatron.types import (
     Completion,
+    DeferRule,
     Group,
     Message,
+    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -53,14 +55,18 @@ class Recorded:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        refill: RefillRule | None = None,
-    ) -> None:
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> int:
+        assert urgent
         self.asked.append((prompts, group_size, sampling, seed))
+        return len(self.asked)
 
-    def wait_decoded(self) -> None:
+    def wait_decoded(self, ticket: int | None = None) -> None:
         pass
 
-    def collect(self) -> tuple[list[Group], RolloutReport]:
+    def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         prompts, size, _, _ = self.asked[-1]
         groups = []
         for j, each in enumerate(prompts):
@@ -72,9 +78,6 @@ class Recorded:
             )
             groups.append(Group(each, completions, verdicts))
         return groups, RolloutReport(1.5, (1.5,), 2.0, 0, 0, 0.0, 0)
-
-    def abandon(self) -> None:
-        pass
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)

@@ -217,3 +217,20 @@ def test_the_other_habits_are_mostly_wrong_or_long(
 def test_demonstrations_are_deterministic(examples: list[demos.Demonstration]) -> None:
     assert list(islice(demos.demonstrations(seed=3), 50)) == examples[:50]
     assert list(islice(demos.demonstrations(seed=4), 50)) != examples[:50]
+
+
+def test_one_wording_leaves_nothing_to_choose() -> None:
+    """(1+2)*(3+4) by hand; and whatever the draws are, a careful demonstration is a function of its problem."""
+
+    def number(value: int) -> task.Expression:
+        return task.Expression(value)
+
+    left = task.Expression(3, "+", number(1), number(2))
+    expression = task.Expression(21, "*", left, task.Expression(7, "+", number(3), number(4)))
+    steps = "1+2=3, so 3*(3+4)\n3+4=7, so 3*7\n3*7=21\n</think>\\boxed{21}"
+    for seed in range(5):
+        assert demos.careful_steps(random.Random(seed), expression, one_wording=True) == steps
+    assert len({demos.careful_steps(random.Random(seed), expression) for seed in range(20)}) > 5
+    for example in islice(demos.demonstrations(seed=3, careful_first=40, one_wording=True), 40):
+        again = demos.careful_steps(random.Random(0), example.problem.expression, one_wording=True)
+        assert example.response == demos.CAREFUL_PREFIX + again

@@ -34,6 +34,7 @@ LAYOUTS = {
     "or1_72b": ("qwen2_5_72b", ["72b_32_nodes_h800"]),
     "or1_235b": ("qwen3_235b_a22b", ["235b_32_nodes_h800"]),
 }
+RELEASED = [(740, 8192, 256, 256, 16, 1), (1000, 16384, 256, 256, 16, 1), (340, 32768, 256, 256, 16, 1)]
 NODES_OF_8 = {layout: int(layout.split("_")[1]) for _, layouts in LAYOUTS.values() for layout in layouts}
 
 
@@ -44,8 +45,32 @@ def load(recipe: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_every_recipe_is_looked_at_here() -> None:
     assert {path.stem for path in (ROOT / "configs/recipes").glob("*.yaml")} == set(LAYOUTS)
+    assert {path.stem for path in (ROOT / "configs/recipes/released").glob("*.yaml")} == {"or1_7b", "or1_32b"}
     there = {path.stem for path in (ROOT / "configs/layouts").glob("*.yaml")}
     assert set(NODES_OF_8) | {"gpu", "cpu_2_ranks"} == there
+
+
+@pytest.mark.parametrize("recipe", ["or1_7b", "or1_32b"])
+def test_the_released_scripts_beside_the_papers_recipes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts' figures, by hand from commit 64e96af. The plan warns of their rows and of their loss only."""
+    config = load(f"released/{recipe}", LAYOUTS[recipe][1][0], monkeypatch)
+    stages = [
+        (s.steps, s.max_response_tokens, s.prompts_per_step, s.prompts_per_update, s.group_size, s.sgd_steps)
+        for s in config.stages
+    ]
+    assert stages == RELEASED
+    assert all(s.restart_optimizer and s.restart_controller and not s.filter_solved for s in config.stages[1:])
+    entropy, evaluate = config.algorithm.entropy, config.evaluate
+    assert (entropy.target, entropy.delta, entropy.minimum, entropy.maximum) == (0.2, 0.0001, 0.0, 0.005)
+    assert (entropy.coefficient, entropy.measured_on, entropy.gate) == (0.0, "kept", "late")
+    assert (config.algorithm.loss.aggregation, config.verify.math.judge) == ("released-code", "math_verify")
+    assert (evaluate.temperature, evaluate.every_steps, len(evaluate.data)) == (0.6, 20, 2)
+    assert {source.split: source.repeat for source in config.data.train} == {"math": 1, "code": 2}
+    assert config.parallel.micro_batch_tokens == 32768 + 2048 + 1000
+    paper = load(recipe, LAYOUTS[recipe][1][0], monkeypatch)
+    assert (config.optimizer, config.algorithm.advantage) == (paper.optimizer, paper.algorithm.advantage)
+    warnings = plan_run(config, "cuda", MODELS / LAYOUTS[recipe][0]).warnings
+    assert len(warnings) == 2 and "close to the longest sequence" in warnings[0] and "released-code" in warnings[1]
 
 
 @pytest.mark.parametrize("recipe", TABLE)

@@ -176,7 +176,7 @@ def test_evaluate_takes_the_last_stage_and_every_set(stage: dict[str, str]) -> N
     assert "expected a recipe's name; there are: or1_235b.yaml" in run(stage, "examples/evaluate.sh", "or1_8b").stderr
 
 
-def test_a_slurm_job_finds_its_nodes_and_is_queued_again_when_stopped(stage: dict[str, str]) -> None:
+def test_a_slurm_job_finds_its_nodes_and_is_queued_again_when_stopped_or_failed(stage: dict[str, str]) -> None:
     slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "12345"}
     job = ("examples/job.sbatch", "examples/or1_7b/stage_2.sh", "--set", "optimizer.lr=2e-6")
     done = run({**stage, **slurm}, *job)
@@ -185,8 +185,11 @@ def test_a_slurm_job_finds_its_nodes_and_is_queued_again_when_stopped(stage: dic
     assert said[0] == "scontrol show hostnames node[0-1]" and said[1].startswith("srun --kill-on-bad-exit=0 bash -c ")
     assert any(line.startswith("torchrun --standalone") and line.endswith(ASKED) for line in said)
     assert not any("requeue" in line for line in said)
-    assert run({**stage, **slurm, "RANK_STATUS": "7"}, *job).returncode == 7  # a failure is not tried again
-    assert not any("requeue" in line for line in lines(stage))
+    for failed, restarts, again in (("7", "2", True), ("7", "3", False), ("2", "0", False)):  # 2: a user's error
+        Path(stage["SAID"]).unlink()
+        failing = {"RANK_STATUS": failed, "SLURM_RESTART_COUNT": restarts}
+        assert run({**stage, **slurm, **failing}, *job).returncode == int(failed)
+        assert ("scontrol requeue 12345" in lines(stage)) == again
     Path(stage["HEARD"]).unlink()
     status, told = signalled({**stage, **slurm}, signal.SIGUSR1, *job)
     assert status == 3 and "queued again" in told

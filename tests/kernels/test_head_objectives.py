@@ -1,7 +1,7 @@
 """The whole way from hidden states through the head into every kind of objective, against float64 autograd on the whole
 matrix of logits, in both modes and in tiles.
 
-Not proven here: the objectives' formulas (tests/rl/test_loss.py holds them against plain Python).
+Not proven here: the objectives' formulas (tests/rl/test_objectives.py holds them against plain Python).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from or1_megatron.kernels.head import (
     one_pass_loss,
     reference_log_probs_and_entropies,
 )
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 
 TOKENS, VOCABULARY = 41, 90
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,9 @@ def test_equals_float64(name: str, mode: str) -> None:
     rest = torch.randn(TOKENS, generator=generator), torch.rand(TOKENS, generator=generator) + 0.5
     # What the narrow side is told is exact on the wide one too.
     inputs = TokenInputs(rest[0], near[0].float(), near[1].float(), near[2].float(), rest[1])
-    exact = TokenInputs(*(getattr(inputs, field).double() for field in TokenInputs.__slots__))
+    exact = TokenInputs(
+        *(value.double() for field in TokenInputs.__slots__ if (value := getattr(inputs, field)) is not None)
+    )
     expected, expected_sums = objective(*scored, exact)
     expected.backward()
 

@@ -1,7 +1,7 @@
 """Ranks: models of several families at several layouts against transformers, and their exports.
 
 Arguments: JSON out, JSON list of (name, model folder, layouts to compare, layouts to export from, sequences of the
-probe, tokens of the longest), folder for exports.
+probe, tokens of the longest, and if it is not the recipe's the objective and its parameters), folder for exports.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def main() -> None:
     torch.set_num_threads(1)
     store, rank, _ = next(dist.rendezvous("env://"))
     told: dict[str, dict[str, Any]] = {}
-    for name, model, compared, exported, sequences, longest in plan:
+    for name, model, compared, exported, sequences, longest, *objective in plan:
         folder = exports / name
         folder.mkdir(exist_ok=True)
         probe = {"sequences": sequences, "longest": longest, "seed": 1}
         task = {**probe, "model": {"hf": model, "dtype": "float32"}, "layouts": compared}
+        task |= dict(zip(("objective", "args"), objective, strict=False))
         told[name] = {row.name: asdict(row) for row in measure_on_ranks(task, folder, store, rank)}
         for layout in exported:
             export(Path(model), layout, folder / layout.replace(" ", "_"), store, rank)

@@ -43,7 +43,7 @@ from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Group, HandoffReport, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.types import DeferRule, Group, HandoffReport, Place, Prompt, RefillRule, RolloutReport, Sampling
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -68,20 +68,24 @@ class RecordedRollouts(TableRollouts):
         group_size: int,
         sampling: Sampling,
         seed: int,
-        refill: RefillRule | None = None,
-    ) -> None:
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> int:
         if self._records:
-            super().roll_out(prompts, group_size, sampling, seed)
-            self._known[seed] = self._groups
+            ticket = super().roll_out(prompts, group_size, sampling, seed)
+            self._known[seed] = self.under_way.pop(ticket)[0]
             self._file.write_bytes(pickle.dumps(self._known))
         self.calls += not self._records
-        self._groups = self._known[seed]
-        assert [group.prompt.problem.id for group in self._groups] == [prompt.problem.id for prompt in prompts]
+        groups = self._known[seed]
+        assert [group.prompt.problem.id for group in groups] == [prompt.problem.id for prompt in prompts]
+        self.under_way[self.calls] = (groups, list(range(len(groups))))
+        return self.calls
 
-    def collect(self) -> tuple[list[Group], RolloutReport]:
+    def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         if self.stop_at == self.calls:
             raise Stopped
-        return super().collect()
+        return super().collect(ticket)
 
 
 class LocalPolicy(PolicyDriver):

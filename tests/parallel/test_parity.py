@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ from rich.console import Console
 
 from or1_megatron.commands.check_parity import TOLERANCE, beyond
 from or1_megatron.commands.check_parity import check_parity as measure_layouts
+from or1_megatron.commands.cli_check_parity import parameters
+from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import TokenInputs
-from or1_megatron.parallel.check_parity import load_network, objective, record_probe, transformers_numbers
+from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
 from or1_megatron.parallel.parity import Numbers, compare
+from or1_megatron.rl.objectives.check import probe_objective
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.covariance import shuffled
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import Sample
 
@@ -60,6 +66,14 @@ MORE = [
     "TP2 SP one_pass response_mean",
 ]
 MORE_TIED = ["PP2", "PP2 VPP2 distopt", "one_pass overlap"]
+SCOPED = {
+    "gspo": ({"clip_low": 0.03, "clip_high": 0.03}, ["CP2 PP2 shuffled response_mean", "DP2", "TP2 one_pass"]),
+    "clip_cov": (
+        {"share": 0.2, "lowest": 0.05, "highest": 2.0, "seed": 3},
+        ["CP2 PP2 shuffled", "TP2 DP2 one_pass response_mean"],
+    ),
+}
+"""Objectives of a sequence or of the batch, with parameters that let their clips act on the probe, by layout."""
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -106,6 +120,17 @@ def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPa
     return found
 
 
+@pytest.fixture(scope="module")
+def scoped(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The rows of each objective by layout, likewise."""
+    folder = tmp_path_factory.mktemp("scoped")
+    plan = [(name, str(tiny_qwen2), layouts, [], 16, 32, name, args) for name, (args, layouts) in SCOPED.items()]
+    found: dict[str, dict[str, Any]] = ranks.run_json(
+        "family_worker.py", 4, folder / "out.json", json.dumps(plan), str(folder)
+    )
+    return found
+
+
 def assert_equal(row: dict[str, Any]) -> None:
     """Within the bounds asked of fp32: 1e-5 on log-probs, entropies and loss, 1e-4 relative on gradients."""
     found = row["difference"]
@@ -130,6 +155,15 @@ def test_rows_differ_between_packings(measured: dict[str, dict[str, Any]]) -> No
 def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dict[str, Any]]) -> None:
     """One tensor, two uses: under PP its two copies share their gradient; a head that writes main_grad keeps both."""
     assert_equal(measured["tied"][layout])
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, at) for name, (_, layouts) in SCOPED.items() for at in layouts])
+def test_objectives_of_sequences_and_of_the_batch_equal_transformers(
+    name: str, layout: str, scoped: dict[str, dict[str, Any]]
+) -> None:
+    """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
+    The reference sees all tokens at once; ``test_the_reference_of_...`` compares it with another."""
+    assert_equal(scoped[name][layout])
 
 
 def test_status_and_table(tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -185,6 +219,27 @@ def test_layouts_that_cannot_work_are_explained_before_any_rank_starts(tiny_qwen
             measure_layouts(model, [layout], Console())
 
 
+def test_an_objective_with_a_fault_is_named_and_nothing_is_measured(
+    tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's objective that returns a mean, given as on the command line; and a name that there is none of."""
+    code = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mean:\n    scale: float\n"
+    code += "    temperature: float = 1.0\n    def __call__(self, log_probs, entropies, tokens):\n"
+    code += "        loss = -self.scale * (log_probs * tokens.advantages).sum() / max(len(log_probs), 1)\n"
+    (tmp_path / "faulty_of_test.py").write_text(f"{code}        return loss, {{}}\n")
+    monkeypatch.chdir(tmp_path)
+    told = StringIO()
+    args = parameters(["scale=0.5"])
+    model = ModelConfig(hf=tiny_qwen2, dtype="float32")
+    assert args == {"scale": 0.5}
+    assert measure_layouts(model, [], Console(file=told), objective="faulty_of_test:Mean", args=args) == 1
+    assert "objective faulty_of_test:Mean: Mean returns a mean: its loss is" in told.getvalue()
+    with pytest.raises(ConfigError, match="did you mean clip_cov"):
+        measure_layouts(model, [], Console(), objective="clipcov")
+    with pytest.raises(ConfigError, match="--arg scale: expected NAME=VALUE"):
+        parameters(["scale"])
+
+
 def own_reference(
     folder: Path, samples: list[Sample], by_response: bool = False
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -229,7 +284,7 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     for by_response in (False, True):
-        numbers = transformers_numbers(network, samples, "float32", by_response)
+        numbers = transformers_numbers(network, samples, probe_objective("float32"), by_response)
         log_probs, gradient = own_reference(tiny_qwen2, samples, by_response)
         for found, expected in zip(numbers.log_probs, log_probs, strict=True):
             np.testing.assert_allclose(found, expected.numpy(), atol=5e-6)
@@ -238,6 +293,69 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
             torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
         norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
         assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
+
+
+def scoped_reference(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Compute the gradient of GSPO and Clip-Cov in float64 from their papers, without the package's objectives.
+
+    Both with the probe's correction by token, KL and bonus. Which candidates Clip-Cov draws is told by ``drawn``.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    rows = []
+    for i, sample in enumerate(samples):
+        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
+        log_p = (model(ids[None]).logits[0] / 0.8).log_softmax(-1)
+        for k in sample.loss_mask.nonzero()[0]:
+            at = len(sample.prompt_ids) + int(k)
+            entropy = -(log_p[at - 1].exp() * log_p[at - 1]).sum()
+            told = [float(getattr(sample, f"{of}_log_probs")[k]) for of in ("engine", "policy", "reference")]
+            rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
+    of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
+    new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
+    a, old = torch.tensor(advantage), torch.tensor(policy)
+    low, high = 1 - args.get("clip_low", 0.2), 1 + args.get("clip_high", 0.2)
+    if name == "gspo":
+        ratio = torch.stack([(new - old)[torch.tensor(of == i)].mean().exp() for i in of])
+        term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+        closed = (term < ratio * a).double().mean()
+        assert 0 < closed < 1, "the clip decides nothing"
+    else:
+        ratio = (new - old).exp()
+        term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+        term = torch.where(torch.tensor(drawn(new.detach().numpy(), policy, advantage, args)), term.detach(), term)
+    w = np.exp(policy - engine)
+    w = np.where((w >= 1 / 1.5) & (w <= 1.5), w, 0.0)
+    behind = torch.tensor(reference) - new
+    loss = (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy).mean()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def drawn(new: Any, old: Any, advantage: Any, args: dict[str, Any]) -> Any:
+    """Return which tokens Clip-Cov stops: its candidates by the paper, in the package's random order."""
+    cov = (new - new.mean()) * (advantage - advantage.mean())
+    ratio = np.exp(new - old)
+    closed = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
+    candidate = (cov >= args["lowest"]) & (cov <= args["highest"]) & ~closed
+    order = shuffled(len(new), args["seed"], torch.tensor(old), torch.tensor(advantage)).numpy()
+    chosen = np.zeros(len(new), dtype=np.bool_)
+    chosen[[t for t in order if candidate[t]][: int(args["share"] * len(new))]] = True
+    assert 0 < chosen.sum() < candidate.sum(), "the draw decides nothing"
+    return chosen
+
+
+@pytest.mark.parametrize("name", ["gspo", "clip_cov"])
+def test_the_reference_of_a_sequence_and_of_the_batch_is_the_papers(name: str, tiny_qwen2: Path) -> None:
+    """Against float64; GSPO's clip closes some sequences of the probe and not all."""
+    network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
+    samples, args = record_probe(network, 16, 32, 1), SCOPED[name][0]
+    numbers = transformers_numbers(network, samples, probe_objective("float32", name, args))
+    expected = scoped_reference(tiny_qwen2, samples, name, args)
+    assert expected.keys() == numbers.gradient.keys()
+    for tensor, gradient in expected.items():
+        torch.testing.assert_close(numbers.gradient[tensor].double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_compare_names_the_tensor_and_the_kind() -> None:
@@ -280,11 +398,12 @@ def test_the_probe_puts_everything_to_work(tiny_qwen2: Path) -> None:
     assert 0.2 < ((ratio > 0.8) & (ratio < 1.2)).mean() < 0.8
     advantages = [sample.advantage for sample in samples]
     assert min(advantages) < 0 < max(advantages)
-    assert not objective("float32").on_policy and objective("float32").entropy_coefficient > 0
+    objective = probe_objective("float32")
+    assert isinstance(objective, ClippedPolicyLoss) and not objective.on_policy and objective.entropy_coefficient > 0
     assert not all(sample.loss_mask.all() for sample in samples)
     advantage = torch.from_numpy(np.concatenate([np.full(s.loss_mask.sum(), s.advantage) for s in samples])).float()
     scores = torch.cat(log_probs)
-    sums = objective("float32")(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]
+    sums = objective(scores, torch.zeros_like(scores), TokenInputs(advantage, *told))[1]
     seen = {
         name: float(sums[name]) / len(scores)
         for name in ("clipped_low", "clipped_high", "clipped_dual", "weight_cut", "kl")

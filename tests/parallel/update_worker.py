@@ -26,7 +26,7 @@ from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Batch, Sample, TokenScores

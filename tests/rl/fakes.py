@@ -22,11 +22,13 @@ from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
     Completion,
+    DeferRule,
     EvaluationResult,
     Group,
     HandoffReport,
     Message,
     MicroBatch,
+    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -103,8 +105,10 @@ class TableRollouts:
         self.stop_at: int | None = None
         self.on_stop: Callable[[], None] = lambda: None
         self.overrule: Callable[[int, Verdict], Verdict] = lambda _call, verdict: verdict
-        self.under_way = False
-        self._groups: list[Group] = []
+        self.under_way: dict[int, tuple[list[Group], list[int]]] = {}
+        """(groups, which prompts they are of) by ticket."""
+        self.jitter = np.random.default_rng()
+        """Of the time that a response takes, beside its length: no two runs have the same."""
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version
@@ -115,18 +119,29 @@ class TableRollouts:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        refill: RefillRule | None = None,
-    ) -> None:
-        assert not self.under_way, "the roll-out before has neither been collected nor abandoned"
-        self.under_way = True
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> int:
         self.calls += 1
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
-        self._groups = [self._group(prompt, group_size, log_probs, sampling, rng) for prompt in prompts]
-        if refill is not None:
-            kept = np.cumsum([refill.keeps(group) for group in self._groups])
-            self._groups = self._groups[: int(np.searchsorted(kept, refill.kept)) + 1]
+        rngs = [rng] * len(prompts) if places is None else [np.random.default_rng(place) for place in places]
+        groups = [
+            self._group(prompt, group_size, log_probs, sampling, each)
+            for prompt, each in zip(prompts, rngs, strict=True)
+        ]
+        taken = list(range(len(prompts)))
+        if isinstance(rule, RefillRule):
+            kept = np.cumsum([rule.keeps(group) for group in groups])
+            taken = taken[: int(np.searchsorted(kept, rule.kept)) + 1]
+        if isinstance(rule, DeferRule):
+            lengths = [max(made.token_ids.size for made in group.completions) for group in groups]
+            order = np.argsort(np.array(lengths) + self.jitter.uniform(0, 2, len(prompts)), kind="stable")
+            taken = sorted(order[: rule.groups].tolist())
+        self.under_way[self.calls] = ([groups[index] for index in taken], taken)
+        return self.calls
 
     def _group(
         self, prompt: Prompt, size: int, log_probs: np.ndarray, sampling: Sampling, rng: np.random.Generator
@@ -154,21 +169,18 @@ class TableRollouts:
             verdicts.append(self.overrule(self.calls, verdict(status)))
         return Group(prompt, tuple(completions), tuple(verdicts))
 
-    def wait_decoded(self) -> None:
-        if self.calls == self.stop_at:
+    def wait_decoded(self, ticket: int | None = None) -> None:
+        if (ticket or min(self.under_way)) == self.stop_at:
             self.on_stop()
             raise Stopped
         self.clock.now_s += 3.0
 
-    def collect(self) -> tuple[list[Group], RolloutReport]:
+    def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         self.clock.now_s += 0.25
-        self.under_way = False
-        tokens = sum(completion.token_ids.size for group in self._groups for completion in group.completions)
-        report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(self._groups), tokens, 0.25, 0)
-        return self._groups, report
-
-    def abandon(self) -> None:
-        self.under_way = False
+        groups, taken = self.under_way.pop(ticket or min(self.under_way))
+        tokens = sum(completion.token_ids.size for group in groups for completion in group.completions)
+        report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0, prompts=tuple(taken))
+        return groups, report
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)
@@ -236,6 +248,8 @@ class TablePolicy:
                 pick(row.policy_log_probs),
                 pick(row.reference_log_probs),
                 pick(row.weights),
+                pick(row.log_prob_gradients),
+                pick(row.entropy_gradients),
             )
             loss, sums = objective(*self._head(row, objective.temperature), inputs)
             (loss / batch.token_count).backward()
@@ -308,6 +322,9 @@ class RiddleStream:
     @property
     def left(self) -> int:
         return self.problems - len(self.excluded)
+
+    def find(self, problem_id: str) -> Prompt:
+        return problem(int(problem_id[1:]))
 
     def mix(self, repeats: Sequence[int]) -> None:
         self.mixtures.append(repeats)

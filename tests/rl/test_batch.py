@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from or1_megatron.rl.batch import make_batches, pack, real_tokens, split, to_samples
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, MicroBatch, Sample
 
@@ -163,7 +163,9 @@ def test_gradient_is_the_same_for_every_cut(aggregation: Aggregation) -> None:
         n = int(rng.integers(1, 9))
         made = sample([8 + i % 4], rng.integers(0, 8, n).tolist(), advantage=float(rng.normal()))
         samples.append(replace(made, reference_log_probs=rng.normal(-2, 0.3, n).astype(np.float32)))
-    objective = ClippedPolicyLoss(0.2, 0.2, 0.01, temperature=0.7, on_policy=False, kl_coefficient=0.2)
+    objective = ClippedPolicyLoss(
+        0.2, 0.2, entropy_coefficient=0.01, temperature=0.7, on_policy=False, kl_coefficient=0.2
+    )
     table = torch.zeros(12, 8, dtype=torch.float64)
     table.copy_(torch.from_numpy(rng.normal(size=(12, 8))))
     total = 0
@@ -255,7 +257,7 @@ def weights_of(batch: Batch) -> dict[int, float]:
 
 def test_aggregation_weights_by_hand() -> None:
     """Responses of 1 and 3 tokens (the docstring's), and one of 4 of which none counts: T_k = 4. Response weights 2 and
-    2/3 however they are cut; micro-batch weights 1 in one row, 2 and 2/3 in a row each; the token mean has none."""
+    2/3 however they are cut; the released rule's 1 in one row, 2 and 2/3 in a row each; the token mean has none."""
     short, long = sample([1], [2]), sample([1], [2, 3, 4])
     silent = replace(sample([1], [2, 3, 4, 5]), loss_mask=np.zeros(4, dtype=np.bool_))
     one_row, rows = BatchLayout(1, 64, 1), BatchLayout(3, 5, 1)
@@ -264,8 +266,31 @@ def test_aggregation_weights_by_hand() -> None:
         assert weights_of(found) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
         assert found.token_count == 4 and found.aggregation == "response_mean"
         assert all(row.weights is None for rank in pack([short, long], layout).ranks for row in rank)
-    assert weights_of(pack([short, long, silent], one_row, "micro_batch_mean")) == pytest.approx({0: 1, 1: 1, 2: 0})
-    assert weights_of(pack([short, long, silent], rows, "micro_batch_mean")) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
+    assert weights_of(pack([short, long, silent], one_row, "released-code")) == pytest.approx({0: 1, 1: 1, 2: 0})
+    assert weights_of(pack([short, long, silent], rows, "released-code")) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
+
+
+def test_the_released_rule_against_its_own_steps() -> None:
+    """Recomputed in float64 as the released code goes about it, by autograd on one number per token: each rank sums
+    (token mean of a micro-batch) * R_m / (its share of the configured mini-batch), and gradients are averaged over the
+    ranks. With 12 responses of 12 configured the gradient is ours; with 12 of 48 it is a quarter of ours.
+
+    This does not prove that the released code cuts its micro-batches where we do."""
+    lengths = (1, 2, 3, 5, 8, 13, 4, 4, 9, 1, 6, 7)
+    batch = pack([sample([1], [2] * n) for n in lengths], BatchLayout(2, 20, 1), "released-code")
+    rows = [[row.sample_index.tolist() for row in rank] for rank in batch.ranks]
+    assert len(rows) == 2 and len({len(row) for rank in rows for row in rank}) > 1
+    losses = [torch.full((n,), float(n), dtype=torch.float64, requires_grad=True) for n in lengths]
+    weights = weights_of(batch)
+    ours = {i: weights[i] / batch.token_count for i in range(len(lengths))}
+    for configured in (12, 48):
+        of_ranks = [
+            sum(torch.cat([losses[i] for i in row]).mean() * len(row) / (configured / 2) for row in rank if row)
+            for rank in rows
+        ]
+        gradients = torch.autograd.grad((of_ranks[0] + of_ranks[1]) / 2, losses)
+        for i, gradient in enumerate(gradients):
+            assert gradient.tolist() == pytest.approx([ours[i] * 12 / configured] * lengths[i], rel=1e-6)
 
 
 def test_aggregations_are_the_means_they_say() -> None:

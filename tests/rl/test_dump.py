@@ -14,11 +14,13 @@ import pytest
 
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpError, DumpStore, UpdateDump, first_not_finite, read_dump, unpack
-from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
+from or1_megatron.rl.objectives.kl_cov import KLCov
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample, UpdateReport
 
-LOSS = ClippedPolicyLoss(0.2, 0.25, 0.01, 0.8, False)
+LOSS = ClippedPolicyLoss(0.2, 0.25, entropy_coefficient=0.01, temperature=0.8, on_policy=False)
 
 
 def sample(prompt: list[int], response: list[int], advantage: float, mask: list[int] | None = None) -> Sample:
@@ -117,7 +119,8 @@ def test_a_dump_has_the_log_probs_that_its_samples_have(names: tuple[str, ...], 
 
 def test_every_objective_of_ours_comes_back(tmp_path: Path) -> None:
     store = DumpStore(tmp_path, 2, {})
-    assert read_dump(store.close(store.open(1, 0), dump(objective=CrossEntropy(0.7)))).objective == CrossEntropy(0.7)
+    for objective in (CrossEntropy(0.7), KLCov(0.1, entropy_coefficient=0.1, temperature=0.7, on_policy=False)):
+        assert read_dump(store.close(store.open(1, 0), dump(objective=objective))).objective == objective
 
 
 def test_first_not_finite() -> None:
@@ -147,7 +150,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     record = json.loads((folder / "dump.json").read_text())
     record["objective"]["class"] = "os.system"
     (folder / "dump.json").write_text(json.dumps(record))
-    with pytest.raises(DumpError, match=r"objective 'os\.system', expected one of ClippedPolicyLoss, CrossEntropy"):
+    with pytest.raises(DumpError, match=r"objective 'os\.system', expected one of ClippedPolicyLoss, GSPO"):
         read_dump(folder)
     (folder / "dump.json").write_text(json.dumps(record | {"format": 7}))
     with pytest.raises(DumpError, match="format 7, expected 2; replay it with the version that wrote it"):

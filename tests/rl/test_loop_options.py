@@ -12,6 +12,7 @@ import pytest
 from test_loop import STAGE, World, compare
 
 from or1_megatron.config.schema import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig, StageConfig
+from or1_megatron.rl.objectives.dr_grpo import DrGRPO
 from or1_megatron.rl.score import score
 
 OFF_POLICY = STAGE.model_copy(update={"prompts_per_step": 16, "prompts_per_update": 4})
@@ -148,3 +149,55 @@ def test_resumed_with_every_option_on(tmp_path: Path, stop_at: int) -> None:
     assert [rows[step]["policy/clip_high"] for step in (1, 2, 3)] == pytest.approx([0.2, 0.21, 0.22])
     assert {o.clip_high for _, o in whole.policy.updates[:4]} == {0.2}  # type: ignore[attr-defined]
     assert {batch.aggregation for batch, _ in whole.policy.updates} == {"response_mean"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "objective", "passes"),
+    [
+        (OFF_POLICY, {"name": "gspo"}, 4),  # one before the first SGD step, which it serves, and one before each other
+        (OFF_POLICY, {"name": "clip_cov", "args": {"share": 0.1, "lowest": 0.0}}, 4),
+        (STAGE, {"name": "clip_cov", "args": {"share": 0.1, "lowest": 0.0}}, 1),
+        (STAGE, {"name": "gspo"}, 0),  # pointwise on policy
+    ],
+)
+def test_objectives_of_sequences_and_of_the_batch_learn(
+    tmp_path: Path, stage: StageConfig, objective: dict[str, object], passes: int
+) -> None:
+    """With a one-pass head, in 14 steps; scored only where it must be; clip_cov stops at most floor(share N) tokens."""
+    aggregation = "response_mean" if objective["name"] == "gspo" else "token_mean"
+    algorithm = AlgorithmConfig.model_validate({"objective": objective, "loss": {"aggregation": aggregation}})
+    steps = [stage.model_copy(update={"steps": 14})]
+    world = World(tmp_path, steps, evaluate_every=0, algorithm=algorithm, changes={"one_pass": True})
+    world.loop.run()
+    trained = [row for step, row in world.diary.rows.items() if step and row["sgd/steps"] == stage.sgd_steps]
+    assert len(trained) > 3 and world.policy.calls.count("score") >= passes * len(trained)
+    assert (world.policy.calls.count("score") == 0) == (passes == 0)
+    rows = world.diary.rows
+    assert rows[14]["accuracy/all"] > rows[1]["accuracy/all"] + 0.2
+    if objective["name"] == "clip_cov":
+        assert all(0 < row["policy/cov_fraction"] <= 0.1 for row in trained)
+
+
+def test_kl_in_the_reward_scores_all_groups_before_advantages(tmp_path: Path) -> None:
+    """Rejected groups too; nothing of it is in the loss, which then has no KL to report."""
+    kl = KLConfig(coefficient=0.05, reference=Path("start"), where="reward")
+    algorithm = AlgorithmConfig(kl=kl)
+    world = World(tmp_path, [STAGE.model_copy(update={"steps": 3})], evaluate_every=0, algorithm=algorithm)
+    world.loop.run()
+    assert world.policy.calls.count("score_reference") == 3 and "policy/kl" not in world.diary.rows[3]
+    first, third = (world.diary.rolled[step][2] for step in (1, 3))
+    levels = [len(np.unique(group.advantages)) for group in third]
+    assert max(levels) > 2, "rewards of 0 and 1 alone give two levels"
+    assert all(len(np.unique(group.advantages)) == 2 for group in first), "the reference is the start"
+
+
+def test_dr_grpo_takes_the_length_of_its_batch(tmp_path: Path) -> None:
+    """length_share is T_k / (R T) of each SGD step's own mini-batch."""
+    chosen = {"objective": {"name": "dr_grpo"}, "advantage": {"scale": "none"}}
+    algorithm = AlgorithmConfig.model_validate(chosen)
+    world = World(tmp_path, [OFF_POLICY.model_copy(update={"steps": 2})], evaluate_every=0, algorithm=algorithm)
+    world.loop.run()
+    longest = OFF_POLICY.max_response_tokens
+    for batch, objective in world.policy.updates:
+        assert isinstance(objective, DrGRPO)
+        assert objective.length_share == pytest.approx(batch.token_count / (batch.sample_count * longest))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import completion, group_of, verdict
@@ -20,6 +22,7 @@ from or1_megatron.rl.metrics import (
     time_metrics,
     update_metrics,
 )
+from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport
@@ -123,6 +126,39 @@ def test_mismatch_both_ways() -> None:
     assert (measured.mean_abs, measured.max_abs, measured.kl) == pytest.approx((0.2, 0.3, k3))
 
 
+def test_mismatch_of_responses_by_hand() -> None:
+    """The docstring's example: d is ln 2, -ln 2 in one response and ln 2 in another."""
+    half = float(np.log(0.5))
+    engine = [np.array([-3.0, -2.0], dtype=np.float32), np.array([-1.0], dtype=np.float32)]
+    policy = [np.array([-3.0 - half, -2.0 + half]), np.array([-1.0 - half])]
+    expected = {
+        "k1": half / 3,
+        "perplexity_ratio": 0.75,
+        "chi_square": 1.75,
+        "effective_sample_size": 4.5**2 / (3 * 8.25),
+        "sequence_log_ratio": -half / 2,
+        "sequence_chi_square": 1.5,
+        "sequence_effective_sample_size": 0.9,
+    }
+    found = mismatch_metrics(engine, [values.astype(np.float32) for values in policy])
+    assert found == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-5)
+    same = mismatch_metrics(engine, engine)
+    assert {name for name, value in same.items() if value == 1} == {
+        "mismatch/perplexity_ratio",
+        "mismatch/effective_sample_size",
+        "mismatch/sequence_effective_sample_size",
+    }
+    apart = mismatch_metrics([np.zeros(50, np.float32)], [np.full(50, -100, np.float32)])
+    assert all(np.isfinite(value) for value in apart.values()) and mismatch_metrics([], []) == {}
+
+
+def test_time_with_a_roll_out_ahead_by_both_counts() -> None:
+    """10 s wall, 4 s decoded beside 1 s of update and 2 s of score: the 4 s are longer, other = 10 - 4 = 6. Score as
+    other: 6 as well, since the pass ran while engines decoded."""
+    found = time_metrics(10.0, {"score": 2.0}, [REPORT, update(4)], overlaps=True)
+    assert (found["time/other"], found["other_share"], found["other_share_with_score"]) == (6.0, 0.6, 0.6)
+
+
 def test_throughput_and_mfu() -> None:
     """6 real tokens in 1 s on 2 GPUs: 3 per GPU; 6 * 1e9 * 3 FLOP/s of 1e12."""
     sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), 0.0, np.ones(4, np.bool_))
@@ -133,7 +169,8 @@ def test_throughput_and_mfu() -> None:
 
 def test_time_metrics() -> None:
     """20 s wall; engines decode 4 s in training (mean 3 s per engine) and 5 s in evaluation, update 1 s, score 2 s:
-    other = 20 - 12 = 8."""
+    other = 20 - 12 = 8; 10 with the score pass, as in the paper. Where training (3 s) and decoding (4 s) overlap,
+    the longer counts: 20 - 4; and the engines' mean of 3 s is of the 6 s between two reports."""
     result = EvaluationResult(0.5, None, 1.0, 7.0, 3, 8, decode_s=5.0, wall_s=6.0)
     found = time_metrics(20.0, {"roll_out": 5.0, "score": 2.0}, [REPORT, update(4), result])
     assert found == pytest.approx(
@@ -143,9 +180,13 @@ def test_time_metrics() -> None:
             "time/step": 20.0,
             "time/other": 8.0,
             "other_share": 0.4,
+            "other_share_with_score": 0.5,
             "engine/utilization": 0.15,
         }
     )
+    overlapping = time_metrics(20.0, {"score": 2.0}, [replace(REPORT, period_s=6.0), update(4)], overlaps=True)
+    assert overlapping["time/other"] == pytest.approx(16.0)
+    assert overlapping["engine/utilization"] == pytest.approx(0.5)
     assert "evaluation/non_truncated_accuracy" not in evaluation_metrics(result)
 
 

@@ -21,10 +21,10 @@ from or1_megatron.config.schema import SafetyConfig, StageConfig, StageEvaluatio
 from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.rl.checks import AllRejected, NoPromptsLeft, ResumeError
 from or1_megatron.rl.loop import Loop
-from or1_megatron.rl.loss import ClippedPolicyLoss
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.ports import Begin
 from or1_megatron.runtime.manifest import write_manifest
-from or1_megatron.types import Group, Prompt, Verdict
+from or1_megatron.types import Group, Prompt, Sampling, Verdict
 
 
 def stages(*changes: dict[str, Any]) -> tuple[StageConfig, ...]:
@@ -178,10 +178,13 @@ def test_evaluation_settings_of_a_stage(tmp_path: Path) -> None:
     world = World(tmp_path, stages({"steps": 2}, {"steps": 4, "evaluate": other}), evaluate_every=1)
     asked: list[tuple[int, int]] = []
     roll_out = world.rollouts.roll_out
-    world.rollouts.roll_out = lambda prompts, size, sampling, *rest: (  # type: ignore[method-assign]
-        asked.append((size, sampling.max_response_tokens)) if rest[0] == 99 else None,
-        roll_out(prompts, size, sampling, *rest),
-    )
+
+    def noted(prompts: Any, size: int, sampling: Sampling, seed: int, *rest: Any, **named: Any) -> int:
+        if seed == 99:
+            asked.append((size, sampling.max_response_tokens))
+        return roll_out(prompts, size, sampling, seed, *rest, **named)
+
+    world.rollouts.roll_out = noted  # type: ignore[method-assign]
     result = world.loop.run()
     assert asked == [(8, 4), (2, 4), (2, 4), (3, 5), (8, 5)]
     assert sorted(world.diary.evaluations) == [0, 1, 2, 4, 6] and result.best_step in (4, 6)
@@ -357,7 +360,7 @@ def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
     stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop  # while step 3 trains, step 4 is sampled
     result = stopped.loop.run()
-    assert result.steps == 3 and not stopped.rollouts.under_way
+    assert result.steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     again.loop.run()
     assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [0, 1, 1]
@@ -368,7 +371,7 @@ def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
 
 
 def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
-    """Saved after step 3, with step 4 sampled already: that step's prompts are drawn again, none is skipped."""
+    """Saved after step 3 or 4, with the next step sampled already: its prompts are drawn again, none is skipped."""
     given = stages({"steps": 6})
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
@@ -378,8 +381,8 @@ def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
         killed.loop.run()
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     again.loop.run()
-    assert again.diary.resumed_at == [3]
-    for k in (4, 5, 6):
+    assert again.diary.resumed_at == [4]
+    for k in (5, 6):
         ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
         assert ids[0] == ids[1]
 
@@ -393,13 +396,13 @@ def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:
 
 
 def test_times_of_stale_rollouts(tmp_path: Path) -> None:
-    """On the fakes' clock nothing really overlaps; what is counted: decoding 3 s and training 1 s begin together, so
-    that 3 s of the lap are useful, and a lap has the decoding that happened in it."""
+    """On the fakes' clock nothing really overlaps; what is counted: of decoding 3 s and training 1 s in a lap the
+    longer is useful."""
     world = World(tmp_path, [STAGE.model_copy(update={"steps": 3})], evaluated=False, changes=STALE)
     world.loop.run()
     rows = world.diary.rows
-    for k, useful_s in ((1, 3 + 3), (2, 3), (3, 1)):
-        assert rows[k]["time/step"] - rows[k]["time/other"] == pytest.approx(useful_s)
+    for k in (1, 2, 3):
+        assert rows[k]["time/step"] - rows[k]["time/other"] == pytest.approx(3)
 
 
 def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
@@ -411,3 +414,34 @@ def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
     write_manifest(file.parent)
     with pytest.raises(ResumeError, match=r"of step 3 was written by an older version: its loop.json lacks schedule\."):
         World(tmp_path, [STAGE], evaluated=False).loop.run()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
+    """Steps come 0, 1, ..., N, N versions behind in each stage, are of the prompts and seeds of the run without, and a
+    plateau or a refill bounds the depth to 1. Resumed after step 3, steps are asked again from there, with their
+    prompts."""
+    given = stages({"steps": 5}, {"steps": 5, "filter_solved": False})
+    changes = {"max_staleness": depth}
+    world = with_stream(World(tmp_path / "deep", given, evaluate_every=2, changes=changes))
+    world.loop.run()
+    behind = [min(k, depth) for k in range(5)]
+    assert [world.diary.rows[k]["rollout/staleness"] for k in range(1, 11)] == behind * 2
+    plain = with_stream(World(tmp_path / "plain", given, evaluate_every=2))
+    plain.loop.run()
+    assert world.loop.state()["stream"] == plain.loop.state()["stream"]
+    asked = [[[g.prompt.problem.id for g in w.diary.rolled[k][1]] for k in range(1, 11)] for w in (world, plain)]
+    assert asked[0] == asked[1]
+    stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    assert stopped.loop.run().steps == 3
+    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
+    again.loop.run()
+    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [0, 1, 0]
+    assert [[g.prompt.problem.id for g in again.diary.rolled[k][1]] for k in range(4, 11)] == asked[1][3:]
+    for change in ({"refill_prompts": 8, "prompts_per_step": 4, "prompts_per_update": 4}, {"plateau": PLATEAU}):
+        bounded = with_stream(
+            World(tmp_path / str(sorted(change)), stages({"steps": 4, **change}), evaluated=False, changes=changes)
+        )
+        bounded.loop.run()
+        assert max(row.get("rollout/staleness", 0) for row in bounded.diary.rows.values()) == 1

@@ -21,7 +21,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import Group, RefillRule, Sampling
+from or1_megatron.types import DeferRule, Group, RefillRule, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -108,27 +108,68 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
     assert len(rollouts.collect()[0]) == 3  # all that there are
 
 
-def test_abandoned_roll_outs_leave_nothing(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
-    rollouts.abandon()
-    for _ in range(2):
-        rollouts.roll_out(PROMPTS, 24, Sampling(1.0, 1.0, 100), seed=3)
-        rollouts.abandon()
-        assert rollouts.progress() == (0, 0) and idle(engine_pool)
-    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
+def test_deferring_gives_up_whole_prompts_and_asks_them_again(
+    rollouts: RolloutsClient, engine_pool: EnginePool
+) -> None:
+    """The first 3 of 5 prompts that are whole; then the other two, with the seeds that they had. That which are first
+    depends on lengths: test_scheduler. In another batch a seed may rarely give other tokens: one in ten is let pass."""
+    rollouts.roll_out(PROMPTS, 8, SAMPLING, seed=6)
+    plain, _ = rollouts.collect()
+    rollouts.roll_out(PROMPTS, 8, SAMPLING, 6, DeferRule(3))
+    rollouts.wait_decoded()
     groups, report = rollouts.collect()
-    assert len(groups) == 5 and report.surplus_responses == 0
-    assert report.decode_s <= report.wall_s
+    assert len(groups) == len(report.prompts) == 3
+    assert [group.prompt.problem.id for group in groups] == [f"problem{index}" for index in report.prompts]
+    assert idle(engine_pool)
+    left = [index for index in range(5) if index not in report.prompts]
+    rollouts.roll_out([PROMPTS[index] for index in left], 8, SAMPLING, 7, None, [(6, index) for index in left])
+    again, _ = rollouts.collect()
+    same = []
+    for index, group in zip([*report.prompts, *left], [*groups, *again], strict=True):
+        for found, expected in zip(group.completions, plain[index].completions, strict=True):
+            assert found.seed == expected.seed
+            same.append(found.token_ids.tolist() == expected.token_ids.tolist())
+    assert np.mean(same) > 0.9
 
 
-def test_one_roll_out_at_a_time(rollouts: RolloutsClient) -> None:
+def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
     with pytest.raises(RolloutError, match="collect: no roll-out is under way"):
         rollouts.collect()
     with pytest.raises(ValueError, match="0 prompts"):
         rollouts.roll_out([], 4, SAMPLING, seed=1)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=1)
-    with pytest.raises(RolloutError, match="has not been collected"):
+    with pytest.raises(RolloutError, match="seed 1 gives two requests the same seed"):
         rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=1)
-    rollouts.collect()
+    second = rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=2)
+    urgent = rollouts.roll_out(PROMPTS[:1], 3, SAMPLING, seed=3, urgent=True)
+    assert len(rollouts.collect(urgent)[0]) == 1 and len(rollouts.collect()[0]) == 5
+    assert len(rollouts.collect(second)[0][0].completions) == 2
+
+
+def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
+    """In a roll-out, and between two: the successor gives the groups of an undisturbed roll-out of the same seed.
+
+    That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
+    """
+    reasons: list[str] = []
+    tokens = []
+    sampling = Sampling(1.0, 1.0, 100)
+    with pytest.raises(RolloutError, match="no roll-out is under way"):
+        rollouts.wait_decoded()
+    rollouts.revive_with(lambda: None, reasons.append)
+    for deadly in (False, True):
+        rollouts.roll_out(PROMPTS, 24, sampling, seed=9)
+        if deadly:
+            ray.kill(rollouts._manager, no_restart=True)
+        groups, report = rollouts.collect()
+        tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
+        assert report.surplus_responses == 0
+    assert tokens[0] == tokens[1]
+    ray.kill(rollouts._manager, no_restart=True)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
+    assert len(rollouts.collect()[0]) == 5
+    assert len(reasons) == 2
+    assert idle(engine_pool)
 
 
 def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:

@@ -136,7 +136,6 @@ def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> No
         kept = rng.random(prompts) > 0.4
         turns = {(p, s): float(rng.lognormal(0.0, 1.0)) for p in range(prompts) for s in range(samples)}
         requests = plan_requests([prompt([2])] * prompts, samples, SAMPLING, 1)
-        keys = {request.seed: key for key, request in requests.items()}
         budget, waiting = SamplingBudget(prompts, RefillRule(24, right, expected_rejected)), deque(requests.items())
         load, now, busy, left = (
             dict.fromkeys(range(engines), 0),
@@ -147,8 +146,7 @@ def test_no_engine_idles_while_there_may_be_work(expected_rejected: float) -> No
         while not budget.over:
             for index, sent in dispatch(waiting, budget, load, room, low).items():
                 load[index] += len(sent)
-                for request in sent:
-                    key = keys[request.seed]
+                for key, _ in sent:
                     heapq.heappush(busy, (now + turns[key], index, key[0]))
             assert max(load.values()) <= room
             assert not waiting or waiting[0][0][0] >= budget.limit or min(load.values()) >= low

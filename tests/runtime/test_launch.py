@@ -56,6 +56,19 @@ sys.exit(launch.run_ranks("or1_test_rank", sys.argv[1:], ranks=2, threads_per_ra
 """
 
 
+TWICE = """
+import os, sys
+from pathlib import Path
+from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.runtime.launch import launch
+from or1_megatron.runtime.monitor import Monitor
+for what in ("exit7", "done"):
+    monitor = Monitor(os.getpid(), sys.argv[1], 10.0, FaultRecord(Path(sys.argv[1])))
+    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, threads_per_rank=None, grace_s=5.0, monitor=monitor)
+    print(ended.code, ended.rank_code, ended.how[:6])
+    print(monitor.left_over())
+"""
+
 PATIENCE_S = 120.0
 """How long anything may take on a busy machine."""
 
@@ -175,6 +188,21 @@ def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: 
     assert "rank 0" in errors
     assert "was killed by SIGKILL" in errors
     assert run.left() == []
+
+
+def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:
+    """One fails; nothing of the first launch is left; the second is as good as the first."""
+    (tmp_path / "or1_test_rank.py").write_text(RANK)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["7 7 rank 1", "[]", "0 0 ", "[]"], done.stderr
 
 
 def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) -> None:

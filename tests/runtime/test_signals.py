@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from or1_megatron.errors import PART_LOST
+from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
+
 SAVES = """
 import sys, threading, time
 from or1_megatron.runtime import signals
@@ -74,6 +77,24 @@ def test_a_signal_asks_for_a_save_and_the_process_exits_normally(number: signal.
         out, err = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "saved\n")
     assert f"{number.name}: saving and stopping within 30 s" in err
+
+
+def test_torchruns_own_sigterm_ends_a_rank_and_the_launchers_asks_for_a_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent sends SIGTERM to the other ranks when one has failed: they cannot save without it."""
+    launch = f"test_{tmp_path.name}_{os.getpid()}"
+    monkeypatch.setenv(LAUNCH_MARK, launch)
+    with running(SAVES, "2.0") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == PART_LOST
+    asked_flag(launch).touch()
+    try:
+        with saving(signal.SIGTERM, repeat_s=2.0) as process:
+            out, _ = process.communicate("\n", timeout=PATIENCE_S)
+    finally:
+        asked_flag(launch).unlink()
+    assert (process.returncode, out) == (0, "saved\n")
 
 
 def test_a_second_signal_exits_at_once() -> None:

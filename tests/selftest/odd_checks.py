@@ -54,7 +54,7 @@ def main() -> int:
     out = Path(sys.argv[1])
     checks = []
     for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
-        checks.append(Check(name, f"that it {name}", "odd_checks.py", "odd_checks", limit_s=float(limit or 600)))
+        checks.append(Check(name, f"that it {name}", "odd_checks.py", module="odd_checks", limit_s=float(limit or 600)))
     # the machine's devices are not asked for: that would import torch
     from or1_megatron.selftest import run
 

@@ -48,7 +48,7 @@ def test_registry() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         assert (ROOT / check.look_at).is_file(), check.look_at
-        source = (ROOT / check.module.replace(".", "/")).with_suffix(".py").read_text()
+        source = (ROOT / check.place.replace(".", "/")).with_suffix(".py").read_text()
         assert f"\ndef {check.function}(context: Context) -> None:" in source
 
 
@@ -77,7 +77,7 @@ def test_list() -> None:
 @pytest.mark.parametrize("devices", GPUS)
 def test_layouts_use_all_devices_and_suit_the_model(devices: int) -> None:
     """With 8 devices the axes TP, PP, CP and DP have (3 + 4 - 1 choose 3) = 20 products of three twos."""
-    names = layouts_for(devices)
+    names = layouts_for(True, devices)
     assert len(set(names)) == len(names)
     kept = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 131072}
     hf = {**SHAPES[small_shape(cuda=True)], **kept}
@@ -90,6 +90,14 @@ def test_layouts_use_all_devices_and_suit_the_model(devices: int) -> None:
     if devices == 8:
         assert sum(parse_layout(name, 256).parallel.ranks == 8 for name in names) == 20
     assert {parse_layout(name, 256).parallel.ranks for name in save_and_load_layouts(devices)} == {devices}
+
+
+def test_layouts_on_cpu_cut_every_axis() -> None:
+    parallel = [parse_layout(name, 256).parallel for name in layouts_for(False, 2)]
+    for axis in ("tensor", "pipeline", "context"):
+        assert {getattr(each, axis) for each in parallel} == {1, 2}, axis
+    assert any(each.ranks == 2 and each.tensor * each.pipeline * each.context == 1 for each in parallel)  # data
+    assert set(layouts_for(False, 2)) < set(layouts_for(True, 2))
 
 
 @pytest.mark.parametrize("devices", GPUS)

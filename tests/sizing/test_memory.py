@@ -20,7 +20,16 @@ from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.runtime.host_memory import HostMemory
 from or1_megatron.sizing.conflicts import Device
-from or1_megatron.sizing.memory import NotEnoughMemory, ProcessMemory, needed, process_memory, stage_weights
+from or1_megatron.sizing.memory import (
+    PHASES,
+    NotEnoughMemory,
+    Phase,
+    ProcessMemory,
+    needed,
+    phase_bytes,
+    process_memory,
+    stage_weights,
+)
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import plan
 from or1_megatron.trainer import preflight
@@ -141,7 +150,7 @@ def test_the_dry_run_shows_the_same_numbers() -> None:
     processes = process_memory(quickstart(), Shape.of(HALF_B), "cpu")
     for process in processes:
         assert re.search(rf"{process.process} +{re.escape(str(process))}", shown), process
-    assert re.search(rf"at one time +{needed(processes, 'cpu') / GIB:.2f} GiB", shown)
+    assert re.search(rf"at one time +{needed(quickstart(), processes, 'cpu') / GIB:.2f} GiB", shown)
 
 
 def test_what_is_not_held_at_one_time() -> None:
@@ -150,18 +159,51 @@ def test_what_is_not_held_at_one_time() -> None:
     Of stale rollouts the engines' logits are there all the time: 5 or 6 beside 10 and 2 * 24.
     """
 
-    def peak(passing: str) -> int:
-        first = ProcessMemory("first", 1, {"state": 7, "activations": 3}, "activations")
-        last = ProcessMemory("last", 1, {"state": 3, "activations": 2}, "activations")
-        engine = ProcessMemory("engine", 2, {"weights": 20, "logits": 4}, passing)
-        return needed([first, last, engine, ProcessMemory("handoff", 1, {"buckets": 6}, "buckets")], "cpu")
+    def peak(sampling: dict[str, frozenset[Phase]]) -> int:
+        update = {"activations": frozenset[Phase]({"update"})}
+        first = ProcessMemory("first", 1, {"state": 7, "activations": 3}, update)
+        last = ProcessMemory("last", 1, {"state": 3, "activations": 2}, update)
+        engine = ProcessMemory("engine", 2, {"weights": 20, "logits": 4}, sampling)
+        buckets = ProcessMemory("handoff", 1, {"buckets": 6}, {"buckets": frozenset({"handoff"})})
+        return needed(quickstart(), [first, last, engine, buckets], "cpu")
 
-    assert (peak("logits"), peak("")) == (10 + 40 + 8, 10 + 48 + 6)
+    assert (peak({"logits": frozenset({"rollout"})}), peak({})) == (10 + 40 + 8, 10 + 48 + 6)
+
+
+def test_a_gpu_in_each_phase_of_a_turn() -> None:
+    """A colocated 7B on one GPU of TP 1, 80 GB, bf16, by hand. Weights 2 bytes, gradients 4 and optimizer 12 per
+    parameter. While engines decode, trainer and engine fill the GPU: the KV cache is what is left. In an update the
+    engine keeps its reserve, of which 6 GiB."""
+    shape = Shape.of(SMALL | {"vocab_size": 10_000_000, "tie_word_embeddings": True})  # 640 million parameters
+    config = quickstart(
+        "model.dtype=bfloat16", "parallel.ranks=1", "parallel.pipeline=1", "rollout.engines=1",
+        "rollout.kv_cache_bytes=null", "cluster.gpu_memory_gb=80", "rollout.max_concurrent=8",
+    )  # fmt: skip
+    processes = process_memory(config, shape, "cuda")
+    at = {phase: phase_bytes(config, processes, "cuda", phase) for phase in PHASES}
+    reserves, weights = (8 + 6) * GIB, 2 * shape.parameters
+    assert at["rollout"] == pytest.approx(80e9, abs=8)
+    assert at["handoff"] == reserves + 2 * weights
+    assert at["wake"] == at["save"] == reserves + weights
+    assert at["update"] == reserves + 18 * shape.parameters + processes[0].parts["activations"]
+    apart = config.model_copy(update={"rollout": config.rollout.model_copy(update={"placement": "separate"})})
+    held = process_memory(apart, shape, "cuda")
+    assert phase_bytes(apart, held, "cuda", "handoff") == 8 * GIB + 18 * shape.parameters
+
+
+@pytest.mark.parametrize("gpus_here", [0, 1])
+def test_the_memory_that_a_layout_names_counts(monkeypatch: pytest.MonkeyPatch, gpus_here: int) -> None:
+    """A GPU of 80 GiB here, or none: ``cluster.gpu_memory_gb`` of 5 is refused, of 90 is not."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus_here)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * GIB))
+    preflight.check_room(plan(quickstart("cluster.gpu_memory_gb=90"), HALF_B, device="cuda"))
+    with pytest.raises(NotEnoughMemory, match=r"a GPU here has 4\.66 GiB"):
+        preflight.check_room(plan(quickstart("cluster.gpu_memory_gb=5"), HALF_B, device="cuda"))
 
 
 @pytest.mark.parametrize(("gpu_gib", "fits"), [((80, 79), True), ((80, 10), False)])
 def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, gpu_gib: tuple[int, int], fits: bool) -> None:
-    """A stage of 0.5B in fp32 holds 4.69 GiB of state, 8 GiB of reserve and activations: between 12.7 and 79 GiB."""
+    """A stage of 0.5B in fp32 holds 4.69 GiB of state, 14 GiB of reserves and activations: between 18.7 and 79 GiB."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpu_gib))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=gpu_gib[index] * GIB)

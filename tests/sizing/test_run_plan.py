@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.memory import STATE
+from or1_megatron.sizing.memory import ProcessMemory
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import PlanError, plan
 from or1_megatron.weights.shape import Shape
@@ -41,6 +41,10 @@ def or1_7b(**changes: Any) -> Config:
         "evaluate": {"data": [{"path": "e.jsonl"}]},
     }  # fmt: skip
     return Config.model_validate(sections | changes)
+
+
+def _state(rank: ProcessMemory) -> int:
+    return rank.parts["weights"] + rank.parts["gradients, optimizer"]
 
 
 def conflicts(
@@ -80,7 +84,7 @@ def test_parameters_and_bytes_of_a_7b() -> None:
     found = plan(or1_7b(), QWEN_7B, device="cuda")
     # Half the weights: 2 + 4 bytes each, and 12 bytes each over 16 data-parallel ranks.
     half = shape.parameters / 2
-    assert found.memory[0].parts[STATE] == pytest.approx(half * 6 + half * 12 / 16, abs=2)
+    assert _state(found.memory[0]) == pytest.approx(half * 6 + half * 12 / 16, abs=2)
 
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -109,7 +113,7 @@ def test_experts_are_spread() -> None:
     shape = Shape.of(QWEN3_30B_A3B)
     experts, dense = shape.expert_parameters() / 8, shape.parameters - shape.expert_parameters()
     found = plan(or1_7b(parallel=parallel, rollout={"engines": 16}), QWEN3_30B_A3B, device="cuda")
-    assert found.memory[0].parts[STATE] == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
+    assert _state(found.memory[0]) == pytest.approx(dense * (6 + 12 / 16) + experts * (6 + 12 / 2), abs=2)
     lines = conflicts(or1_7b(parallel={**parallel, "ranks": 24, "expert": 12}), QWEN3_30B_A3B)
     assert any("expert = 12 does not divide the model's 128 experts" in line for line in lines)
     lines = conflicts(or1_7b(parallel={"ranks": 4, "tensor": 4, "micro_batch_tokens": 36864}), QWEN3_30B_A3B)
@@ -151,6 +155,9 @@ STAGE = {"name": "s", "steps": 60, "max_response_tokens": 64, "prompts_per_step"
         ({"stages": [{**STAGE, "refill_prompts": 8}], "algorithm": {"advantage": {"reject_uniform_groups": False}}},
          ["stage 's': refill_prompts = 8", "reject_uniform_groups=false"]),
         ({"rollout": {"max_staleness": 1}}, ["max_staleness = 1", "placement=separate"]),
+        ({"rollout": {"max_staleness": 1, "tail": "defer"}}, ["tail=defer", "max_staleness = 1", "use one"]),
+        ({"rollout": {"tail": "defer"}, "stages": [{**STAGE, "refill_prompts": 8}]}, ["stage 's'", "tail=defer"]),
+        ({"rollout": {"tail": "defer"}, "stages": [{**STAGE, "plateau": {}}]}, ["stage 's'", "plateau", "tail=defer"]),
         ({"stages": [{**STAGE, "evaluate": {"every_steps": 5}}], "evaluate": {}},
          ["stage 's': evaluate.every_steps = 5", "is empty"]),
         ({"stages": [{**STAGE, "plateau": {"metric": "accuracy"}}]}, ["'accuracy' is no metric of this run"]),
@@ -247,17 +254,19 @@ def test_the_plan_can_be_read() -> None:
 
 
 def test_switches_that_are_on_are_shown() -> None:
-    loss = {"clip_high": 0.25, "dual_clip": 3.0, "clip_high_control": {"delta": 0.01}}
+    loss = {"clip_high": 0.25, "clip_high_control": {"delta": 0.01}}
     entropy = {"mode": "proportional_integral", "integral_gain": 0.1, "maximum": 0.01}
-    algorithm = {"loss": loss, "entropy": entropy, "correction": {"mode": "masked"}}
+    chosen = {"name": "clip_cov", "args": {"share": 0.1}}
+    algorithm = {"objective": chosen, "loss": loss, "entropy": entropy, "correction": {"mode": "masked"}}
     algorithm["kl"] = {"coefficient": 1e-3, "reference": "m"}
     stages = [{**STAGE, "reuse": 2, "temperature": 0.6, "refill_prompts": 8, "plateau": {"window": 3}}]
     optimizer = {"warmup_steps": 10, "decay_steps": 2000}
     text = shown(or1_7b(algorithm=algorithm, stages=stages, optimizer=optimizer), None, None)
     for part in (
         "lr 1e-06, rising over 10 SGD steps, falling to 0 at SGD step 2,000",
-        "clip 0.2 low, 0.25 high steered by 0.01 within 0.2 and 0.28, dual 3",
-        "KL 0.001; importance correction masked at 2",
+        "clip 0.2 low, 0.25 high steered by 0.01 within 0.2 and 0.28; token_mean",
+        "KL 0.001 (k3, in the loss); importance correction masked at 2 by token",
+        "clip_cov, share 0.1; clip 0.2 low",
         "proportional_integral, target 0.2 nats per token, gains 0, 0.1, c from 0, bounds 0, 0.01",
         "accuracy/all",
     ):

@@ -15,7 +15,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 SMALL = """
 base: {quickstart}
-run: {{dir: {run}}}
+run: {{dir: {run}, max_restarts: 0}}
 model: {{hf: {model}}}
 data: {{train: [{{path: {data}/train.jsonl}}]}}
 stages:

@@ -178,7 +178,7 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> Non
             given, _, words = bad[n // 3 % 5]
             assert words in item["detail"] and item["reward"] == 0.0
             kept = {key: item[key] for key in item if key not in ("reward", "status", "detail")}
-            assert kept == given if isinstance(given, dict) else set(kept) == {"unreadable"}
+            assert kept == given if isinstance(given, dict) else set(kept) == {"not_json"}
     whole = out.read_text()
     out.write_text("".join(whole.splitlines(keepends=True)[:45]) + '{"torn')
     assert run(file, "--out", out, "--unusable", "drop", "--workers", 2).exit_code == 0

@@ -67,7 +67,11 @@ def build(
 
 def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> list[PipelineStep[Any]]:
     """Return the recipe's steps after ``normalise``, in order."""
-    steps: list[PipelineStep[Any]] = [Statements(recipe.statements)]
+    steps: list[PipelineStep[Any]] = [
+        ExactDuplicates(within=True),
+        NearDuplicates(recipe.duplicates, within=True),
+        Statements(recipe.statements),
+    ]
     if recipe.answers is not None:
         steps.append(Answers(recipe.answers, make))
     steps += [ExactDuplicates(), NearDuplicates(recipe.duplicates)]

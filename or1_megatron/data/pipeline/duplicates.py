@@ -1,4 +1,4 @@
-"""Duplicates within and across the sets: the first one, in the order of the sources, stays."""
+"""Duplicates within a set and across the sets: the first one, in the order of the sources, stays."""
 
 from __future__ import annotations
 
@@ -38,20 +38,30 @@ class Original(NamedTuple):
     source: str
     origin: str
     ground_truth: str
+    set_name: str
 
 
 class DuplicateStep(PipelineStep[C]):
-    """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them."""
+    """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them.
+
+    ``within``: compare only rows of one set, in a step of its own.
+    """
 
     code = ("data/pipeline/duplicates.py", "data/pipeline/text.py")
     reason: str
     _original_of: dict[int, tuple[int, float]]
     _originals: dict[int, Original]
 
+    def __init__(self, config: C, within: bool = False) -> None:
+        super().__init__(config)
+        self._kinds = ("ability", "set_name") if within else ("ability",)
+        if within:
+            self.name = f"{self.name}_within"
+
     def prepare(self, shards: Sequence[Path]) -> None:
         self._original_of = self._find(shards)
         wanted = {original for original, _ in self._original_of.values()}
-        columns = ("id", "source", "origin", "ground_truth")
+        columns = ("id", "source", "origin", "ground_truth", "set_name")
         self._originals = {row: Original(*values) for row, values in _numbered(shards, columns) if row in wanted}
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
@@ -74,7 +84,7 @@ class DuplicateStep(PipelineStep[C]):
             "of_origin": original.origin,
             "of_source": original.source,
             "similarity": round(similarity, 4),
-            "scope": "within" if original.source == row.source else "across",
+            "scope": "within" if original.set_name == row.set_name else "across",
             "same_answer": original.ground_truth == row.ground_truth,
         }
         return Exclusion(row, self.reason, evidence)
@@ -86,15 +96,15 @@ class ExactDuplicates(DuplicateStep[Section]):
     name = "exact_duplicates"
     reason = "exact_duplicate"
 
-    def __init__(self) -> None:
-        super().__init__(Section())
+    def __init__(self, within: bool = False) -> None:
+        super().__init__(Section(), within)
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
         found = []
         for shard in shards:
-            for abilities, statements in read_column(shard, ("ability", "statement"), _BATCH_ROWS):
+            for statements, *kinds in read_column(shard, ("statement", *self._kinds), _BATCH_ROWS):
                 keys = [text_key(plain(text) or text) for text in statements]
-                found.append(np.array(keys, dtype=np.uint64) ^ _of_abilities(abilities))
+                found.append(np.array(keys, dtype=np.uint64) ^ _of_kinds(kinds))
         keys = np.concatenate(found)
         return {row: (original, 1.0) for original, row in _equal_pairs(keys)}
 
@@ -112,8 +122,9 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> dict[int, tuple[int, float]]:
-        batches = (columns for shard in shards for columns in read_column(shard, ("ability", "statement"), _BATCH_ROWS))
-        keys = np.concatenate([self._keys(*columns) for columns in batches])
+        columns = ("statement", *self._kinds)
+        batches = (batch for shard in shards for batch in read_column(shard, columns, _BATCH_ROWS))
+        keys = np.concatenate([self._keys(*batch) for batch in batches])
         groups = _groups(keys)
         original_of: dict[int, tuple[int, float]] = {}
         for members in _parts(groups, _lengths(shards), _TEXT_BYTES):
@@ -125,13 +136,13 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
                 self._compare(group, texts, keys, original_of)
         return original_of
 
-    def _keys(self, abilities: Sequence[str], statements: Sequence[str]) -> UInt64Array:
+    def _keys(self, statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
         """Band keys [rows, bands]."""
         config = self._config
         texts = [comparable(text) or text for text in statements]
         found = signatures(texts, config.shingle_chars, config.bands * config.rows_per_band)
         guards = np.array([_short_hash("\0".join(decisive(text))) for text in texts], dtype=np.uint64)
-        return band_keys(found, config.bands, guards ^ _of_abilities(abilities))
+        return band_keys(found, config.bands, guards ^ _of_kinds(kinds))
 
     def _compare(
         self,
@@ -163,10 +174,11 @@ def _short_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _of_abilities(abilities: Sequence[str]) -> UInt64Array:
-    """A hash per row: a math and a code problem are never the same."""
-    known = {ability: _short_hash(ability) for ability in set(abilities)}
-    return np.array([known[ability] for ability in abilities], dtype=np.uint64)
+def _of_kinds(columns: Sequence[Sequence[str]]) -> UInt64Array:
+    """A hash per row of its ability, and of its set where it counts: a math and a code problem are never the same."""
+    kinds = list(zip(*columns, strict=True))
+    known = {kind: _short_hash("\0".join(kind)) for kind in set(kinds)}
+    return np.array([known[kind] for kind in kinds], dtype=np.uint64)
 
 
 def _equal_pairs(keys: UInt64Array) -> Iterator[tuple[int, int]]:

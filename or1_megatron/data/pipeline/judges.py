@@ -26,7 +26,7 @@ CRITERIA = (
 )
 """The paper's four criteria, in our words."""
 
-UNREADABLE = "unreadable"
+NO_VOTE = "no_vote"
 """A result: an answer that holds no vote."""
 
 _QUESTION = """You are asked whether a {kind} problem is fit for an exam. Do not solve it. Judge only how it is put:
@@ -56,13 +56,13 @@ def question(row: Candidate) -> tuple[Message, ...]:
 
 
 def read_vote(answer: str) -> str:
-    """Return the four criteria as y and n, such as "yyny"; UNREADABLE unless each is answered after the reasoning.
+    """Return the four criteria as y and n, such as "yyny"; NO_VOTE unless each is answered after the reasoning.
 
     The last answer to a criterion counts.
     """
     said = answer.rpartition("</think>")[2]
     found = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}
-    return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else UNREADABLE
+    return "".join(found[name] for name, _ in CRITERIA) if len(found) == len(CRITERIA) else NO_VOTE
 
 
 class Judges(ModelStep[JudgesConfig]):
@@ -72,11 +72,11 @@ class Judges(ModelStep[JudgesConfig]):
     code = ("data/pipeline/judges.py", "data/pipeline/sampling.py", "data/chat.py")
 
     def settings(self) -> Mapping[str, Any]:
-        ours = self._config.model_dump(mode="json", include={"votes", "keep_at_least", "retries"})
+        ours = self._config.model_dump(mode="json", include={"abilities", "votes", "keep_at_least", "retries"})
         return {**super().settings(), **ours}
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        return [self._judged(row) for row in rows]
+        return [self._judged(row) if row.ability in self._config.abilities else row for row in rows]
 
     def _sample_missing(self, model: ModelRun) -> None:
         """Sample a vote that cannot be read again, with another seed, up to ``retries`` times."""
@@ -85,31 +85,33 @@ class Judges(ModelStep[JudgesConfig]):
             refused = {"vote": REFUSED, "attempt": attempt}
             for _, completion in model.completions(partial(self._requests, model.store, attempt), refused):
                 vote = read_vote(completion.text)
-                if vote == UNREADABLE and len(garbage) < _GARBAGE_SHOWN:
+                if vote == NO_VOTE and len(garbage) < _GARBAGE_SHOWN:
                     garbage.append(completion.text[-80:])
                 request = completion.request
                 model.store.add(request.key, request.sample_index, {"vote": vote, "attempt": attempt})
         votes = Counter(result["vote"] for row in model.rows() for result in self._given(row, model.store))
-        if votes[UNREADABLE] > self._config.max_unreadable * votes.total():
+        if votes[NO_VOTE] > self._config.max_without_vote * votes.total():
             ends = f"; some end in {garbage}" if garbage else ""
             raise DataError(
-                f"step 'judges': {votes[UNREADABLE]} of {votes.total()} answers of '{model.name}' hold no vote, each "
+                f"step 'judges': {votes[NO_VOTE]} of {votes.total()} answers of '{model.name}' hold no vote, each "
                 f"after {self._config.retries} retries (expected four lines such as 'clear: yes'{ends}); that is more "
-                f"than judges.max_unreadable = {self._config.max_unreadable:g}: is it the right model, with its chat "
-                f"template, and max_response_tokens = {self._config.max_response_tokens} enough? The votes are kept in "
-                f"{model.store.path}"
+                f"than judges.max_without_vote = {self._config.max_without_vote:g}: is it the right model, with its "
+                f"chat template, and max_response_tokens = {self._config.max_response_tokens} enough? The votes are "
+                f"kept in {model.store.path}"
             )
 
     def _given(self, row: Candidate, store: ResultStore) -> list[Any]:
         return statuses(store.of(result_key(row)), self._config.votes)
 
     def _requests(self, store: ResultStore, attempt: int, row: Candidate) -> list[ChatRequest]:
+        if row.ability not in self._config.abilities:
+            return []
         key = result_key(row)
         known = store.of(key)
         missing = []
         for sample in range(self._config.votes):
             result = known.get(sample)
-            if result is None or (result["vote"] == UNREADABLE and result["attempt"] < attempt):
+            if result is None or (result["vote"] == NO_VOTE and result["attempt"] < attempt):
                 missing.append(sample)
         if not missing or any(result["vote"] == REFUSED for result in known.values()):
             return []
@@ -120,7 +122,7 @@ class Judges(ModelStep[JudgesConfig]):
         config = self._config
         given = {name: [result["vote"] for result in self._given(row, store)] for name, store in self._stores.items()}
         every = [vote for votes in given.values() for vote in votes]
-        readable = [vote for vote in every if vote not in (UNREADABLE, REFUSED)]
+        readable = [vote for vote in every if vote not in (NO_VOTE, REFUSED)]
         favourable = sum("n" not in vote for vote in readable)
         counted = {"for": favourable, "readable": len(readable), "of": config.votes * len(config.models)}
         if favourable >= config.keep_at_least:

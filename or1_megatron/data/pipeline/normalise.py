@@ -85,12 +85,13 @@ def _candidate(source: BuildSource, origin: str, row: Published) -> Candidate:
         row.notes,
         origin,
         row.opening,
+        _set_name(source),
     )
 
 
 def _excluded(source: BuildSource, error: RowError) -> Exclusion:
     """Return the exclusion of a row without a problem; its id is that of its place."""
-    name = source.name or source.path.stem
+    name = _set_name(source)
     row = Candidate(candidate_id(name, error.origin), name, "", "", "", "", (), {}, {}, error.origin)
     return Exclusion(row, UNUSABLE, {"reason": error.reason, "message": str(error)})
 
@@ -125,9 +126,13 @@ def _selected(row: Any, source: BuildSource, origin: str) -> bool:
     return True
 
 
+def _set_name(source: BuildSource) -> str:
+    return source.name or source.path.stem
+
+
 def _source_name(source: BuildSource, row: Published) -> str:
     """Keep Skywork's own names; build others alike, train-ABILITY-SET or train-ABILITY-SET_SUBSET."""
-    set_name = source.name or source.path.stem
+    set_name = _set_name(source)
     if source.layout == "skywork" or (source.layout == "auto" and row.source.startswith("train-")):
         return row.source
     return f"train-{row.ability}-{set_name}" + (f"_{row.source}" if row.source else "")

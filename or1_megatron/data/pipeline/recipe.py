@@ -141,7 +141,10 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 
 class JudgesConfig(SampledStepConfig):
-    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32."""
+    """Quality votes. The paper: two 70B-class judges, 16 votes each, at least 9 of the 32, on math alone."""
+
+    abilities: tuple[Literal["math", "code"], ...] = Field(default=("math",), min_length=1)
+    """Whose problems are judged; others pass."""
 
     votes: Positive = 16
     """Votes of each model per problem."""
@@ -151,7 +154,7 @@ class JudgesConfig(SampledStepConfig):
     max_response_tokens: Positive = 2048
     retries: NonNegative = 2
     """How often a vote that cannot be read is asked again."""
-    max_unreadable: Fraction = 0.5
+    max_without_vote: Fraction = 0.5
     """A judge of whose votes more than this share cannot be read is no judge: the build stops and says so."""
 
     @model_validator(mode="after")

@@ -43,6 +43,8 @@ class Candidate:
     notes: Mapping[str, Any]
     origin: str
     opening: str = ""
+    set_name: str = ""
+    """The recipe's source that it is from; ``source`` may name a part of it."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -77,7 +79,7 @@ CANDIDATE_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("id", "source", "ability", "statement", "instructions", "ground_truth")),
         ("solutions", pa.list_(pa.string())),
-        *((name, pa.string()) for name in ("difficulty", "notes", "origin", "opening")),  # the first two as JSON
+        *((name, pa.string()) for name in ("difficulty", "notes", "origin", "opening", "set_name")),  # two as JSON
     ]
 )
 LEDGER_SCHEMA = pa.schema(
@@ -98,7 +100,7 @@ def read_candidates(path: Path, batch_rows: int = 4096) -> Iterator[list[Candida
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=batch_rows, columns=names):
             columns = [batch.column(name).to_pylist() for name in names]
-            rows, ends = zip(*columns[:-2], strict=True), zip(*columns[-2:], strict=True)
+            rows, ends = zip(*columns[:-3], strict=True), zip(*columns[-3:], strict=True)
             yield [
                 Candidate(*texts, tuple(solutions), _parsed(rated), _parsed(notes), *rest)  # type: ignore[call-arg]
                 for (*texts, solutions, rated, notes), rest in zip(rows, ends, strict=True)

@@ -10,45 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from or1_megatron.config.hardware import hardware_of
 from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.ranks import on_ranks
 
-
-@dataclass(frozen=True)
-class Card:
-    """What NVIDIA's datasheet says of a card in its SXM form."""
-
-    bf16_tflops: float
-    """Dense."""
-    memory_gb_s: float
-    host_gb_s: float
-    """PCIe, one direction."""
-    link_gb_s: float
-    """NVLink, one direction, all links together."""
-
-
-CARDS: Final = {
-    "A100": Card(312.0, 2039.0, 31.5, 300.0),
-    "A800": Card(312.0, 2039.0, 31.5, 200.0),
-    "H100": Card(989.0, 3352.0, 63.0, 450.0),
-    "H800": Card(989.0, 3352.0, 63.0, 200.0),
-    "H200": Card(989.0, 4800.0, 63.0, 450.0),
-}
 _SHARE: Final = {"compute": 0.65, "memory": 0.75, "host": 0.6, "link": 0.6}
 """What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
-
-
-def datasheet(name: str) -> Card | None:
-    """Return the card of a device name, if it is known."""
-    return next((card for known, card in CARDS.items() if known in name), None)
 
 
 def devices(context: Context) -> None:
@@ -68,18 +42,18 @@ def one_device(context: Context, index: int, size: int) -> None:
     """Measure one device by itself."""
     cuda = context.machine.cuda
     name = f"GPU {index}" if cuda else "CPU"
-    card = datasheet(torch.cuda.get_device_name(index)) if cuda else None
+    card = hardware_of(torch.cuda.get_device_name(index)) if cuda else None
     if cuda:
         torch.cuda.set_device(index)
         context.measure(f"{name}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
     copied = 2 * gb_per_s(size, _copy("cuda" if cuda else "cpu", "cuda" if cuda else "cpu", size))  # read and written
-    expected = card.memory_gb_s * _SHARE["memory"] if card else None
+    expected = card.memory_bytes_per_s.value / 1e9 * _SHARE["memory"] if card else None
     context.measure(f"{name}: copy within its memory", copied, "GB/s", at_least=expected)
-    expected = card.bf16_tflops * _SHARE["compute"] if card else None
+    expected = card.bf16_flops.value / 1e12 * _SHARE["compute"] if card else None
     rate = matmul_tflops(8192 if cuda else 512)
     context.measure(f"{name}: bf16 matrix product", rate, "TFLOP/s", at_least=expected)
     if cuda:
-        expected = card.host_gb_s * _SHARE["host"] if card else None
+        expected = card.host_bytes_per_s.value / 1e9 * _SHARE["host"] if card else None
         for way, ends in (("to the host", ("cuda", "host")), ("from the host", ("host", "cuda"))):
             context.measure(f"{name}: copy {way}", gb_per_s(size, _copy(*ends, size)), "GB/s", at_least=expected)
 
@@ -89,8 +63,8 @@ def pairs(context: Context, size: int) -> None:
     count = context.machine.devices
     for index in range(count):
         other = (index + 1) % count
-        card = datasheet(torch.cuda.get_device_name(index))
-        expected = card.link_gb_s * _SHARE["link"] if card else None
+        card = hardware_of(torch.cuda.get_device_name(index))
+        expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
         rate = gb_per_s(size, _copy(f"cuda:{index}", f"cuda:{other}", size))
         context.measure(f"GPU {index} to GPU {other}", rate, "GB/s", at_least=expected)
 
@@ -102,8 +76,8 @@ def all_reduce(context: Context, size: int) -> None:
     on_ranks("or1_megatron.selftest.checks.devices", [str(size), str(found)], ranks, "the all-reduce")
     told = json.loads(found.read_text())
     context.require("all-reduce: the sum is right", told["right"])
-    card = datasheet(torch.cuda.get_device_name()) if context.machine.cuda else None
-    expected = card.link_gb_s * _SHARE["link"] if card else None
+    card = hardware_of(torch.cuda.get_device_name()) if context.machine.cuda else None
+    expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
     rate = 2 * (ranks - 1) / ranks * size / told["seconds"] / 1e9  # what a ring carries in each direction
     context.measure(f"all-reduce over {ranks}, bus bandwidth", rate, "GB/s", at_least=expected)
 

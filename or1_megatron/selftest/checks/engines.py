@@ -28,7 +28,7 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineGroup
 from or1_megatron.rollout.pool import EnginePlace, EnginePool
 from or1_megatron.selftest.context import Context
-from or1_megatron.selftest.models import add_tokenizer, random_qwen2
+from or1_megatron.selftest.models import add_tokenizer, free_bytes, random_qwen2
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.ranks import on_ranks
 from or1_megatron.sizing.parallel_layouts import batch_layout
@@ -40,17 +40,11 @@ _RUN: Final = "selftest"
 
 
 def handoff(context: Context) -> None:
-    for placement, (ranks, engines, transports) in placements_for(
-        context.machine.cuda, context.machine.devices
-    ).items():
-        told = run(context, placement, ranks, engines, transports)
-        for name, found in told.items():
-            context.require(
-                f"{placement}, {name}: largest log-prob difference, engine and policy, fp32",
-                found["probe"],
-                "nats",
-                at_most=1e-3,
-            )
+    placements = placements_for(context.machine.cuda, context.machine.devices)
+    for placement, (ranks, engines, transports) in placements.items():
+        for name, found in run(context, placement, ranks, engines, transports).items():
+            what = f"{placement}, {name}: largest log-prob difference, engine and policy, fp32"
+            context.require(what, found["probe"], "nats", at_most=1e-3)
             context.measure(f"{placement}, {name}: bytes sent", found["bytes"])
             context.measure(f"{placement}, {name}: second handoff", found["seconds"], "s")
 
@@ -175,11 +169,6 @@ class Rank:
         total = torch.tensor([value])
         dist.all_reduce(total, group=self.mesh.control)
         return int(total)
-
-
-def free_bytes() -> int:
-    """Return the free bytes of this rank's device; 0 without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def start_engines(config: Config, places: Sequence[EnginePlace] | None, stack: ExitStack) -> EngineGroup:

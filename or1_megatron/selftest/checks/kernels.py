@@ -29,6 +29,9 @@ from or1_megatron.selftest.context import Context
 ENTROPY_COEFFICIENT: Final = 0.01
 MODES: Final = ("recompute", "one_pass")
 
+Given = tuple[Tensor, Tensor, Tensor, float, VocabularyShard]
+Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -122,22 +125,16 @@ class Comparison:
         weight: Any = self.weight.clone().requires_grad_()
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
         shard = VocabularyShard(first_row=0, true_vocab_size=self.case.vocabulary)
-        options = (hidden, weight, self.targets, self.case.temperature, shard)
         seen: list[tuple[Tensor, Tensor]] = []
 
         def pointwise(p: Tensor, h: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
             seen.append((p.detach(), h.detach()))
             return (p * self.a[part]).sum() + (h * self.c[part]).sum(), {}
 
-        if mode == "recompute":
-            log_probs, entropies = log_probs_and_entropies(*options, epilogue=epilogue)
-            loss = log_probs @ self.a + entropies @ self.c
-        else:
-            loss, _ = one_pass_loss(*options, pointwise, epilogue=epilogue)
-            log_probs, entropies = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        loss.backward()
+        head_loss(mode, (hidden, weight, self.targets, self.case.temperature, shard), pointwise, epilogue).backward()
+        log_probs, entropies = (torch.cat(parts) for parts in zip(*seen, strict=True))
         assert hidden.grad is not None
-        return log_probs.detach(), entropies.detach(), hidden.grad, weight.main_grad - 1.0
+        return log_probs, entropies, hidden.grad, weight.main_grad - 1.0
 
     def differences(self, mode: str, epilogue: Any) -> tuple[float, float]:
         """Return the largest difference of a log-prob or entropy, for fp32 as a share of ``fp32_bounds``; and of the
@@ -154,6 +151,15 @@ class Comparison:
             return scores, 0.0
         pairs = ((found[2], true[2]), (found[3][:rows], true[3]))
         return scores, max(float((f.double() - t).norm() / t.norm()) for f, t in pairs)
+
+
+def head_loss(mode: str, given: Given, pointwise: Pointwise, epilogue: Any = "auto") -> Tensor:
+    """Return the loss of the fused head; ``given``: hidden states, weight, targets, temperature and shard."""
+    hidden, weight, targets, temperature, shard = given
+    if mode == "recompute":
+        scored = log_probs_and_entropies(hidden, weight, targets, temperature, shard, epilogue=epilogue)
+        return pointwise(*scored, slice(None))[0]
+    return one_pass_loss(hidden, weight, targets, temperature, shard, pointwise, epilogue=epilogue)[0]
 
 
 def fp32_bounds(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[float, float]:
@@ -186,17 +192,10 @@ def workspace_bytes(mode: str) -> int:
     def pointwise(p: Tensor, h: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
         return -p.sum() - 0.1 * h.sum(), {}
 
-    def work() -> None:
-        if mode == "recompute":
-            log_probs, entropies = log_probs_and_entropies(hidden, weight, targets, 1.0, shard)
-            (-log_probs.sum() - 0.1 * entropies.sum()).backward()
-        else:
-            one_pass_loss(hidden, weight, targets, 1.0, shard, pointwise)[0].backward()
-
     def clear() -> None:
         hidden.grad = weight.grad = None
 
-    peak = peak_bytes(work, clear)
+    peak = peak_bytes(lambda: head_loss(mode, (hidden, weight, targets, 1.0, shard), pointwise).backward(), clear)
     # outputs and accumulators: the hidden gradient in bf16 and fp32, and autograd's copy of the weight's stand-in
     outputs = hidden.numel() * (2 + 4) + weight.numel() * 2
     return peak - outputs
@@ -240,8 +239,8 @@ class Problem:
         """Return (passes by name, why each of the others is absent); ``others``: verl's and Liger's too."""
         found: dict[str, Callable[[], None]] = {"product": self._product}
         for epilogue in epilogues:
-            found[f"recompute, {epilogue}"] = partial(self._recompute, epilogue)
-            found[f"one_pass, {epilogue}"] = partial(self._one_pass, epilogue)
+            for mode in MODES:
+                found[f"{mode}, {epilogue}"] = partial(self._head, mode, epilogue)
         absent: dict[str, str] = {}
         for name, make in (("verl", self._verl), ("Liger", self._liger)) if others else ():
             try:
@@ -266,15 +265,9 @@ class Problem:
         elif hasattr(self.weight, "main_grad"):
             del self.weight.main_grad
 
-    def _recompute(self, epilogue: Any) -> None:
+    def _head(self, mode: str, epilogue: Any) -> None:
         self._begin(into_main_grad=True)
-        scored = log_probs_and_entropies(self.hidden, self.weight, self.targets, 1.0, self.shard, epilogue=epilogue)
-        self._loss(scored[0], scored[1], slice(None))[0].backward()
-
-    def _one_pass(self, epilogue: Any) -> None:
-        self._begin(into_main_grad=True)
-        loss, _ = one_pass_loss(self.hidden, self.weight, self.targets, 1.0, self.shard, self._loss, epilogue=epilogue)
-        loss.backward()
+        head_loss(mode, (self.hidden, self.weight, self.targets, 1.0, self.shard), self._loss, epilogue).backward()
 
     def _verl(self) -> Callable[[], None]:
         verl = importlib.import_module("verl.utils.kernel.linear_cross_entropy")

@@ -20,20 +20,28 @@ KINDS: Final = {"log_prob": "log-prob", "entropy": "entropy", "gradient": "gradi
 def layouts(context: Context) -> None:
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
-    names = layouts_for(machine.devices)
+    names = layouts_for(machine.cuda, machine.devices)
+    started = {}
     for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-        compare(context, model, names, dtype, short)
+        started[short] = start(context, model, names, dtype, context.folder / f"{short}.json")
+        if machine.cuda:  # on CPU both at once: most of it is their start
+            started[short].wait()
+    for short, process in started.items():
+        note(context, names, short, process.wait())
 
 
-def compare(context: Context, model: Path, names: list[str], dtype: str, short: str) -> None:
-    """Run the command and note the largest differences, each with the layout that has it."""
-    out = context.folder / f"{short}.json"
+def start(context: Context, model: Path, names: list[str], dtype: str, out: Path) -> subprocess.Popen[bytes]:
     chosen = [part for name in names for part in ("--layout", name)]
     # A GPU's products sum in another order at other sizes, so that fp32's last bits differ more than on CPU.
     sizes = ["--sequences", "16", "--longest", "256", "--tolerance", "3"] if context.machine.cuda else []
     sizes = sizes or ["--sequences", "8", "--longest", "32"]
     command = [sys.executable, "-P", "-m", "or1_megatron.commands.app", "check-parity", str(model), "--dtype", dtype]
-    status = subprocess.run([*command, *sizes, *chosen, "--out", str(out)], check=False).returncode
+    return subprocess.Popen([*command, *sizes, *chosen, "--out", str(out)])
+
+
+def note(context: Context, names: list[str], short: str, status: int) -> None:
+    """Note the largest differences that the command found, each with the layout that has it."""
+    out = context.folder / f"{short}.json"
     rows = json.loads(out.read_text()) if out.is_file() else []
     differing = [f"{row['name']}: {line}" for row in rows for line in row["beyond"]]
     context.measure(f"{short}: layouts", len(rows))

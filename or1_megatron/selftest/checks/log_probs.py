@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,14 +32,15 @@ _BOUND: Final = {"float32": ("largest", 1e-3), "bfloat16": ("mean", 0.05)}
 
 
 def log_probs(context: Context) -> None:
-    for dtype in ("float32", "bfloat16"):
+    models = {}
+    for dtype in _BOUND:
         folder = context.folder / dtype
         folder.mkdir()
-        model = random_qwen2(small_shape(context.machine.cuda), folder, getattr(torch, dtype))
-        add_tokenizer(model)
-        sampled = sample(context, model, dtype)
+        models[dtype] = random_qwen2(small_shape(context.machine.cuda), folder, getattr(torch, dtype))
+        add_tokenizer(models[dtype])
+    for dtype, sampled in samples(context, models).items():
         differences = np.abs(
-            np.concatenate(policy_log_probs(model, dtype, sampled))
+            np.concatenate(policy_log_probs(models[dtype], dtype, sampled))
             - np.concatenate([np.array(each["log_probs"]) for each in sampled])
         )
         kind, bound = _BOUND[dtype]
@@ -48,17 +50,24 @@ def log_probs(context: Context) -> None:
         context.require(f"{short}: {kind} difference of a token's log-prob", found[kind], "nats", at_most=bound)
 
 
-def sample(context: Context, model: Path, dtype: str) -> list[dict[str, Any]]:
-    """Return what an engine samples: prompts, tokens and their log-probs."""
-    out = context.folder / f"{dtype}.json"
-    settings = rollout_config(context.machine.cuda)
-    command = [sys.executable, "-P", "-m", "or1_megatron.selftest.checks.log_probs", str(model), dtype, str(out)]
-    environment = {**os.environ, **engine_env(settings, (), not context.machine.cuda)}
-    status = subprocess.run(command, env=environment, check=False).returncode
-    if status or not out.is_file():
-        raise CheckFailed(f"the engine ({dtype}) ended with exit status {status}; its messages are in the log")
-    found: list[dict[str, Any]] = json.loads(out.read_text())
-    return found
+def samples(context: Context, models: Mapping[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """Return what an engine of each precision samples: prompts, tokens and their log-probs.
+
+    On CPU the engines run at the same time: most of it is their start.
+    """
+    module, cuda = "or1_megatron.selftest.checks.log_probs", context.machine.cuda
+    environment = {**os.environ, **engine_env(rollout_config(cuda), (), not cuda)}
+    outs = {dtype: context.folder / f"{dtype}.json" for dtype in models}
+    engines = {}
+    for dtype, model in models.items():
+        command = [sys.executable, "-P", "-m", module, str(model), dtype, str(outs[dtype])]
+        engines[dtype] = subprocess.Popen(command, env=environment)
+        if cuda:  # one device has no room for two
+            engines[dtype].wait()
+    for dtype, engine in engines.items():
+        if engine.wait() or not outs[dtype].is_file():
+            raise CheckFailed(f"the engine ({dtype}) ended with {engine.returncode}; its messages are in the log")
+    return {dtype: json.loads(out.read_text()) for dtype, out in outs.items()}
 
 
 def rollout_config(cuda: bool) -> RolloutConfig:

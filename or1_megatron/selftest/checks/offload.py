@@ -17,7 +17,7 @@ from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.selftest.context import Context
-from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2, sync
+from or1_megatron.selftest.models import OBJECTIVE, batch_of, free_bytes, make_policy, one_rank, random_qwen2, sync
 
 PIECE_BYTES = 1 << 30
 
@@ -50,11 +50,6 @@ class PlainCopy:
             n = min(to.numel(), total - start)
             to[:n].copy_(source[:n], non_blocking=True)
         return total
-
-
-def free_bytes() -> int:
-    """Return the free bytes of the device; 0 without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def trained(policy: MegatronPolicy) -> MegatronPolicy:

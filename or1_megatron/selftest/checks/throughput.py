@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from or1_megatron.config.hardware import hardware_of
 from or1_megatron.parallel.mesh import Mesh, stop_process_group
-from or1_megatron.selftest.checks.devices import datasheet, matmul_tflops
+from or1_megatron.selftest.checks.devices import matmul_tflops
 from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import (
     OBJECTIVE,
@@ -54,8 +55,8 @@ def note(context: Context, name: str, measured: dict[str, Any], work: float, tok
     context.measure(f"{name}: tokens per second", tokens / measured["seconds"])
     context.measure(f"{name}: model FLOPs / a matrix product's", rate / matmul, "share")
     if context.machine.cuda:
-        if (card := datasheet(torch.cuda.get_device_name())) is not None:
-            context.measure(f"{name}: MFU", rate / card.bf16_tflops, "share")
+        if (card := hardware_of(torch.cuda.get_device_name())) is not None:
+            context.measure(f"{name}: MFU", rate * 1e12 / card.bf16_flops.value, "share")
         context.measure(f"{name}: peak memory", measured["peak_bytes"] / 2**30, "GiB")
 
 

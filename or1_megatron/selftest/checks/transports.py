@@ -26,6 +26,7 @@ from or1_megatron.handoff.transport.group import join_store, open_group, open_st
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
 from or1_megatron.selftest.context import CheckFailed, Context
+from or1_megatron.selftest.models import sync
 from or1_megatron.selftest.plans import DEADLINE_S, transports_for
 from or1_megatron.weights.holdings import Holding
 
@@ -115,14 +116,8 @@ def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: in
     """
     store = open_store("127.0.0.1", DEADLINE_S)
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = {
-            "transport": transport,
-            "trainers": trainers,
-            "engines": engines,
-            "tensors": tensors,
-            "rows": rows,
-        }
-        settings |= {"bucket_bytes": bucket_bytes, "out": f"{folder}/seconds.json"}
+        settings: dict[str, Any] = {"transport": transport, "trainers": trainers, "engines": engines}
+        settings |= {"tensors": tensors, "rows": rows, "bucket_bytes": bucket_bytes, "out": f"{folder}/seconds.json"}
         command = [sys.executable, "-P", "-m", "or1_megatron.selftest.checks.transports"]
         ranks = [
             subprocess.Popen([*command, str(rank), str(store.port), json.dumps(settings)])
@@ -148,8 +143,7 @@ def copy_seconds(size_bytes: int) -> float:
     for _ in range(4):
         started = time.perf_counter()
         target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        sync()
         best = min(best, time.perf_counter() - started)
     return best
 

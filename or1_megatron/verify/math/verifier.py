@@ -47,9 +47,10 @@ class _Exhausted(Or1Error):
 class MathVerifier:
     """``interfaces.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
 
-    def __init__(self, timeout_s: float, judge: Judge = "own") -> None:
+    def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
         self._timeout_s = timeout_s
         self._judge = judge
+        self._rounding = rounding
         self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
         self._golds: tuple[str, list[str]] = ("", [])
 
@@ -103,7 +104,13 @@ class MathVerifier:
             if len(box) > _BOX_CHARS:
                 return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
         answer = text[-_UNBOXED_CHARS:] if box is None else box
-        request = {"op": "verify", "golds": golds, "answer": answer, "boxed": box is not None}
+        request = {
+            "op": "verify",
+            "golds": golds,
+            "answer": answer,
+            "boxed": box is not None,
+            "rounding": self._rounding,
+        }
         return self._verdict_of_child(request, box or "", verdict)
 
     def _verdict_of_child(

@@ -4,8 +4,8 @@ r"""The child process that judges answers for ``MathVerifier``. Nothing else imp
 unless the gold is a plain number or words, which an unreadable answer cannot be. Math-Verify also finds the answer in a
 text without a box.
 
-Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool}`` is answered by
-``{"right": bool, "answer": str, "how": str}``, with ``"unreadable": true`` where no gold could be read;
+Protocol: one JSON object per line. ``{"op": "verify", "golds": [...], "answer": ..., "boxed": bool, "rounding": bool}``
+is answered by ``{"right": bool, "answer": str, "how": str}``, with ``"unreadable": true`` where no gold could be read;
 ``{"op": "released", "golds": [...], "answer": text}`` alike, as the released code judges; and both by
 ``{"exhausted": bytes}``, the last line of a process that ran out of its memory. The first line out, ``{}``, is ready.
 The end of the input ends the process.
@@ -34,12 +34,14 @@ from or1_megatron.verify.math.reader.judge import (
     judge,
     leaves_open,
     letters,
+    one_changed,
     states_number_or_words,
 )
 from or1_megatron.verify.math.reader.text import Unreadable
 
 _GRACE_S = 1.0
 _CHILD_MEMORY_BYTES = 4 << 30
+_MAX_CHANGES = 64
 
 
 def main() -> None:
@@ -81,7 +83,7 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
     hows = []
     for gold in golds:
         try:
-            said = judge(gold, text)
+            said = judge(gold, text, request["rounding"])
         except (Unreadable, RecursionError):
             said = _second_opinion(gold, text)
         if said.right:
@@ -123,15 +125,24 @@ def _second_opinion(gold: str, answer: str) -> Judgement:
     """Return Math-Verify's judgement, where the reader has none.
 
     It accepts some answers that have little to do with an unusual gold, such as 2 for a differential equation's
-    solution. So the answer must have all letters of the gold.
+    solution, or the odd numbers for the even ones. So the answer must have all letters of the gold, and Math-Verify
+    must refuse every answer that differs from it in one number or letter.
     """
-    from math_verify import verify
-
     if states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer):
         return Judgement(False, "the answer cannot be read as what the gold is")
+    if not _accepted_by_math_verify(gold, answer):
+        return Judgement(False, "compared by Math-Verify")
+    changed = list(one_changed(answer))
+    if len(changed) > _MAX_CHANGES or any(_accepted_by_math_verify(gold, other) for other in changed):
+        return Judgement(False, "Math-Verify cannot tell the answer from others")
+    return Judgement(True, "compared by Math-Verify")
+
+
+def _accepted_by_math_verify(gold: str, answer: str) -> bool:
+    from math_verify import verify
+
     # Time-outs off: Math-Verify's are SIGALRM handlers, which cannot interrupt one long C call. Our parent can.
-    right = verify(list(_parse_boxed(gold)), list(_parse_boxed(answer)), timeout_seconds=None)
-    return Judgement(bool(right), "compared by Math-Verify")
+    return bool(verify(list(_parse_boxed(gold)), list(_parse_boxed(answer)), timeout_seconds=None))
 
 
 @lru_cache(maxsize=512)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
+from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.ranges import Interval, conditioned, covered, members, names_of, same_ranges
-from or1_megatron.verify.math.reader.reading import (
+from or1_megatron.verify.math.reader.records import (
     Cases,
     Conditional,
     Dots,
@@ -27,7 +28,7 @@ from or1_megatron.verify.math.reader.reading import (
     Several,
     Words,
 )
-from or1_megatron.verify.math.reader.scalars import is_numeral, same_quantity
+from or1_megatron.verify.math.reader.scalars import same_quantity
 from or1_megatron.verify.math.reader.spread import spread
 from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node, number_node
@@ -107,10 +108,11 @@ def _same_words(gold: Reading, answer: Reading) -> bool:
 
 
 def _word_key(text: str) -> tuple[str, ...]:
-    parts = re.split(r",|\band\b", text)
-    return tuple(
-        sorted(" ".join(_stem(word) for word in part.split() if word not in ("a", "an", "the")) for part in parts)
-    )
+    return tuple(sorted(" ".join(_told(part.split())) for part in re.split(r",|\band\b", text)))
+
+
+def _told(words: list[str]) -> list[str]:
+    return [_stem(word) for word in words if word not in ("a", "an", "the", "on")] or words
 
 
 def _stem(word: str) -> str:
@@ -353,6 +355,8 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Several):
         if (chained := chain(gold)) and _same_several(chained, answer):
             return True
+        if gold.operators == ("in",) and answer.brackets == "":
+            return False  # an interval needs its brackets
         return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
     if isinstance(answer, Relation) and isinstance(gold, Several):
         if (chained := chain(answer)) and _same_several(gold, chained):
@@ -397,6 +401,8 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
         return ours.keys() == theirs.keys() and all(compare(ours[name], theirs[name]) for name in ours)
     if answer.brackets == "{}" or gold.brackets == "{}":
         return False
+    if _name_variables(ours or theirs) and any(isinstance(item, Relation) for item in (answer if ours else gold).items):
+        return False  # x = 1 or x = 2, beside x = 1 and y = 2
     left = list(ours.values()) if ours else gold.items
     # Against a tuple an answer's values count in the order of their names, not in the order that it lists them.
     right = [value for _, value in sorted(theirs.items())] if theirs else answer.items

@@ -78,7 +78,10 @@ class _Parser:
         tree = self.factor()
         while True:
             if self.take("cdot", "times", "*"):
-                tree = Node("mul", (tree, self.negatable()))
+                between = self.items[self.at - 1].text
+                right = self.negatable()
+                crossed = between == "times" and tree.name.startswith("\\vec") and right.name.startswith("\\vec")
+                tree = Node("cross" if crossed else "mul", (tree, right))
             elif self.take("/", "div"):
                 tree = Node("div", (tree, self.negatable()))
             elif self.starts_factor():

@@ -7,24 +7,23 @@ raise ``Unreadable``; only equal texts are decided without reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.compare import compare
+from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import (
-    Reading,
-    Words,
-    read,
-)
-from or1_megatron.verify.math.reader.scalars import is_numeral
+from or1_megatron.verify.math.reader.reading import read
+from or1_megatron.verify.math.reader.records import Reading, Words
+from or1_megatron.verify.math.reader.rounding import as_rounded
 from or1_megatron.verify.math.reader.text import Token, Unreadable, clean, tokens
 from or1_megatron.verify.math.reader.units import HEDGES
 
 _MAX_CHARS = 2000
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,20 @@ class Judgement:
     """The types that the two were compared as."""
 
 
-def judge(gold: str, answer: str) -> Judgement:
-    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read."""
+def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
+    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read.
+
+    ``rounding``: an exact answer is right where it rounds to a decimal gold (``reader.rounding``).
+    """
     if max(len(gold), len(answer)) > _MAX_CHARS:
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
     cleaned = _cleaned(gold), _cleaned(answer)
     if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
         return Judgement(True, "the same text")
     for name, rule in notation.RULES:
-        if (said := rule(cleaned[0], cleaned[1], _same_value)) is not None:
+        if (said := rule(cleaned[0], cleaned[1], partial(_same_value, rounding=rounding))) is not None:
             return Judgement(said, name)
-    return _judge_readings(gold, answer)
+    return _judge_readings(gold, answer, rounding)
 
 
 def is_readable(gold: str) -> bool:
@@ -82,14 +84,22 @@ def letters(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"[A-Za-z]", bare))
 
 
-def _same_value(gold: str, answer: str) -> bool:
+def one_changed(answer: str) -> Iterator[str]:
+    """Yield the answers that differ in one number, raised by one, or in one letter. Commands and words stay."""
+    for found in re.finditer(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+|([0-9]+)|([A-Za-z])", answer):
+        if found[1] or found[2]:
+            other = str(int(found[1]) + 1) if found[1] else "a" if found[2] in "zZ" else chr(ord(found[2]) + 1)
+            yield answer[: found.start()] + other + answer[found.end() :]
+
+
+def _same_value(gold: str, answer: str, rounding: bool) -> bool:
     try:
-        return judge(gold, answer).right
+        return judge(gold, answer, rounding).right
     except Unreadable:
         return False
 
 
-def _judge_readings(gold: str, answer: str) -> Judgement:
+def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
     """Try both ways to read commas between digits: ``1,234`` can be one number or two."""
     rename = _renaming(_cleaned(gold), _cleaned(answer))
     failed: Unreadable | None = None
@@ -97,7 +107,7 @@ def _judge_readings(gold: str, answer: str) -> Judgement:
     for gold_groups in _comma_readings(gold):
         for answer_groups in _comma_readings(answer):
             try:
-                left = _reading(gold, gold_groups)
+                left = as_rounded(_reading(gold, gold_groups)) if rounding else _reading(gold, gold_groups)
                 right = read(clean(answer, answer_groups), rename)
                 kind = f"{_name(left)} and {_name(right)}"
                 said = Judgement(compare(left, right), f"compared as {kind}")
@@ -155,8 +165,8 @@ def _name(reading: Reading) -> str:
 
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return what renames the answer's free integer, or its function's argument, to the gold's; None for neither."""
-    for names in (_integers(gold, answer), _integers(answer, gold), _arguments(gold, answer)):
+    """Return what renames the answer's parameter, or its function's argument, to the gold's; None for neither."""
+    for names in (_integers(gold, answer), _integers(answer, gold), _arguments(gold, answer), _reals(gold, answer)):
         if names and names[0] != names[1]:
             swap = {names[0]: names[1], names[1]: names[0]}
             return lambda items: [
@@ -169,6 +179,12 @@ def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | 
 def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
     names = [set(re.findall(r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=", text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
+
+
+def _reals(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the real parameters that two tuples declare."""
+    names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
+    return (names[0][0], names[1][0]) if all(names) else None
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
+from or1_megatron.verify.math.reader.records import Reading, Relation, Several
 from or1_megatron.verify.math.reader.text import plain
 from or1_megatron.verify.math.reader.tree import Node
 from or1_megatron.verify.math.reader.units import NUMBER_WORDS
@@ -30,9 +30,10 @@ _MONTH = "|".join(
     )
 )
 _DATE = re.compile(
-    rf"(?:(?P<month>{_MONTH}) (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
+    rf"(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
     r"(?:,? (?P<year>\d{4}))?"
 )
+_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)\(([a-z](?:,[a-z])*)\)")
 _LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
 
 
@@ -101,8 +102,10 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
 def dates(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare a month's name and its day, and the year where both have one."""
     ours, theirs = (_date(plain(text)) for text in (gold, answer))
-    if ours is None or theirs is None:
+    if ours is None and theirs is None:
         return None
+    if ours is None or theirs is None:
+        return False
     return ours[:2] == theirs[:2] and (None in (ours[2], theirs[2]) or ours[2] == theirs[2])
 
 
@@ -144,11 +147,16 @@ def _branch(tree: Node, upper: bool) -> Node:
 
 
 def same_head(gold: str, answer: str) -> bool:
-    return _head(gold) == _head(answer)
+    """Whether two names are one: ``\\angle A`` and ``A``, or a function as ``f(x)``, as ``f`` and as ``y``."""
+    names = _head(gold), _head(answer)
+    for name, other in (names, names[::-1]):
+        if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
+            return other == call[1] or (other == "y" and "y" not in call[2])
+    return names[0] == names[1]
 
 
 def _head(text: str) -> str:
-    return re.sub(r"[{}\s]", "", text)
+    return re.sub(r"[{}\s]|\\angle", "", text)
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:

@@ -28,6 +28,8 @@ class Quantity:
     noun: str = ""
     percent: bool = False
     approximated: bool = False
+    rounded: bool = False
+    """A gold whose digits stop where it was rounded, by ``verify.math.rounding``."""
 
     def approximate(self) -> Quantity:
         return replace(self, approximated=True)
@@ -35,8 +37,6 @@ class Quantity:
 
 def read_quantity(items: list[Token]) -> Quantity:
     """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
-    if compound := _compound(items):
-        return compound
     items = without_lead_in(items)
     if len(items) > 1 and items[0].text == ":":
         items = items[1:]
@@ -49,8 +49,11 @@ def read_quantity(items: list[Token]) -> Quantity:
         unit, items = UNITS[SYMBOL_UNITS[items[1].text]], [items[0], *items[2:]]
     end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
     body, tail = items[:end], items[end:]
-    if not body and len(tail) == 1 and tail[0].text in NUMBER_WORDS:
-        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text])), negative)
+    if not body and tail and tail[0].text in NUMBER_WORDS:
+        found = _unit(tail[1:])
+        if found is None and len(tail) > 1:
+            raise Unreadable("words behind a number word")
+        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text]), found), negative)
     percent = False
     if body and body[-1].text == "%" and not tail:
         percent, body = True, body[:-1]
@@ -130,6 +133,8 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
 
 def _written_power(items: list[Token], at: int) -> tuple[int, int]:
     texts = [token.text for token in items[at : at + 4]]
+    if texts[:1] in (["squared"], ["cubed"]):
+        return {"squared": 2, "cubed": 3}[texts[0]], at + 1
     if texts[:1] == ["^"]:
         if len(texts) > 1 and texts[1] in ("2", "3"):
             return int(texts[1]), at + 2
@@ -139,8 +144,9 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
     return 1, at
 
 
-def _compound(items: list[Token]) -> Quantity | None:
-    """Read ``2 hours 30 minutes``: numbers and units of one dimension in turn, largest first."""
+def read_compound(items: list[Token]) -> Quantity | None:
+    """Read ``2 hours 30 minutes``, also with "and": numbers and units of one dimension in turn, largest first."""
+    items = [token for token in items if token.text != "and"]
     if len(items) < 4 or len(items) % 2:
         return None
     pairs = list(zip(items[::2], items[1::2], strict=True))

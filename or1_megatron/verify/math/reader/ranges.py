@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import NumberSet, Reading, Relation, SetBuilder, Several, Union
+from or1_megatron.verify.math.reader.records import NumberSet, Reading, Relation, SetBuilder, Several, Union
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import real, same, symbols
+from or1_megatron.verify.math.reader.value import operations, real, same, symbols
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))
@@ -72,7 +72,10 @@ def members(built: SetBuilder) -> Several | None:
 def names_of(reading: Reading) -> frozenset[str]:
     """Return the variables in the inequalities of a reading."""
     if isinstance(reading, Relation):
-        return frozenset(head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
+        trees = [side.tree for side in reading.sides if isinstance(side, Quantity)]
+        barred = (tree.args[0].name for tree in trees if _is_bar(tree))
+        heads = (head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
+        return frozenset((*barred, *heads))
     parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
     return frozenset().union(*map(names_of, parts))
 
@@ -131,6 +134,8 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
     if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
         return None
     low, high = (item.tree for item in group.items if isinstance(item, Quantity))
+    if {"pm", "mp"} & {*operations(low), *operations(high)}:
+        return None  # points
     ends = real(low), real(high)
     if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
         return None
@@ -143,7 +148,18 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
         return _punctured(tuple(relation.sides[1] for relation in relations))
     if group.joined_by == "and":
         return None
-    return _joined([_inequality(relation) for relation in relations])
+    points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
+    if all(points) or not frozenset.intersection(*map(names_of, relations)):
+        return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
+    return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
+
+
+def _point(relation: Relation) -> tuple[Interval, ...] | None:
+    """Read ``x = 2``, beside an inequality of x."""
+    value = relation.sides[-1]
+    if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
+        return None
+    return (Interval(value.tree, value.tree, True, True),) if real(value.tree) is not None else None
 
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
@@ -187,10 +203,23 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
     if len(sides) != 2:
         return None
     left, right = sides
-    if left.op == "abs" and left.args[0].op == "sym" and not symbols(right):
+    if _is_bar(left) and _is_positive(right):
         return (Interval(Node("neg", (right,)), right, closed[0], closed[0]),)
+    if _is_bar(right) and _is_positive(left):
+        below = Interval(_MINUS_INFINITY, Node("neg", (left,)), False, closed[0])
+        return below, Interval(left, _INFINITY, closed[0], False)
     if left.op == "sym" and not symbols(right):
         return (Interval(_MINUS_INFINITY, right, False, closed[0]),)
     if right.op == "sym" and not symbols(left):
         return (Interval(left, _INFINITY, closed[0], False),)
     return None
+
+
+def _is_bar(tree: Node) -> bool:
+    """Whether it is ``|x|``."""
+    return tree.op == "abs" and tree.args[0].op == "sym"
+
+
+def _is_positive(tree: Node) -> bool:
+    value = real(tree)
+    return value is not None and value > 0

@@ -8,152 +8,66 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from or1_megatron.verify.math.reader.expression import parse
-from or1_megatron.verify.math.reader.quantity import Quantity, read_quantity, without_lead_in
+from or1_megatron.verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
+from or1_megatron.verify.math.reader.records import (
+    Cases,
+    Conditional,
+    Dots,
+    Empty,
+    Labelled,
+    Matrix,
+    Modular,
+    NumberSet,
+    Ratio,
+    Reading,
+    Relation,
+    Restated,
+    SetBuilder,
+    Several,
+    Union,
+    Words,
+)
 from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_megatron.verify.math.reader.tree import Node
-from or1_megatron.verify.math.reader.units import JOINERS, QUALIFIERS
+from or1_megatron.verify.math.reader.units import JOINERS, KNOWN_WORDS, QUALIFIERS
 from or1_megatron.verify.math.reader.value import symbols
 
-
-@dataclass(frozen=True)
-class Several:
-    """Several answers: ``brackets`` is "" for a bare list, else the opening and the closing one, such as "[)"."""
-
-    items: tuple[Reading, ...]
-    brackets: str = ""
-    joined_by: str = ","
-
-
-@dataclass(frozen=True)
-class Dots:
-    """An ellipsis among the items of a list."""
-
-
-@dataclass(frozen=True)
-class Relation:
-    """``sides[0] operators[0] sides[1] ...``; ``heads`` are the sides' spellings where they can name a value."""
-
-    operators: tuple[str, ...]
-    sides: tuple[Reading, ...]
-    heads: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Union:
-    parts: tuple[Reading, ...]
-
-
-@dataclass(frozen=True)
-class NumberSet:
-    """``\\mathbb{R}`` and the like, without the numbers of ``without``."""
-
-    name: str
-    without: tuple[Reading, ...] = ()
-
-
-@dataclass(frozen=True)
-class Matrix:
-    rows: tuple[tuple[Node, ...], ...]
-
-
-@dataclass(frozen=True)
-class Cases:
-    """A piecewise value: (value, condition) by rows."""
-
-    rows: tuple[tuple[Reading, Reading], ...]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Modular:
-    value: Reading
-    modulus: Node
-
-
-@dataclass(frozen=True)
-class Words:
-    text: str
-
-
-@dataclass(frozen=True)
-class Empty:
-    """The empty set."""
-
-
-@dataclass(frozen=True)
-class SetBuilder:
-    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is R, Z, N, or "" where none is named."""
-
-    variable: str
-    domain: str
-    condition: Reading
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Values with a word each, in the order that they stand in: ``minimum: 1, maximum: 3``."""
-
-    values: tuple[tuple[str, Reading], ...]
-
-
-@dataclass(frozen=True)
-class Conditional:
-    """A formula and where it holds: ``y = x^2, x > 0``."""
-
-    value: Reading
-    conditions: tuple[Reading, ...]
-
-
-@dataclass(frozen=True)
-class Restated:
-    """One answer in two notations: ``x < 2 : (-\\infty, 2)``."""
-
-    ways: tuple[Reading, ...]
-
-
-Reading = (
-    Quantity | Several | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
-    | SetBuilder | Labelled | Conditional | Restated
-)  # fmt: skip
-
-_RELATIONS = {
-    "=": "=",
-    "<": "<",
-    ">": ">",
-    "le": "<=",
-    "ge": ">=",
-    "ne": "!=",
-    "in": "in",
-    "approx": "~",
-    "equiv": "==",
-}
+_RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
 _OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
 _CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
 _ORDERS = {"<", ">", "le", "ge", "ne"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
+_LABEL_WORDS = (
+    *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
+    *("focus", "directrix", "amplitude", "period", "slope", "x-intercept", "y-intercept", "mean", "median", "mode"),
+    *("minimum", "maximum"),
+)
+_LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
+_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
 _LABELS = {
     **{
         label: label for label in ("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height")
     },
-    **{label: label for label in ("vertex", "focus", "directrix", "amplitude", "period", "slope", "mean", "median")},
+    **{
+        label: label
+        for label in ("vertex", "focus", "directrix", "amplitude", "period", "slope", "mean", "median", "mode")
+    },
     "min": "minimum",
     "minimum": "minimum",
     "max": "maximum",
     "maximum": "maximum",
+    "x-intercept": "x-intercept",
+    "y-intercept": "y-intercept",
     "center": "center",
     "centre": "center",
 }
 _HEAD = re.compile(
-    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\[a-z]+ ?|[A-Z]{2,3})'*(?:_(?:\w|\{[^{}]*\}))?'*"
-    r"(?:\^\{-1\})?(?:\([^()]*\))?"
+    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[a-z]+ ?|[A-Z]{2,3})"
+    r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
 )
+_CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NOTHING = frozenset(
     {"no solution", "no solutions", "empty set", "the empty set", "no real solution", "no real solutions"}
@@ -224,7 +138,7 @@ def _unqualified(items: list[Token]) -> list[Token]:
         if start > 0 and items[start].text == "(" and (_says_integer(inside) or _condition(inside)):
             items = [*items[:start], *_condition(inside)]
     parts, _ = _split(items, lambda token: token.text == ",")
-    kept = [part for part in parts if not _says_integer(part)]
+    kept = [part for part in parts if not (_says_integer(part) or _says_real(part, parts))]
     if len(kept) < len(parts) and kept:
         items = [token for part in kept for token in (*part, Token("sign", ","))][:-1]
     while items and items[-1].text == ",":
@@ -242,12 +156,19 @@ def _says_integer(items: Sequence[Token]) -> bool:
     return re.fullmatch(r"[a-zA-Z]\\in \\mathbb \{[ZN]\}(?:[\^_]\S+)?", spelling(items)) is not None
 
 
+def _says_real(items: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
+    """Whether it says that a variable of the other parts is real: ``t \\in \\mathbb{R}``."""
+    if re.fullmatch(r"[a-zA-Z]\\in \\mathbb \{R\}", spelling(items)) is None:
+        return False
+    return any(items[0].text == token.text for part in parts if part is not items for token in part)
+
+
 def _read(items: list[Token]) -> Reading:
     if not items:
         raise Unreadable("nothing")
     if len(items) == 1 and items[0].text == "ldots":
         return Dots()
-    if special := _number_set(items) or _labelled(items) or _restated(items):
+    if special := read_compound(items) or _number_set(items) or _labelled(items) or _restated(items):
         return special
     parts, separators = _split(items, lambda token: token.text == "cup")
     if separators:
@@ -313,11 +234,12 @@ def _unlabelled(item: Reading) -> Reading:
 
 
 def _labelled(items: list[Token]) -> Labelled | None:
-    """Read values that each have a word of ``_LABELS`` before them, all words different."""
-    parts, _ = _split(items, _separates)
+    """Read values that each have a word before them, all words different; a single one only with one of ``_LABELS``."""
+    parts = [part for part in _split(items, _separates)[0] if part]
     values = []
-    for part in (part for part in parts if part):
-        label = _LABELS.get(part[0].text, "") if part[0].kind == "word" else ""
+    for part in parts:
+        word = part[0].text if part[0].kind == "word" else ""
+        label = _LABELS.get(word, word if len(parts) > 1 and len(word) > 2 and word not in KNOWN_WORDS else "")
         value = part[1:]
         while value and value[0].text in ("is", "on", "at", ":", "="):
             value = value[1:]
@@ -378,7 +300,12 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
-    return Relation(operators, tuple(_read(part) for part in parts), heads)
+    return Relation(operators, tuple(map(_side, parts, spelled)), heads)
+
+
+def _side(items: list[Token], spelled: str) -> Reading:
+    """Read one side. A function of several variables, ``u(x,t)``, is a name."""
+    return Quantity(Node("sym", name=spelled)) if _CALL.fullmatch(spelled) else _read(items)
 
 
 def _ratio(parts: list[list[Token]]) -> Reading:
@@ -433,8 +360,8 @@ def _environment(items: list[Token]) -> Reading | None:
     name_end = next(index for index, token in enumerate(items) if token.text == "}")
     name = "".join(token.text for token in items[2:name_end])
     ends = [index for index, token in enumerate(items) if token.text == "end"]
-    if len(ends) != 1 or items[-1].text != "}":
-        raise Unreadable("nested environments")
+    if len(ends) != 1 or any(token.text == "}" for token in items[ends[0] + 2 : -1]) or items[-1].text != "}":
+        raise Unreadable("nested environments, or something behind one")
     body = items[name_end + 1 : ends[0]]
     if name == "array" and body and body[0].text == "{":
         body = body[next(index for index, token in enumerate(body) if token.text == "}") + 1 :]

@@ -2,12 +2,12 @@ r"""Decides when two values are the same answer: equal numbers, worked out as fa
 
 from __future__ import annotations
 
-import re
-
+from or1_megatron.verify.math.reader.numerals import decimals, is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
+from or1_megatron.verify.math.reader.rounding import rounds_to
 from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.units import UNITS
-from or1_megatron.verify.math.reader.value import operations, rational, real, same, symbols
+from or1_megatron.verify.math.reader.value import operations, real, same, symbols
 
 _FAMILIES = (
     frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan"}),
@@ -18,37 +18,6 @@ _FAMILIES = (
     frozenset({"floor", "ceil"}),
     frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
 )
-
-
-def is_numeral(tree: Node) -> bool:
-    """Whether it is a number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
-    if tree.op == "neg":
-        return tree.args[0].op != "neg" and is_numeral(tree.args[0])
-    if tree.op in ("num", "mixed"):
-        return True
-    if tree.op == "div":
-        return all(_is_integer(argument) or _is_power_of_ten(argument) for argument in tree.args)
-    if tree.op == "pow":
-        return _is_power_of_ten(tree)
-    if tree.op == "mul":
-        return tree.args[0].op == "num" and _is_power_of_ten(tree.args[1])
-    if tree.op == "add":  # 2 + 1/3
-        whole, part = tree.args
-        return _is_integer(whole) and part.op == "div" and all(map(_is_integer, part.args)) and _below_one(part)
-    return False
-
-
-def _below_one(tree: Node) -> bool:
-    value = rational(tree)
-    return value is not None and 0 < value < 1
-
-
-def _is_integer(tree: Node) -> bool:
-    return (tree.op == "num" and tree.number.denominator == 1) or (tree.op == "neg" and tree.args[0].op == "num")
-
-
-def _is_power_of_ten(tree: Node) -> bool:
-    return tree.op == "pow" and tree.args[0].op == "num" and tree.args[0].number == 10 and _is_integer(tree.args[1])
 
 
 def is_worked_out(gold: Node, answer: Node) -> bool:
@@ -70,12 +39,14 @@ def _constant_functions(tree: Node) -> set[str]:
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     """Whether the answer has the gold's value, with regard to units and percent signs."""
-    if answer.approximated and not (gold.approximated or _decimals(gold.tree)):
+    if answer.approximated and not (gold.approximated or decimals(gold.tree)):
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
         return False
     if (gold.unit and answer.noun) or (answer.unit and gold.noun):
         return False
+    if gold.rounded and rounds_to(answer, gold):
+        return True
     if gold.percent or answer.percent:
         return _same_percent(gold, answer)
     if gold.approximated:
@@ -89,17 +60,11 @@ def _noun(text: str) -> str:
     return " ".join(word.rstrip("s") for word in text.split())
 
 
-def _decimals(tree: Node) -> int:
-    """Return the number of digits behind a decimal point; 0 for anything but a decimal."""
-    inner = tree.args[0] if tree.op == "neg" else tree
-    return len(inner.name.partition(".")[2]) if inner.op == "num" and re.fullmatch(r"\d*\.\d+", inner.name) else 0
-
-
 def _rounds_to(answer: Node, gold: Node) -> bool:
     ours, theirs = real(gold), real(answer)
     if ours is None or theirs is None or not is_numeral(gold):
         return same(gold, answer)
-    return bool(abs(ours - theirs) <= (0.5 + 1e-9) * 10.0 ** -_decimals(gold))
+    return bool(abs(ours - theirs) <= (0.5 + 1e-9) * 10.0 ** -decimals(gold))
 
 
 def _same_percent(gold: Quantity, answer: Quantity) -> bool:

@@ -2,11 +2,12 @@ r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.reading import Reading, Relation, Several
+from or1_megatron.verify.math.reader.records import Reading, Relation, Several
 from or1_megatron.verify.math.reader.value import operations
 
 _MAX_SIGNS = 4
@@ -15,7 +16,7 @@ _MAX_SIGNS = 4
 def spread(reading: Reading) -> Reading:
     r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
     if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
-        return Several(tuple(Quantity(tree, reading.unit, reading.noun) for tree in notation.branches(reading.tree)))
+        return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
     if isinstance(reading, Relation) and (pairs := pointwise(reading)):
         return pairs
     if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):

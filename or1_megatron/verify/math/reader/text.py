@@ -165,7 +165,8 @@ _INTEGER = re.compile(
     r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s*(?:«(?:is|are|any|an|being)»\s*)*«integers?»)\s*\)?$"
 )
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
-_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»)\s*\}")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
+_INTERCEPT = re.compile(r"\b([xy])\s*-\s*«intercept»")
 _BRACED_SYSTEM = re.compile(
     r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
     r"\\end\s*\{(?P=name)\}\s*\\right\s*\.",
@@ -195,6 +196,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
     text = _INTEGER.sub(lambda found: rf", {found[1] or found[2]} \in \mathbb{{Z}}", text)
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
+    text = _INTERCEPT.sub(r"«\1-intercept»", text)
     return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
 
 

@@ -13,7 +13,11 @@ import torch
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import TokenInputs
-from or1_megatron.rl.loss import ClippedPolicyLoss, CrossEntropy, correction_weights, k3, make_objective
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.correction import correction_weights
+from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
+from or1_megatron.rl.objectives.estimators import k3
+from or1_megatron.rl.objectives.registry import make_objective
 
 
 def told(old: torch.Tensor, advantages: torch.Tensor, **more: torch.Tensor) -> TokenInputs:
@@ -26,7 +30,7 @@ def double(*values: float, grad: bool = False) -> torch.Tensor:
 
 
 def clipped(alpha: float = 0.0, on_policy: bool = False, high: float = 0.2, **more: Any) -> ClippedPolicyLoss:
-    return ClippedPolicyLoss(0.2, high, alpha, temperature=1.0, on_policy=on_policy, **more)
+    return ClippedPolicyLoss(0.2, high, entropy_coefficient=alpha, temperature=1.0, on_policy=on_policy, **more)
 
 
 def test_docstring_example_and_its_gradient() -> None:
@@ -209,14 +213,26 @@ def test_the_objective_of_a_step_is_the_configured_one() -> None:
             "entropy": {"bonus_on": "clipped"},
         }
     )
-    expected = ClippedPolicyLoss(0.1, 0.25, 0.004, 0.7, False, 4.0, 0.02, "masked", 3.0, "clipped")
+    expected = ClippedPolicyLoss(
+        0.1,
+        0.25,
+        4.0,
+        entropy_coefficient=0.004,
+        temperature=0.7,
+        on_policy=False,
+        kl_coefficient=0.02,
+        correction="masked",
+        correction_cap=3.0,
+        bonus_on="clipped",
+    )
     assert make_objective(algorithm, stage, alpha=0.004, clip_high=0.25) == expected
     once = stage.model_copy(update={"prompts_per_update": 8})
     plain = make_objective(AlgorithmConfig(), once, alpha=0.0, clip_high=0.2)
-    assert plain == ClippedPolicyLoss(0.2, 0.2, 0.0, 0.7, True)
+    assert plain == ClippedPolicyLoss(0.2, 0.2, entropy_coefficient=0.0, temperature=0.7, on_policy=True)
     # Sampled by older weights: rho is against theirs, unless a correction makes up for them.
-    assert not make_objective(AlgorithmConfig(), once, 0.0, 0.2, stale=True).on_policy
-    assert make_objective(algorithm, once, 0.0, 0.2, stale=True).on_policy
+    for settings, expected_on_policy in ((AlgorithmConfig(), False), (algorithm, True)):
+        stale = make_objective(settings, once, 0.0, 0.2, stale=True)
+        assert isinstance(stale, ClippedPolicyLoss) and stale.on_policy == expected_on_policy
 
 
 def test_the_ratio_is_against_the_policy_that_was_scored_else_against_the_engine() -> None:

@@ -1,0 +1,112 @@
+"""What deferring a step's slowest prompts changes in what is learnt, where the reward depends on nothing but length.
+
+    python benchmarks/tail_bias.py        (half a minute)
+
+A policy of one number, simulated engines, the scheduler and the supply of a run. Prints the level (log of a length)
+after a stage of 64 steps of plain sampling and of ``rollout.tail: defer``, mean over 4 seeds: where every step's sum of
+gradients is divided by the same number, and where it is divided by the step's own number of kept responses.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from or1_megatron.config.schema import AdvantageConfig, StageConfig
+from or1_megatron.data.stream import MixtureStream, PromptSource
+from or1_megatron.rl.advantage import assign_advantages, reject
+from or1_megatron.rl.supply import Supply
+from or1_megatron.rl.tail import Tail
+from or1_megatron.rollout.simulation import SimulatedRollouts
+from or1_megatron.types import Group, Message, Problem, Prompt, Request
+
+STEPS, PROBLEMS, T = 64, 64, 400
+SHORT = 100
+STAGE = StageConfig(
+    name="lengths", steps=STEPS, max_response_tokens=T, prompts_per_step=16, prompts_per_update=16, group_size=4
+)
+
+
+class Lengths:
+    """A policy of one number: the log of a length is ``level``, a part that is the prompt's and one that is drawn, both
+    of deviation 0.7; cut off at T. A response of at most ``SHORT`` tokens is right."""
+
+    def __init__(self) -> None:
+        self.level = 4.0
+
+    def drawn(self, seed: int) -> float:
+        """In deviations."""
+        return random.Random(seed).gauss()
+
+    def length_of(self, request: Request) -> int:
+        hard = random.Random(int(request.prompt.token_ids[0])).gauss()
+        return int(min(max(math.exp(self.level + 0.7 * hard + 0.7 * self.drawn(request.seed)), 1), T))
+
+    def learn(self, groups: Sequence[Group], rate: float, own_count: bool) -> None:
+        """GRPO: the gradient of a length's log-probability with respect to ``level`` is its drawn part / 0.7.
+
+        ``own_count``: a step's sum is divided by the number of its kept responses; else by all of them.
+        """
+        kept, _ = reject(assign_advantages(groups, AdvantageConfig()), AdvantageConfig())
+        terms = [
+            float(advantage) * self.drawn(completion.seed) / 0.7
+            for each in kept
+            for advantage, completion in zip(each.advantages, each.group.completions, strict=True)
+        ]
+        count = len(terms) if own_count else sum(len(group.completions) for group in groups)
+        self.level += rate * math.fsum(terms) / max(count, 1)
+
+
+def prompt(index: int) -> Prompt:
+    problem = Problem(f"p{index}", "lengths", "math", (Message("user", ""),), "1", {}, f"lengths:{index}")
+    return Prompt(problem, np.array([index], dtype=np.int32))
+
+
+def run_stage(
+    share: float | None, seed: int, rate: float = 0.0, own_count: bool = False, new_seeds: bool = False
+) -> tuple[list[list[Group]], float]:
+    """Return the groups of each step of a stage, and the level after it.
+
+    ``share``: of D_R, asked beyond it; None: plain sampling. ``new_seeds``: deferred prompts get new ones, as they
+    should not.
+    """
+    policy, tail = Lengths(), None if share is None else Tail(share, None)
+    rollouts = SimulatedRollouts(
+        2,
+        64,
+        lambda places: 1.0 + 0.01 * places,
+        policy.length_of,
+        lambda completion: float(completion.token_ids.size <= SHORT),
+    )
+    stream = MixtureStream([PromptSource([prompt(index) for index in range(PROBLEMS)])], seed)
+    supply = Supply(stream, rollouts, AdvantageConfig(), seed, tail)
+    found = []
+    for step in range(STEPS):
+        prompts = supply.take(STAGE, step, STEPS - step)
+        if new_seeds:
+            supply._places = None
+        supply.ask(prompts, STAGE, step)
+        groups, _ = supply.collect()
+        policy.learn(groups, rate, own_count)
+        rollouts.hand_off(step + 1, 1.0)
+        found.append(groups)
+    return found, policy.level
+
+
+def mean_level(share: float | None, rate: float, own_count: bool, seeds: int) -> float:
+    return float(np.mean([run_stage(share, seed, rate, own_count)[1] for seed in range(seeds)]))
+
+
+def main() -> None:
+    print("| divided by | learnt by plain sampling, nats | share 0.25 | share 0.5 |\n|---|---|---|---|")
+    for own_count, rate in ((False, 0.04), (True, 0.01)):
+        plain, *others = (4 - mean_level(share, rate, own_count, 4) for share in (None, 0.25, 0.5))
+        cells = " | ".join(f"{learnt:.3f} ({learnt / plain - 1:+.1%})" for learnt in others)
+        print(f"| {'its own kept responses' if own_count else 'the same number'} | {plain:.3f} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()

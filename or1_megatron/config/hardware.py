@@ -1,0 +1,165 @@
+"""Hardware files: what a device, its links and its node can do, and what was fitted to runs on it.
+
+``configs/hardware/NAME.yaml`` is the one place for such figures. Each is written with its source:
+
+    bf16_flops: {value: 9.89e14, source: "data sheet, dense"}
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+
+from or1_megatron.config.base import ConfigError, NonNegativeFloat, PositiveFloat, Section
+from or1_megatron.config.keys import did_you_mean
+from or1_megatron.config.load import load_as
+from or1_megatron.config.recipes import CONFIGS
+from or1_megatron.config.yaml_reader import dump
+
+FOLDER: Final = CONFIGS / "hardware"
+
+
+class Constant(Section):
+    """A figure and where it comes from."""
+
+    value: NonNegativeFloat
+    source: str
+
+
+class Fit(Section):
+    """Constants fitted to runs of one model. A plan takes those of the model nearest in size."""
+
+    model_parameters: PositiveFloat
+    """Size of the model they were fitted on. Unit: parameters."""
+    iteration_s: Constant
+    """Of a decoding iteration: what depends neither on the batch nor on the model's bytes."""
+    request_s: Constant
+    """Of a decoding iteration: for each response in it, beside its arithmetic and its keys and values."""
+    update_share: Constant
+    """Share of ``bf16_flops`` that the update's arithmetic reaches."""
+    other_response_s: Constant
+    """Per response, between roll-out and update and after it."""
+    covers: tuple[str, ...] = ()
+    """Verbs whose time is part of ``other_response_s``: a plan does not count them again."""
+
+
+class Hardware(Section):
+    """One kind of device in its node."""
+
+    title: str
+    """Name for people."""
+    match: tuple[str, ...] = ()
+    """Parts of the device names that CUDA reports."""
+    bf16_flops: Constant
+    """Dense bf16 operations per second; on CPU, of the run's dtype."""
+    memory_bytes: Constant
+    """Memory of a device."""
+    memory_bytes_per_s: Constant
+    """Bandwidth of the device's memory."""
+    link_bytes_per_s: Constant
+    """Between devices of a node, one direction, all links of a device together."""
+    host_bytes_per_s: Constant
+    """Between a device and its host, one direction."""
+    network_bytes_per_s: Constant
+    """Between nodes, one direction, a device's share."""
+    node_devices: Constant
+    """Devices of a node."""
+    node_memory_bytes: Constant
+    """Host memory of a node."""
+    storage_bytes_per_s: Constant
+    """What a node reads from shared storage."""
+    storage_total_bytes_per_s: Constant
+    """What all nodes together read from it."""
+    product_share: Constant
+    """Share of ``bf16_flops`` that large products reach."""
+    memory_share: Constant
+    """Share of ``memory_bytes_per_s`` that large reads reach."""
+    link_share: Constant
+    """Share of a link's rate that large collectives reach."""
+    message_s: Constant
+    """A small all-reduce within a node."""
+    verdict_s: Constant
+    """One verdict of one verifier."""
+    start_s: Constant
+    """Start of a run, without reading weights."""
+    error: Constant
+    """Relative error of a step's time: the half width of a plan's interval."""
+    fits: tuple[Fit, ...] = Field(min_length=1)
+
+    def fit_for(self, parameters: float) -> Fit:
+        """Return the fit whose model is nearest in size."""
+        return min(self.fits, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
+
+    def rates(self, parameters: float) -> Rates:
+        """Return the figures for a model of so many parameters."""
+        fit = self.fit_for(parameters)
+        plain = {
+            name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields
+        }
+        fitted = {name: getattr(fit, name).value for name in Rates.__dataclass_fields__ if name in Fit.model_fields}
+        return Rates(**plain, **fitted)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The values of a Hardware and of one Fit of it, under their names."""
+
+    bf16_flops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    network_bytes_per_s: float
+    node_devices: float
+    node_memory_bytes: float
+    storage_bytes_per_s: float
+    storage_total_bytes_per_s: float
+    product_share: float
+    memory_share: float
+    link_share: float
+    message_s: float
+    verdict_s: float
+    start_s: float
+    error: float
+    iteration_s: float
+    request_s: float
+    update_share: float
+    other_response_s: float
+
+
+def known() -> dict[str, Path]:
+    """Return the file of each kind of hardware, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+@cache
+def read_hardware(given: str) -> Hardware:
+    """Read a hardware file: a path, or the name of one that travels with the package.
+
+    Raises:
+        ConfigError: there is none, with the known names; or the file is not one.
+    """
+    path = Path(given)
+    if not path.is_file():
+        files = known()
+        if given.lower() not in files:
+            hint = did_you_mean(given.lower(), files)
+            raise ConfigError(f"unknown GPU {given}{hint}; known: {', '.join(files)}; or a hardware file")
+        path = files[given.lower()]
+    return load_as(Hardware, path)
+
+
+def hardware_of(device_name: str) -> Hardware | None:
+    """Return the hardware of a device that calls itself ``device_name``, if it is known."""
+    found = [read_hardware(name) for name in known()]
+    return next((each for each in found if any(part in device_name for part in each.match)), None)
+
+
+def hardware_yaml(hardware: Hardware) -> str:
+    """Return ``hardware`` as a file that ``read_hardware`` reads back equal."""
+    return dump(hardware.model_dump(mode="json"))

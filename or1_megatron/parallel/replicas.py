@@ -1,0 +1,73 @@
+"""Finds weights that differ between data-parallel replicas, which hold copies of the same parameters.
+
+A bit that flips in one rank's memory changes no number of the others. The replicas then drift apart, and the step's
+metrics, which are means over them, hardly show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from or1_megatron.errors import AgreedError, PartLost
+from or1_megatron.parallel.collective_errors import raise_together
+from or1_megatron.parallel.policy import MegatronPolicy
+
+_NAMED = 5
+
+
+class ReplicasDiffer(AgreedError, PartLost):
+    """A parameter is not the same on all data-parallel ranks."""
+
+
+def bit_sums(policy: MegatronPolicy) -> dict[str, int]:
+    """Return the sum of each local parameter's bits, read as 32-bit integers (16-bit for bf16), by Megatron's name.
+
+    Any single flipped bit changes the sum. One pass over the parameters, on their device; one copy to the host.
+    """
+    names, sums = [], []
+    for number, chunk in enumerate(policy.networks):
+        for name, parameter in chunk.named_parameters():
+            words = torch.int32 if parameter.element_size() == 4 else torch.int16
+            names.append(f"{number}.{name}")
+            sums.append(parameter.detach().view(words).sum(dtype=torch.int64))
+    return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
+
+
+def check_replicas(policy: MegatronPolicy, step: int) -> None:
+    """Compare the parameters of all data-parallel replicas; collective.
+
+    Raises:
+        ReplicasDiffer: on all ranks; names the parameters, and the ranks that differ from the majority.
+    """
+    mesh = policy.mesh
+    if mesh.data * mesh.context == 1:
+        return
+    place = (mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank)
+    found: list[Any] = [None] * mesh.world
+    dist.all_gather_object(found, (mesh.rank, place, bit_sums(policy)), group=mesh.control)
+    raise_together(mesh, _difference(found, step))
+
+
+def _difference(found: list[tuple[int, tuple[int, ...], Mapping[str, int]]], step: int) -> ReplicasDiffer | None:
+    copies: dict[tuple[tuple[int, ...], str], dict[int, list[int]]] = {}
+    for rank, place, sums in found:
+        for name, value in sums.items():
+            copies.setdefault((place, name), {}).setdefault(value, []).append(rank)
+    wrong = []
+    for (_, name), ranks_of in copies.items():
+        if len(ranks_of) > 1:
+            most = max(ranks_of.values(), key=len)
+            other = sorted(rank for ranks in ranks_of.values() if ranks is not most for rank in ranks)
+            wrong.append(f"{name} (rank {', '.join(map(str, other))} against {', '.join(map(str, most))})")
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    return ReplicasDiffer(
+        f"step {step}: {len(wrong)} parameters are not the same on all data-parallel ranks: "
+        f"{'; '.join(wrong[:_NAMED])}{more}. A rank computed or remembers something wrong: look at its machine's "
+        "memory and GPU (ECC errors)"
+    )

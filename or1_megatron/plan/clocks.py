@@ -1,0 +1,69 @@
+"""The clock of an engine, from a model's shape, a layout and the rates of a device.
+
+Sizes: k engine ranks, H hidden, n responses that decode together.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from or1_megatron.config.hardware import Rates
+from or1_megatron.config.schema import Config
+from or1_megatron.plan.rollout_time import EngineClock
+from or1_megatron.rl.packing import SequenceCost
+from or1_megatron.sizing.conflicts import kv_tokens
+from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
+from or1_megatron.weights.shape import BYTES, Shape
+
+_HALF_BLOCK: Final = 8
+"""A response's last block of 16 tokens is half empty on average."""
+
+
+def all_reduce_s(size_bytes: float, ranks: int, rates: Rates) -> float:
+    """Return the seconds of a large all-reduce: 2 (k - 1) / k of its bytes through each link, in a ring."""
+    return 2 * (ranks - 1) / ranks * size_bytes / (link_bytes_per_s(ranks, rates) * rates.link_share)
+
+
+def link_bytes_per_s(ranks: int, rates: Rates) -> float:
+    """Return the rate between neighbours of a group: within a node while the group fits one."""
+    return rates.link_bytes_per_s if ranks <= rates.node_devices else rates.network_bytes_per_s
+
+
+def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
+    """Return the clock of one engine of ``config``.
+
+    Weights are read whole in each iteration (of a mixture, all experts), but for the input embedding. Tensor
+    parallelism adds two all-reduces of [n, H] per layer.
+    """
+    rollout, k = config.rollout, config.rollout.tensor_parallel
+    number = BYTES[config.model.dtype]
+    read = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+    bandwidth = rates.memory_bytes_per_s * rates.memory_share * k
+    products = rates.bf16_flops * rates.product_share * k
+    cost = SequenceCost.of_decoder(shape.multiplied_weights, shape.attention_width)
+    reduces = 2 * shape.layers if k > 1 else 0
+    reduce_token_s = reduces * all_reduce_s(shape.hidden * number, k, rates)
+    kv_bytes = shape.kv_bytes_per_token(config.model.dtype)
+    return EngineClock(
+        fixed_s=rates.iteration_s + reduces * rates.message_s,
+        response_s=rates.request_s + reduce_token_s,
+        weights_s=read * number / bandwidth,
+        product_s=cost.linear / products,
+        token_s=kv_bytes / (bandwidth / k * min(k, shape.kv_heads)),
+        prompt_token_s=cost.linear / products + reduce_token_s,
+        prompt_pair_s=cost.quadratic / products,
+        kv_tokens=max(0, cache_tokens(config, shape, rates) - _HALF_BLOCK * rollout.max_concurrent),
+        max_running=rollout.max_concurrent,
+    )
+
+
+def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
+    """Return the tokens that an engine's KV cache holds; where vLLM sizes it, as ``gpu_memory_fraction`` lets it."""
+    held = kv_tokens(config, shape)
+    if held is not None:
+        return held
+    rollout = config.rollout
+    weights = shape.parameters * BYTES[config.model.dtype] / rollout.tensor_parallel
+    left = rates.memory_bytes * rollout.gpu_memory_fraction - weights - ENGINE_RESERVE_BYTES
+    cut = min(rollout.tensor_parallel, shape.kv_heads)
+    return max(0, int(left * cut / shape.kv_bytes_per_token(config.model.dtype)))

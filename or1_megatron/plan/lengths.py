@@ -1,0 +1,165 @@
+"""How long prompts and responses are: from a file, from a past run, or in the recipe's shape.
+
+The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. It begins with 40%
+of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if that is less. While more than
+a tenth are cut off, the median falls by 0.43 per 540 steps, as lengths did in ablation 2 (12.5K to 5.4K tokens). The
+sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Final, Protocol
+
+import numpy as np
+import pyarrow.compute as pc
+
+from or1_megatron.config.schema import StageConfig
+from or1_megatron.errors import UserError
+from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
+from or1_megatron.types import Int64Array
+
+SIGMA: Final = 1.0
+START_TRUNCATED: Final = 0.4
+START_TOKENS: Final = 8192
+FALL: Final = 0.43 ** (1 / 540)
+SETTLED_TRUNCATED: Final = 0.1
+PROMPT_TOKENS: Final = 256
+KEPT_SHARE: Final = 0.6
+_FIELDS: Final = ("length", "response_tokens")
+
+
+class LengthsError(UserError, ValueError):
+    """Lengths that cannot be read; the message names file and line."""
+
+
+Drawn = tuple[Int64Array, Int64Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of training: after ``step`` steps of stage ``index``, from 0."""
+
+    stages: Sequence[StageConfig]
+    index: int
+    step: float
+
+
+class Lengths(Protocol):
+    """A source of lengths."""
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the groups that are not rejected."""
+
+    @property
+    def source(self) -> str:
+        """Where they come from, for the reader of a plan."""
+
+    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        """Return prompt tokens [prompts] and response tokens [prompts * group_size], cut at ``limit`` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeLengths:
+    """The recipe's shape over training (see the module)."""
+
+    kept_share: float = KEPT_SHARE
+    source: str = "the recipe's shape (an assumption: or1_megatron/plan/lengths.py)"
+
+    def median(self, when: Moment) -> float:
+        """Return the median response, in tokens."""
+        stages, index, step = when.stages, when.index, when.step
+        above = math.exp(SIGMA * NormalDist().inv_cdf(1 - START_TRUNCATED))
+        median = min(START_TOKENS, stages[0].max_response_tokens) / above
+        settled = math.exp(SIGMA * NormalDist().inv_cdf(1 - SETTLED_TRUNCATED))
+        for number, stage in enumerate(stages[: index + 1]):
+            steps = step if number == index else stage.steps
+            median = min(median, max(median * FALL**steps, stage.max_response_tokens / settled))
+        return median
+
+    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        of_prompt = np.repeat(random.standard_normal(prompts), group_size)
+        normal = math.sqrt(0.5) * (of_prompt + random.standard_normal(of_prompt.size))
+        found = self.median(when) * np.exp(SIGMA * normal)
+        return np.full(prompts, PROMPT_TOKENS), np.clip(found, 1, limit).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLengths:
+    """Lengths that were seen, drawn again group by group."""
+
+    groups: tuple[Int64Array, ...]
+    prompt_tokens: Int64Array  # [groups]
+    kept_share: float
+    source: str
+
+    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        chosen = random.integers(0, len(self.groups), prompts)
+        drawn = [random.choice(self.groups[group], group_size) for group in chosen]
+        return self.prompt_tokens[chosen], np.clip(np.concatenate(drawn), 1, limit)
+
+
+def read_lengths(given: Path | None) -> Lengths:
+    """Return the lengths of a file or a run folder; without either the recipe's shape.
+
+    A file has one integer per line, or a JSON object with a field ``length`` or ``response_tokens``.
+
+    Raises:
+        LengthsError: it holds no lengths, or is not there.
+    """
+    if given is None:
+        return RecipeLengths()
+    if given.is_dir():
+        return _of_run(given)
+    if not given.is_file():
+        raise LengthsError(f"--lengths {given}: no such file or run folder")
+    lines = given.read_text(errors="replace").splitlines()
+    found = [_length(given, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise LengthsError(
+            f"--lengths {given}: the file holds no lengths; expected one integer per line, or JSON lines"
+        )
+    lengths = np.array(found, np.int64)
+    source = f"{given} ({lengths.size:,} lengths; which belong to one prompt is not known)"
+    return MeasuredLengths((lengths,), np.full(1, PROMPT_TOKENS), KEPT_SHARE, source)
+
+
+def _length(path: Path, number: int, line: str) -> int:
+    try:
+        value: Any = json.loads(line)
+    except ValueError:
+        value = line
+    if isinstance(value, dict):
+        value = next((value[name] for name in _FIELDS if name in value), None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LengthsError(
+            f"--lengths {path}:{number}: found {line.strip()[:60]!r}; expected a whole number of tokens, 1 or more, or "
+            f"a JSON object with a field {' or '.join(_FIELDS)}"
+        )
+    return value
+
+
+def _of_run(folder: Path) -> MeasuredLengths:
+    files = rollout_files(folder / "rollouts")
+    if not files:
+        raise LengthsError(
+            f"--lengths {folder}: the run has no rollouts: {folder / 'rollouts'} holds no step_*.parquet"
+        )
+    groups: list[Int64Array] = []
+    prompts: list[int] = []
+    kept = 0
+    for file in files:
+        table = read_rollouts(file, ["problem_id", "prompt_token_ids", "response_token_ids", "sample_index", "kept"])
+        tokens = pc.list_value_length(table["response_token_ids"]).to_numpy().astype(np.int64)
+        starts = np.flatnonzero(table["sample_index"].to_numpy() == 0)
+        groups += np.split(tokens, starts[1:])
+        prompts += pc.list_value_length(table["prompt_token_ids"]).to_numpy()[starts].tolist()
+        kept += int(table["kept"].to_numpy(zero_copy_only=False)[starts].sum())
+    source = f"{len(groups):,} groups of {folder} ({len(files)} steps)"
+    return MeasuredLengths(tuple(groups), np.array(prompts, np.int64), max(kept, 1) / len(groups), source)

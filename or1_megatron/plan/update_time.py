@@ -1,0 +1,177 @@
+"""The time of an update: packed rows of real lengths, their arithmetic by pipeline stage, and what is communicated.
+
+Rows are placed by ``rl.packing``, as in a run. Sizes: T tokens of a row, L of a sequence, P weights of a rank, d the
+data- and context-parallel ranks that share its optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from or1_megatron.config.hardware import Rates
+from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s
+from or1_megatron.rl.packing import RowPlan, plan_rows
+from or1_megatron.sizing.memory import stage_weights
+from or1_megatron.sizing.parallel_layouts import rows_of
+from or1_megatron.types import Int64Array
+from or1_megatron.weights.shape import BYTES, Shape
+
+OPTIMIZER_TRAFFIC: Final = 30
+"""Bytes that AdamW moves per parameter: gradient 4, moments 16, master weight 8, bf16 weight 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """Operations of one pipeline stage, forward pass alone."""
+
+    layer_token: float
+    """Of the layers, per token."""
+    mlp_token: float
+    """Of these, the MLPs'."""
+    pair: float
+    """Of attention: a sequence of L tokens takes L * L times this."""
+    head_token: float
+    """Of the output layer, per token; 0 but on the last stage."""
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """Seconds of all SGD steps of one rollout step."""
+
+    compute_s: float
+    """The busiest data-parallel rank's arithmetic."""
+    bubble_s: float
+    """Pipeline stages that wait for the first and last micro-batches."""
+    tensor_s: float
+    """Communication within tensor- and context-parallel groups."""
+    gradients_s: float
+    """Gradients reduced and weights gathered, beyond what a backward pass hides."""
+    optimizer_s: float
+    rows: int
+    """Micro-batches per rank, of all SGD steps."""
+    padding: float
+    """Share of the rows' tokens that are padding."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.bubble_s + self.tensor_s + self.gradients_s + self.optimizer_s
+
+
+def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
+    """Return each stage's operations: 2 per weight and token, 2 * heads * head_dim per layer and L * L."""
+    chunks = parallel.chunk_layers(shape.layers)
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    found = []
+    for stage in range(parallel.pipeline):
+        layers = [layer for chunk in chunks[stage :: parallel.pipeline] for layer in chunk]
+        weights = sum(shape.layer_parameters(layer, whole=False) for layer in layers)
+        last = stage == parallel.pipeline - 1
+        found.append(
+            StageWork(
+                layer_token=2.0 * weights,
+                mlp_token=2.0 * (weights - attention * len(layers)),
+                pair=2.0 * len(layers) * shape.heads * shape.head_dim,
+                head_token=2.0 * shape.vocab * shape.hidden if last else 0.0,
+                layers=len(layers),
+            )
+        )
+    return tuple(found)
+
+
+def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
+    """Return the time of training ``reuse`` times on mini-batches of sequences of these lengths [n] each."""
+    parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
+    if not parts:
+        return UpdateTime(0, 0, 0, 0, 0, 0, 0)
+    return UpdateTime(
+        compute_s=sum(part.compute_s for part in parts),
+        bubble_s=sum(part.bubble_s for part in parts),
+        tensor_s=sum(part.tensor_s for part in parts),
+        gradients_s=sum(part.gradients_s for part in parts),
+        optimizer_s=sum(part.optimizer_s for part in parts),
+        rows=sum(part.rows for part in parts),
+        padding=sum(part.padding for part in parts) / len(parts),
+    )
+
+
+def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -> UpdateTime:
+    parallel = config.parallel
+    plan = plan_rows(lengths, rows_of(parallel, shape))
+    speed = rates.bf16_flops * rates.update_share * parallel.tensor * parallel.context
+    slowest = max(_stage_seconds(plan, lengths, parallel, work, speed) for work in stage_work(parallel, shape))
+    rows = len(plan.ranks[0])
+    bubble = slowest * (parallel.pipeline - 1) / (rows * parallel.virtual_pipeline)
+    tensor = rows * _row_communication_s(plan.row_tokens, config, shape, rates)
+    last_backward_s = slowest / rows * 2 / 3 if parallel.overlap_grad_reduce else 0.0
+    gradients_s, optimizer_s = _after_backward(config, shape, rates)
+    filled = float(lengths.sum())
+    return UpdateTime(
+        compute_s=slowest,
+        bubble_s=bubble,
+        tensor_s=tensor,
+        gradients_s=max(0.0, gradients_s - last_backward_s),
+        optimizer_s=optimizer_s,
+        rows=rows,
+        padding=1 - filled / (plan.row_tokens * rows * parallel.data),
+    )
+
+
+def _stage_seconds(
+    plan: RowPlan, lengths: Int64Array, parallel: ParallelConfig, work: StageWork, speed: float
+) -> float:
+    """Return the seconds of one stage's forward and backward passes over the rows of the costliest rank."""
+    per_token, per_pair = passes(work, parallel)
+    costliest = 0.0
+    for rows in plan.ranks:
+        total = 0.0
+        for row in rows:
+            own = lengths[list(row)].astype(np.float64)
+            total += per_token * plan.row_tokens
+            total += per_pair * float(np.square(own).sum() + (plan.row_tokens - own.sum()) ** 2)
+        costliest = max(costliest, total)
+    return costliest / speed
+
+
+def passes(work: StageWork, parallel: ParallelConfig) -> tuple[float, float]:
+    """Return the operations of forward and backward pass per token and per L * L, with what is computed again.
+
+    Layers: 3 forward passes' worth, 4 with full recompute; selective computes the MLPs again. The head: 4, one pass 3.
+    """
+    again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
+    head = 4 if parallel.head == "recompute" else 3
+    pairs = 4 if parallel.recompute == "full" else 3
+    return 3 * work.layer_token + again + head * work.head_token, pairs * work.pair
+
+
+def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
+    """Return the seconds of a row's collectives: per layer two all-reduces of [T / CP, H] in each pass over it; with CP
+    the keys and values gathered in each pass and their gradients reduced."""
+    parallel = config.parallel
+    number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
+    forward = 2 if parallel.recompute == "full" else 1
+    total = 0.0
+    if parallel.tensor > 1 and not parallel.overlap_tensor:
+        size = tokens / parallel.context * shape.hidden * number
+        total += 2 * (forward + 1) * layers * all_reduce_s(size, parallel.tensor, rates)
+    if parallel.context > 1:
+        size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor
+        crossing = parallel.tensor * parallel.context
+        rate = link_bytes_per_s(crossing, rates) * rates.link_share
+        total += (forward + 1) * layers * size * (parallel.context - 1) / parallel.context / rate
+    return total
+
+
+def _after_backward(config: Config, shape: Shape, rates: Rates) -> tuple[float, float]:
+    """Return the seconds to reduce fp32 gradients and gather weights over DP, and of AdamW."""
+    parallel = config.parallel
+    weights = max(stage.dense + stage.experts for stage in stage_weights(parallel, shape))
+    sharing = parallel.data * parallel.context
+    link = link_bytes_per_s(parallel.tensor * sharing, rates) * rates.link_share
+    moved = weights * (4 + BYTES[config.model.dtype]) * (sharing - 1) / sharing
+    owned = weights / (sharing if parallel.distributed_optimizer else 1)
+    return moved / link, owned * OPTIMIZER_TRAFFIC / (rates.memory_bytes_per_s * rates.memory_share)

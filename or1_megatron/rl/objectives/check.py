@@ -1,0 +1,172 @@
+"""What is wrong with an objective, found on random tokens without a model; ``or1 check-parity`` runs it first."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from or1_megatron.interfaces import Objective, Scope, Sequences, TokenInputs, scope_of
+from or1_megatron.rl.objectives.registry import build
+
+PROBE_TEMPERATURE: Final = 0.8
+_LENGTHS: Final = (7, 1, 12, 5, 9, 3, 16, 11)
+"""Of the random sequences, two to a group."""
+_TOLERANCE: Final = 1e-9
+"""Relative, in float64."""
+
+Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
+"""(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
+
+
+def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
+    """Return the named objective as ``or1 check-parity`` measures it on a model of this dtype.
+
+    It has an entropy bonus, so that both gradients of the head take part, and a KL penalty; in fp32 also ratios, clips
+    and an importance correction. In bf16 rounding would decide which tokens are clipped, and small differences would
+    become large ones. ``args`` set any parameter of the objective.
+
+    Raises ConfigError when there is no such objective or parameter.
+    """
+    exact = dtype == "float32"
+    settings = {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "entropy_coefficient": 0.3,
+        "temperature": PROBE_TEMPERATURE,
+        "on_policy": not exact,
+        "dual_clip": 1.3 if exact else None,
+        "kl_coefficient": 0.1,
+        "correction": "masked" if exact else "off",
+        "correction_cap": 1.5,
+    }
+    return build(name, settings, args)
+
+
+class _Tokens:
+    """Random tokens: log-probs and entropies [N], and the objective's other inputs."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(scale: float) -> Tensor:
+            return scale * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)
+
+        self.lengths = torch.tensor(_LENGTHS)
+        old = -1.0 - normal(0.5).abs()
+        self.log_probs, self.entropies = old + normal(0.3), 1.0 + normal(0.3).abs()
+        index = torch.arange(len(_LENGTHS)).repeat_interleave(self.lengths)
+        of_sequences = torch.randn(len(_LENGTHS), generator=generator, dtype=torch.float64)
+        self.inputs = TokenInputs(
+            advantages=of_sequences[index],
+            engine_log_probs=old + normal(0.2),
+            policy_log_probs=old,
+            reference_log_probs=old + normal(0.3),
+            weights=1.0 + 0.5 * of_sequences[index].tanh(),
+            sequences=Sequences(index, self.lengths, torch.arange(len(_LENGTHS)) // 2),
+        )
+
+    def evaluate(self, objective: Objective, places: Tensor, scope: Scope) -> Result:
+        """Evaluate on the tokens at ``places``; what is there twice counts as sequences and groups of their own."""
+        leaves = [values[places].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
+        inputs = _at(self.inputs, places, scope)
+        loss, sums = objective(leaves[0], leaves[1], inputs)
+        if not (isinstance(loss, Tensor) and loss.dim() == 0):
+            raise TypeError(f"returned {loss!r:.80} as the loss, expected a tensor without dimensions")
+        wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim() > 0]
+        if wrong:
+            raise TypeError(f"returned sums that are no tensors without dimensions: {', '.join(wrong)}")
+        found: list[Tensor | None] = [None, None]
+        if loss.requires_grad and len(places):
+            found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        grads = [torch.zeros(len(places), dtype=torch.float64) if of is None else of for of in found]
+        return loss.detach(), sums, torch.stack(grads)
+
+
+def faults(objective: Objective) -> Iterator[str]:
+    """Yield a sentence for each fault; nothing for a sound objective."""
+    tokens, name = _Tokens(), type(objective).__name__
+    try:
+        scope = scope_of(objective)
+        every = torch.arange(sum(_LENGTHS))
+        whole = tokens.evaluate(objective, every, scope)
+        twice = tokens.evaluate(objective, torch.cat((every, every)), scope)
+        if scope != "batch":
+            nothing = tokens.evaluate(objective, every[:0], scope)
+            parts = [tokens.evaluate(objective, part, scope) for part in _parts(scope)]
+    except Exception as error:  # a user's objective may raise anything
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        yield f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        return
+    yield from _not_finite(name, whole)
+    if torch.isfinite(whole[0]) and (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
+        yield (
+            f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
+            "twice as many of the same; expected a sum over tokens. The policy divides once, by the batch's tokens"
+        )
+    elif scope != "batch":
+        yield from _not_additive(name, scope, whole, parts)
+        if float(nothing[0]) != 0:
+            yield f"{name} returns {float(nothing[0]):.6g} for no tokens; expected 0"
+
+
+def _not_finite(name: str, whole: Result) -> Iterator[str]:
+    loss, sums, gradients = whole
+    for what, values in {"loss": loss, "gradient": gradients, **sums}.items():
+        if not torch.isfinite(values).all():
+            yield f"{name} returns a {what} that is not finite, on log-probs between -3 and 0"
+        if values.requires_grad:
+            yield f"{name} returns the sum '{what}' with a gradient; detach it"
+
+
+def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
+    """Yield what differs between the whole and its parts: the cut of a batch would show in the result."""
+    unit = "token" if scope == "token" else "sequence"
+    advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
+    total = torch.stack([part[0] for part in parts]).sum()
+    if not torch.isclose(total, whole[0], rtol=_TOLERANCE, atol=_TOLERANCE):
+        yield f"{name}: the loss is {float(whole[0]):.9g} at once and {float(total):.9g} in two parts: {advice}"
+    gradients = torch.cat([part[2] for part in parts], dim=1)
+    if not torch.allclose(gradients, whole[2], rtol=_TOLERANCE, atol=_TOLERANCE):
+        yield f"{name}: gradients differ between tokens taken at once and in two parts: {advice}"
+    for key, value in whole[1].items():
+        of_parts = torch.stack([part[1][key].double() for part in parts])
+        together = of_parts.amax() if key.startswith("max_") else of_parts.sum()
+        if not torch.isclose(together, value.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
+            yield (
+                f"{name}: the sum '{key}' is {float(value):.9g} at once and {float(together):.9g} in two parts; "
+                "expected sums over tokens, or a name that begins with max_"
+            )
+
+
+def _parts(scope: Scope) -> list[Tensor]:
+    """Cut the tokens in two: between sequences, or within one where terms are pointwise."""
+    at = sum(_LENGTHS[:3]) + (2 if scope == "token" else 0)
+    return [torch.arange(at), torch.arange(at, sum(_LENGTHS))]
+
+
+def _at(inputs: TokenInputs, places: Tensor, scope: Scope) -> TokenInputs:
+    """Return the inputs of the tokens at ``places``, with whole sequences where the scope has them."""
+    whole = inputs.whole
+    columns = {
+        name: values[places]
+        for name in TokenInputs.__slots__
+        if name != "sequences" and (values := getattr(inputs, name)) is not None
+    }
+    picked = TokenInputs(**columns)
+    if scope == "token":
+        return picked
+    assert whole.groups is not None
+    named = whole.index[places]
+    new = torch.ones_like(named, dtype=torch.bool)
+    new[1:] = named[1:] != named[:-1]
+    starts = new.nonzero(as_tuple=True)[0]
+    firsts = named[starts]
+    again = (starts >= sum(_LENGTHS)).long() * len(whole.lengths)
+    groups = whole.groups[firsts] + again if scope == "batch" else None
+    return replace(picked, sequences=Sequences(new.long().cumsum(0) - 1, whole.lengths[firsts], groups))

@@ -1,0 +1,40 @@
+"""CISPO: the clipped ratio as a constant weight of log pi (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from or1_megatron.config.algorithm import AlgorithmConfig
+from or1_megatron.interfaces import TokenInputs
+from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
+from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
+
+
+@dataclass(frozen=True, slots=True)
+class CISPO(PolicyGradientLoss):
+    """J = stop_gradient(clip(rho, 1 - low, 1 + high)) A log pi_theta
+
+    A clip bounds a token's weight and never ends its gradient. The paper sets no lower bound: ``clip_low`` 1.
+
+    Worked example (low 1, high 0.2): rho 1.5, A 2, log pi -1: J = 1.2 * 2 * -1 = -2.4, d J / d log pi = 2.4; rho 0.5,
+    A -1, log pi -2: J = 0.5 * -1 * -2 = 1, d J / d log pi = -0.5.
+    """
+
+    clip_low: float
+    clip_high: float
+
+    def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
+        ratio = ratio_of(log_probs.detach(), old)
+        weights = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return Surrogate(weights * tokens.advantages * log_probs, ratio, weights != ratio, no_tokens(ratio))
+
+    @classmethod
+    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
+        if algorithm.entropy.bonus_on == "clipped":
+            yield (
+                "algorithm.entropy.bonus_on = clipped gives the bonus to tokens without a gradient, but with "
+                "algorithm.objective.name = cispo every token has one; set bonus_on to all"
+            )

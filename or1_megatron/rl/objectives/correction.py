@@ -1,0 +1,44 @@
+"""Importance weights for the difference between the engine, which samples, and the policy, which is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from or1_megatron.config.algorithm import CorrectionLevel
+from or1_megatron.interfaces import Sequences
+from or1_megatron.rl.objectives.estimators import LARGEST_LOG_RATIO
+
+
+def correction_weights(
+    policy: Tensor,
+    engine: Tensor,
+    mode: Literal["truncated", "masked"],
+    cap: float,
+    level: CorrectionLevel = "token",
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (importance weights w [N], which of them were cut [N]) from two log-probs of the sampled tokens.
+
+    The engine samples from pi_engine, and the loss treats the samples as pi_k's. w = pi_k / pi_engine corrects this;
+    the cap bounds its variance. ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (token: IcePop, Ling team 2025;
+    sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability").
+
+    ``level``: w is the token's ratio; ``sequence``: the product of the sequence's ratios, for each of its tokens;
+    ``geometric``: their geometric mean. The last two need ``sequences``.
+
+    Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence:
+    product 1.125, geometric mean 1.125^(1/3) = 1.040, neither of them cut.
+    """
+    difference = policy - engine
+    if level != "token":
+        if sequences is None:
+            raise ValueError(f"a correction at the level {level} needs whole sequences; TokenInputs has none")
+        difference = sequences.spread((sequences.sum if level == "sequence" else sequences.mean)(difference))
+    ratio = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    if mode == "truncated":
+        return ratio.clamp(max=cap), ratio > cap
+    outside = (ratio > cap) | (ratio < 1.0 / cap)
+    return ratio.masked_fill(outside, 0.0), outside

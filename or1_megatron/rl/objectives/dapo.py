@@ -1,0 +1,37 @@
+"""DAPO: clip-higher, the token mean and a soft penalty on length (Yu et al. 2025, arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from or1_megatron.config.algorithm import AlgorithmConfig
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+
+
+@dataclass(frozen=True, slots=True)
+class DAPO(ClippedPolicyLoss):
+    """The clipped loss with DAPO's settings, which this name insists on.
+
+    Clip-higher (the paper: 0.2 and 0.28) and the token mean are keys of ``algorithm.loss``; the penalty is part of the
+    rewards (``rl.penalties``); dynamic sampling is a stage's ``refill_prompts``.
+    """
+
+    @classmethod
+    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
+        wanted = "algorithm.objective.name = dapo"
+        if algorithm.loss.aggregation != "token_mean":
+            yield (
+                f"{wanted} is a mean over tokens, but algorithm.loss.aggregation = {algorithm.loss.aggregation}; set "
+                "it to token_mean"
+            )
+        if algorithm.loss.clip_high <= algorithm.loss.clip_low:
+            yield (
+                f"{wanted} clips higher, but algorithm.loss.clip_high = {algorithm.loss.clip_high:g} is not above "
+                f"clip_low = {algorithm.loss.clip_low:g}; the paper has 0.28 and 0.2"
+            )
+        if algorithm.advantage.overlong_tokens is None:
+            yield (
+                f"{wanted} has a soft penalty on length, but algorithm.advantage.overlong_tokens is not set; the paper "
+                "has 4096 of 20480 tokens"
+            )

@@ -1,0 +1,80 @@
+"""Importance ratios, and estimators of a KL divergence from the log-probs of sampled tokens.
+
+The estimators k1, k2 and k3 are Schulman's ("Approximating KL Divergence", 2020). Shapes: [N] tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from or1_megatron.config.algorithm import KLEstimator
+
+LARGEST_LOG_RATIO: Final = 20.0
+"""|log rho| is clamped to this, so that exp() stays finite: an infinite ratio behind a closed clip would give a NaN
+gradient (0 * inf). No sane update comes near e^20."""
+
+
+def ratio_of(log_probs: Tensor, old: Tensor) -> Tensor:
+    """Return rho = exp(log_probs - old)."""
+    return (log_probs - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def k3(of_samples: Tensor, other: Tensor) -> Tensor:
+    """Return Schulman's k3 estimator of KL(p || q) from samples of p: r - log r - 1, r = q / p (RECIPE section 1). [N].
+
+    Args:
+        of_samples: log p of the sampled tokens.
+        other: log q of the same tokens.
+
+    Worked example: p = 1/2, q = 1/4: r = 1/2, 1/2 + ln 2 - 1 = 0.193. d k3 / d log p = 1 - r = 1/2.
+    """
+    difference = (other - of_samples).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    # expm1, because exp(d) - 1 - d cancels to noise for the small d that matter.
+    return difference.expm1() - difference
+
+
+def kl_estimate(
+    of_samples: Tensor,
+    other: Tensor,
+    estimator: KLEstimator = "k3",
+    cap: float | None = None,
+    straight_through: bool = False,
+) -> Tensor:
+    """Return an estimate of KL(p || q) per sampled token. [N].
+
+    ``k1``: log p - log q; ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: the value is cut to [-cap, cap],
+    without gradient beyond. ``straight_through``: the value stays, the gradient by log p is that of k2, log p - log q,
+    whose mean under p is the gradient of KL(p || q); that of k3's own gradient is the gradient of KL(q || p).
+
+    Worked example, p = 1/2, q = 1/4: k1 ln 2 = 0.693, k2 0.240, k3 0.193; their gradients 1, 0.693 and 1/2. Straight
+    through, k3 keeps 0.193 and has 0.693. log p - log q = -3: k3 is e^3 - 3 - 1 = 16.1; capped at 10 it is 10 with
+    gradient 0 instead of -19.1.
+    """
+    difference = of_samples - other
+    if estimator == "k1":
+        value = difference
+    else:
+        value = 0.5 * difference.square() if estimator == "k2" else k3(of_samples, other)
+    value = value if cap is None else value.clamp(-cap, cap)
+    if not straight_through:
+        return value
+    gradient = 0.5 * difference.square()
+    return gradient - gradient.detach() + value.detach()
+
+
+def largest(values: Tensor) -> Tensor:
+    """Return the maximum of non-negative values; 0 when there are none."""
+    return values.max() if values.numel() else values.new_zeros(())
+
+
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the values times the aggregation's weights."""
+    return values if weights is None else values * weights
+
+
+def no_tokens(values: Tensor) -> Tensor:
+    """Return a mask [N] that is nowhere set."""
+    return torch.zeros_like(values, dtype=torch.bool)

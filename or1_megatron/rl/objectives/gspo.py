@@ -1,0 +1,56 @@
+"""GSPO: the importance ratio of a whole response (Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from or1_megatron.config.algorithm import AlgorithmConfig
+from or1_megatron.interfaces import Scope, TokenInputs
+from or1_megatron.rl.objectives.clipped import clipped_term
+from or1_megatron.rl.objectives.estimators import LARGEST_LOG_RATIO, ratio_of
+from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
+
+
+@dataclass(frozen=True, slots=True)
+class GSPO(PolicyGradientLoss):
+    """J = min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i), s_i = (pi_theta(y_i) / pi_old(y_i))^(1 / |y_i|)
+
+    Every token of response i has its J; ``response_mean`` then makes the mean over responses of the paper's eq. 5. The
+    paper's bounds are 3e-4 and 4e-4: s_i is a geometric mean, so it moves far less than the ratio of a token. On policy
+    s_i is 1 and its gradient is that of the tokens' ratios, so that J is pointwise.
+
+    Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2: s = sqrt(1.8) = 1.342, clipped: J = 2.4, no
+    gradient. With rho 1.1 and 1.0: s = sqrt(1.1) = 1.0488, J = 2.0976 at both tokens; the gradient of their sum by
+    either log pi is 2 * s A / 2 = 2.0976.
+    """
+
+    own_scope: ClassVar[Scope] = "sequence"
+
+    clip_low: float
+    clip_high: float
+
+    @property
+    def scope(self) -> Scope:
+        by_sequence = self.correction != "off" and self.correction_level != "token"
+        return "token" if self.on_policy and not by_sequence else "sequence"
+
+    def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
+        if self.on_policy:
+            ratio = ratio_of(log_probs, old)
+        else:
+            log_ratio = tokens.whole.mean(log_probs - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+            ratio = tokens.whole.spread(log_ratio.exp())
+        values, closed = clipped_term(ratio, tokens.advantages, self.clip_low, self.clip_high)
+        return Surrogate(values, ratio, closed, closed)
+
+    @classmethod
+    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
+        if algorithm.loss.aggregation != "response_mean":
+            yield (
+                f"algorithm.objective.name = gspo is a mean over responses, but algorithm.loss.aggregation = "
+                f"{algorithm.loss.aggregation} counts a response by its tokens; set it to response_mean"
+            )

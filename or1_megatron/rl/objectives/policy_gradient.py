@@ -1,0 +1,164 @@
+"""What all objectives of policy gradient share: correction, KL, entropy bonus, aggregation, and what they report.
+
+Shapes: all tensors are [N], N counted tokens, in fp32 (float64 where they are evaluated before the update); N may be 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from or1_megatron.config.algorithm import AlgorithmConfig, CorrectionLevel, KLEstimator
+from or1_megatron.interfaces import Scope, TokenInputs
+from or1_megatron.rl.objectives.correction import correction_weights
+from or1_megatron.rl.objectives.estimators import k3, kl_estimate, largest, weighted
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """An objective's own term J, which is maximised. All [N]."""
+
+    values: Tensor
+    """J, with gradient."""
+    ratio: Tensor
+    """rho, of the token or of its sequence."""
+    clipped: Tensor
+    """bool: a clip of the ratio took effect."""
+    stopped: Tensor
+    """bool: J has no gradient, by a clip or otherwise."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """More to report, summed over tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradientLoss(ABC):
+    """The loss of every objective here; a subclass gives J:
+
+        sum_t omega_t { - w_t J_t - alpha H_t + beta kl(pi_theta || pi_ref)_t }
+
+    omega: the weights of the aggregation (``rl.batch.pack``), 1 for the recipe's token mean; w: ``correction_weights``;
+    kl: ``kl_estimate``.
+
+    ``on_policy`` (N_SGD = 1): pi_k is pi_theta itself, so rho = exp(log pi_theta - stop_gradient(log pi_theta)): its
+    value is 1 everywhere, its gradient that of log pi_theta. The engine's log-probs then only serve to measure how far
+    engine and policy differ, and for w.
+    """
+
+    own_scope: ClassVar[Scope] = "token"
+    """What J depends on."""
+
+    entropy_coefficient: float
+    """alpha_k. At 0 the entropies are not part of the graph."""
+    temperature: float
+    on_policy: bool
+    kl_coefficient: float = 0.0
+    """beta. At 0 a KL to the reference is measured only."""
+    kl_estimator: KLEstimator = "k3"
+    kl_cap: float | None = None
+    kl_straight_through: bool = False
+    correction: Literal["off", "truncated", "masked"] = "off"
+    correction_cap: float = 2.0
+    correction_level: CorrectionLevel = "token"
+    bonus_on: Literal["all", "clipped"] = "all"
+    """clipped: only tokens whose J has no gradient get the bonus. Beyond the report: at N_SGD >= 4 a bonus on every
+    token makes entropy unstable (RECIPE section 2)."""
+
+    @abstractmethod
+    def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
+        """Return J from log pi_theta [N] and log pi_old [N], a constant."""
+
+    @classmethod
+    def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
+        """Yield why this objective cannot be computed as ``algorithm`` says; nothing when it can."""
+        return iter(())
+
+    @property
+    def scope(self) -> Scope:
+        """What a token's term depends on: J's own scope, and with a correction of sequences at least those."""
+        by_sequence = self.correction != "off" and self.correction_level != "token"
+        return "sequence" if by_sequence and self.own_scope == "token" else self.own_scope
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return (loss, sums).
+
+        Sums weighted by omega: ``loss``, ``policy_loss`` (the loss without the bonus). Sums over tokens: ``entropy``,
+        ``ratio``, ``clipped`` = ``clipped_low`` + ``clipped_high``, ``abs_log_ratio`` (|log pi_theta - log pi_old|) and
+        ``approx_kl``, the k3 estimator of KL(pi_old || pi_theta); pi_old is the engine when on policy. Maxima:
+        ``max_ratio``, ``max_inverse_ratio``, ``max_abs_log_ratio``. With a reference ``kl``; with a correction
+        ``weight``, ``max_weight``, ``weight_cut``. And the subclass's own.
+        """
+        old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
+        found = self.surrogate(log_probs, old, tokens)
+        values, sums = found.values, dict(found.sums)
+        if self.correction != "off":
+            weights, of_weights = self._correction(old, tokens)
+            values, sums = weights * values, sums | of_weights
+        per_token = -values
+        if tokens.reference_log_probs is not None:
+            kl = kl_estimate(
+                log_probs, tokens.reference_log_probs, self.kl_estimator, self.kl_cap, self.kl_straight_through
+            )
+            sums["kl"] = kl.detach().sum()
+            if self.kl_coefficient != 0.0:
+                per_token = per_token + self.kl_coefficient * kl
+        policy_loss = weighted(per_token, tokens.weights).sum()
+        loss = policy_loss
+        if self.entropy_coefficient != 0.0:
+            bonus = entropies if self.bonus_on == "all" else entropies * found.stopped
+            loss = policy_loss - self.entropy_coefficient * weighted(bonus, tokens.weights).sum()
+        sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), "entropy": entropies.detach().sum()}
+        return loss, sums | _ratio_sums(log_probs.detach(), tokens, found)
+
+    def _correction(self, old: Tensor, tokens: TokenInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.correction != "off"
+        if tokens.engine_log_probs is None:
+            raise ValueError("the importance correction needs the engine's log-probs; TokenInputs has none")
+        weights, cut = correction_weights(
+            old,
+            tokens.engine_log_probs,
+            self.correction,
+            self.correction_cap,
+            self.correction_level,
+            tokens.sequences,
+        )
+        return weights, {
+            "weight": weights.sum(),
+            "max_weight": largest(weights),
+            "weight_cut": cut.sum(dtype=weights.dtype),
+        }
+
+
+@torch.no_grad()
+def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, found: Surrogate) -> dict[str, Tensor]:
+    """Return the sums and maxima of rho, of the clips, and of the policy against ``old_log_probs``."""
+    ratio, clipped = found.ratio.detach(), found.clipped
+    above = ratio > 1.0
+    difference = (log_probs - tokens.old_log_probs).abs()
+    return {
+        "ratio": ratio.sum(),
+        "max_ratio": largest(ratio),
+        "max_inverse_ratio": largest(1.0 / ratio),
+        "clipped": clipped.sum(dtype=ratio.dtype),
+        "clipped_low": (clipped & ~above).sum(dtype=ratio.dtype),
+        "clipped_high": (clipped & above).sum(dtype=ratio.dtype),
+        "approx_kl": k3(tokens.old_log_probs, log_probs).sum(),
+        "abs_log_ratio": difference.sum(),
+        "max_abs_log_ratio": largest(difference),
+    }
+
+
+def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
+    """Whether rho's denominator is pi_k, the policy at the step's start, and not the weights that sampled.
+
+    They differ only where older weights sampled (``stale``). Without a correction rho is then against the engines'
+    log-probs, as in PPO. With one, w = pi_k / pi_engine corrects for the older weights, and rho measures only how far
+    the step has moved: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    """
+    return not stale or algorithm.correction.mode != "off"

@@ -1,0 +1,190 @@
+"""From ``algorithm.objective`` to an objective: the built-in names, a user's own class, and what each reads.
+
+An objective is a frozen dataclass. Its fields say what it reads: those in ``_KEYS`` come from the configuration's
+common keys, those in ``_OF_THE_STEP`` from the step, and all others from ``algorithm.objective.args``. A common key
+that is set and that the objective has no field for is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Final
+
+from or1_megatron.config.algorithm import AlgorithmConfig
+from or1_megatron.config.base import ConfigError
+from or1_megatron.config.keys import did_you_mean
+from or1_megatron.config.schema import StageConfig
+from or1_megatron.interfaces import Objective, scope_of
+from or1_megatron.rl.objectives.cispo import CISPO
+from or1_megatron.rl.objectives.clip_cov import ClipCov
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
+from or1_megatron.rl.objectives.dapo import DAPO
+from or1_megatron.rl.objectives.dr_grpo import DrGRPO
+from or1_megatron.rl.objectives.gspo import GSPO
+from or1_megatron.rl.objectives.kl_cov import KLCov
+from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, old_is_the_policy
+
+BUILT_IN: Final[Mapping[str, type[Any]]] = {
+    "clipped": ClippedPolicyLoss,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "clip_cov": ClipCov,
+    "kl_cov": KLCov,
+}
+
+_KEYS: Final[Mapping[str, str]] = {
+    "clip_low": "loss.clip_low",
+    "clip_high": "loss.clip_high",
+    "dual_clip": "loss.dual_clip",
+    "kl_coefficient": "kl.coefficient",
+    "kl_estimator": "kl.estimator",
+    "kl_cap": "kl.cap",
+    "kl_straight_through": "kl.straight_through",
+    "correction": "correction.mode",
+    "correction_cap": "correction.cap",
+    "correction_level": "correction.level",
+    "bonus_on": "entropy.bonus_on",
+}
+"""The key below ``algorithm`` that each common field takes its value from; ``clip_high`` may be a controller's."""
+_OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
+
+
+def find(name: str) -> type[Any]:
+    """Return the class that ``algorithm.objective.name`` names; modules are looked for in the working folder too.
+
+    Raises ConfigError when there is none, with the nearest known name, or when it is no dataclass.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    where = f"algorithm.objective.name = {name}"
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        raise ConfigError(
+            f"{where}: unknown objective{did_you_mean(name, BUILT_IN)}; expected {', '.join(BUILT_IN)}, or "
+            "package.module:Name of your own"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and is_dataclass(found) and any("__call__" in vars(k) for k in found.__mro__)):
+        raise ConfigError(f"{where}: found {found!r:.80}, expected a dataclass with __call__")
+    return found
+
+
+def name_of(objective: Objective) -> str:
+    """Return the name under which ``find`` finds the objective's class."""
+    kind = type(objective)
+    built_in = [name for name, known in BUILT_IN.items() if known is kind]
+    return built_in[0] if built_in else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
+    """Return the named objective with those of the common ``settings`` that it has fields for, and its own ``args``.
+
+    Raises ConfigError, with everything that is wrong.
+    """
+    kind = find(name)
+    known = {field.name for field in fields(kind) if field.init}
+    own = known - _KEYS.keys() - set(_OF_THE_STEP)
+    wrong = [
+        f"algorithm.objective.args.{key}: objective {name} has no such parameter{did_you_mean(key, own)}; it has "
+        f"{', '.join(sorted(own)) or 'none of its own'}"
+        for key in args
+        if key not in known
+    ]
+    given = {**{key: value for key, value in settings.items() if key in known}, **args}
+    needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    wrong += [
+        f"algorithm.objective.args.{key}: missing; objective {name} needs it" for key in needed if key not in given
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    try:
+        made: Objective = kind(**given)
+        pickle.dumps(made)
+        scope_of(made)
+        float(made.temperature)
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"algorithm.objective: {name} cannot be made: {type(error).__name__}: {error}") from error
+    return made
+
+
+def make_objective(
+    algorithm: AlgorithmConfig,
+    stage: StageConfig,
+    alpha: float,
+    clip_high: float,
+    stale: bool = False,
+    seed: int = 0,
+    mean_length: float | None = None,
+) -> Objective:
+    """Return the objective of an SGD step, with the controllers' alpha_k and epsilon_high.
+
+    Args:
+        stale: the samples are from older weights than the policy's (``old_is_the_policy``).
+        seed: of random choices.
+        mean_length: counted tokens per response of the step's batch; None: the stage's ``max_response_tokens``.
+
+    Raises ConfigError when ``algorithm.objective`` is wrong.
+    """
+    settings = {field: value_at(algorithm, key) for field, key in _KEYS.items()}
+    if algorithm.kl.where == "reward":
+        settings["kl_coefficient"] = 0.0
+    settings |= {
+        "clip_high": clip_high,
+        "entropy_coefficient": alpha,
+        "temperature": stage.temperature,
+        "on_policy": stage.sgd_steps == 1 and old_is_the_policy(algorithm, stale),
+        "seed": seed,
+        "length_share": 1.0 if mean_length is None else mean_length / stage.max_response_tokens,
+    }
+    return build(algorithm.objective.name, settings, algorithm.objective.args)
+
+
+def value_at(section: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    for part in key.split("."):
+        section = getattr(section, part)
+    return section
+
+
+def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Iterator[str]:
+    """Yield what of ``algorithm`` the objective cannot be computed with; nothing when it can."""
+    name = algorithm.objective.name
+    try:
+        kind = find(name)
+    except ConfigError as error:
+        yield str(error)
+        return
+    try:
+        make_objective(algorithm, stage, algorithm.entropy.coefficient, algorithm.loss.clip_high)
+    except ConfigError as error:
+        yield from str(error).splitlines()
+    known = {field.name for field in fields(kind)}
+    common = [key for key in algorithm.objective.args if key in _KEYS or key in _OF_THE_STEP]
+    for key in common:
+        place = f"algorithm.{_KEYS[key]}" if key in _KEYS else "the step"
+        yield f"algorithm.objective.args.{key}: this parameter is set by {place}; take it out here"
+    plain = AlgorithmConfig()
+    asked = [(field, key, value_at(plain, key)) for field, key in _KEYS.items()]
+    asked += [("clip_high", "loss.clip_high_control.delta", 0.0), ("entropy_coefficient", "entropy.mode", "off")]
+    for field, key, off in asked:
+        value = value_at(algorithm, key)
+        unread = field not in known and not (field.startswith("kl_") and algorithm.kl.where == "reward")
+        if unread and value != off:
+            yield (
+                f"algorithm.{key} = {value}, but objective {name} does not read it; set it to "
+                f"{'null' if off is None else off}"
+            )
+    if issubclass(kind, PolicyGradientLoss):
+        yield from kind.contradictions(algorithm)

@@ -1,0 +1,140 @@
+"""Objectives that need more than the head gives at once: evaluated on rank 0, before the update.
+
+The present weights score the whole mini-batch, autograd gives dL/dlogp_t and dL/dH_t of every token, and the update
+runs a pointwise loss with these as constants. Its gradient is exact under every packing and layout, because
+
+    dL/dtheta = sum_t dL/dlogp_t dlogp_t/dtheta + dL/dH_t dH_t/dtheta
+
+Shapes: N counted tokens of the mini-batch, sample after sample; S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
+from or1_megatron.types import Batch, Float32Array, MicroBatch, TokenScores
+
+
+def needs_scores(objective: Objective, one_pass: bool) -> bool:
+    """Whether the objective is evaluated before the update: its scope is the batch, or a sequence in one-pass mode.
+
+    The one-pass head forms the gradient tile by tile and never has a whole sequence; in recompute mode every sequence
+    lies in one micro-batch.
+    """
+    scope = scope_of(objective)
+    return scope == "batch" or (scope == "sequence" and one_pass)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLoss:
+    """sum_t g_t log pi_theta + h_t H_t with the constants g and h of ``TokenInputs``."""
+
+    temperature: float
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        assert tokens.log_prob_gradients is not None
+        loss = (tokens.log_prob_gradients * log_probs).sum()
+        if tokens.entropy_gradients is not None:
+            loss = loss + (tokens.entropy_gradients * entropies).sum()
+        return loss, {}
+
+
+class Linearised(NamedTuple):
+    """An objective at the present weights, as a batch with constants and the loss that uses them."""
+
+    batch: Batch
+    objective: LinearLoss
+    sums: dict[str, float]
+    """The objective's own."""
+
+
+def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linearised:
+    """Evaluate the objective in float64 on the whole batch, whose samples the present weights have scored.
+
+    A loss that is not finite makes all constants NaN, so that the update is skipped.
+    """
+    places = _places(batch)
+    log_probs, entropies = (_joined(values).requires_grad_() for values in (scores.log_probs, scores.entropies))
+    loss, sums = objective(log_probs, entropies, _inputs(batch, places))
+    found: tuple[Tensor | None, ...] = (None, None)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, (log_probs, entropies), allow_unused=True)
+    of_log_probs = torch.zeros_like(log_probs) if found[0] is None else found[0]
+    if not torch.isfinite(loss):
+        of_log_probs = torch.full_like(log_probs, float("nan"))
+    rows = [[_bare(row, found[1] is not None) for row in rank] for rank in batch.ranks]
+    lengths = [len(positions) for _, _, positions in places]
+    for name, of in (("log_prob_gradients", of_log_probs), ("entropy_gradients", found[1])):
+        parts = () if of is None else of.float().split(lengths)
+        for (rank, m, positions), values in zip(places, parts, strict=of is not None):
+            getattr(rows[rank][m], name)[positions] = values.numpy()
+    linear = replace(batch, ranks=tuple(tuple(rank) for rank in rows))
+    named = {name: float(value) for name, value in {"loss": loss.detach(), **sums}.items()}
+    return Linearised(linear, LinearLoss(objective.temperature), named)
+
+
+_Place = tuple[int, int, NDArray[np.int64]]
+"""A sample's data-parallel rank, row there, and its counted positions in the row."""
+
+
+def _places(batch: Batch) -> list[_Place]:
+    """Return where each sample lies, in the order of the samples."""
+    found: dict[int, _Place] = {}
+    for r, rank in enumerate(batch.ranks):
+        for m, row in enumerate(rank):
+            for k, sample in enumerate(row.sample_index):
+                start, end = row.cu_seqlens[k], row.cu_seqlens[k + 1]
+                found[int(sample)] = r, m, start + row.loss_mask[start:end].nonzero()[0]
+    return [found[sample] for sample in range(batch.sample_count)]
+
+
+def _inputs(batch: Batch, places: list[_Place]) -> TokenInputs:
+    """Return the objective's inputs for all counted tokens of the batch, sample after sample."""
+
+    def column(name: str) -> Tensor | None:
+        if getattr(batch.ranks[0][0], name) is None:
+            return None
+        return _joined([getattr(batch.ranks[r][m], name)[positions] for r, m, positions in places])
+
+    lengths = torch.tensor([len(positions) for _, _, positions in places])
+    groups = torch.zeros(len(places), dtype=torch.int64)
+    for row in (row for rank in batch.ranks for row in rank):
+        if row.groups is not None:
+            groups[torch.from_numpy(row.sample_index).long()] = torch.from_numpy(row.groups).long()
+    advantages = column("advantages")
+    assert advantages is not None
+    return TokenInputs(
+        advantages=advantages,
+        engine_log_probs=column("engine_log_probs"),
+        policy_log_probs=column("policy_log_probs"),
+        reference_log_probs=column("reference_log_probs"),
+        weights=column("weights"),
+        sequences=Sequences(torch.arange(len(places)).repeat_interleave(lengths), lengths, groups),
+    )
+
+
+def _joined(values: list[Float32Array] | tuple[Float32Array, ...]) -> Tensor:
+    return torch.from_numpy(np.concatenate(values)).double()
+
+
+def _bare(row: MicroBatch, with_entropy: bool) -> MicroBatch:
+    """Return the row with places for the gradients, without what only the evaluation reads: that need not travel."""
+    return replace(
+        row,
+        engine_log_probs=None,
+        policy_log_probs=None,
+        reference_log_probs=None,
+        weights=None,
+        log_prob_gradients=np.zeros(row.token_ids.size, dtype=np.float32),
+        entropy_gradients=np.zeros(row.token_ids.size, dtype=np.float32) if with_entropy else None,
+    )

@@ -1,0 +1,298 @@
+"""Which engine samples which request, and when a roll-out is over. It takes events and answers with actions.
+
+It has no clock, no engine and no Ray. ``manager`` runs it with real engines and verifiers, ``simulation`` with
+simulated ones on a simulated clock; so a forecast is made by what a run does.
+
+Every request is with at most one engine, and is answered once: an engine's answer to a request that it does not have is
+an error, and whatever a lost engine still says is dropped. Several roll-outs may be under way. Requests of older ones
+are sent first, and those of urgent ones before them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from or1_megatron.rollout.request_plan import (
+    RequestKey,
+    SamplingBudget,
+    TailBudget,
+    assemble_group,
+    dispatch,
+    plan_requests,
+)
+from or1_megatron.types import (
+    Completion,
+    DeferRule,
+    Group,
+    Place,
+    Prompt,
+    RefillRule,
+    Request,
+    Sampling,
+    Verdict,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send these requests to the engine."""
+
+    engine: int
+    requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Take the requests of these seeds off the engine; it answers ``Scheduler.aborted``, or has finished some."""
+
+    engine: int
+    seeds: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Verify this completion; the answer is ``Scheduler.judged``."""
+
+    ticket: int
+    key: RequestKey
+    completion: Completion
+
+
+Action = Submit | Abort | Judge
+
+
+@dataclass
+class RollOut:
+    """One roll-out under way."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    requests: Mapping[RequestKey, Request]
+    waiting: deque[tuple[RequestKey, Request]]
+    budget: SamplingBudget | TailBudget
+    urgent: bool = False
+    completions: dict[RequestKey, Completion] = field(default_factory=dict)
+    verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    """By the index of the prompt, once every verdict is there."""
+    given: int = 0
+    """Requests that were sent to an engine."""
+
+    @property
+    def decoded(self) -> bool:
+        """Whether every response that is needed has been sampled."""
+        return self.budget.sampled_all or len(self.completions) == len(self.requests)
+
+    @property
+    def judged(self) -> bool:
+        """Whether every group of the result is there."""
+        return self.budget.over
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(responses finished, responses that are expected to be needed)."""
+        asked = max(self.given, self.budget.allowed * self.group_size)
+        return len(self.completions), min(asked, len(self.requests))
+
+    def result(self) -> list[Group]:
+        """Return the groups of the result, in the order of the prompts."""
+        return [self.groups[index] for index in self.budget.result]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A request that an engine has."""
+
+    engine: int
+    ticket: int
+    key: RequestKey | None
+    """None: given up, and not yet off the engine."""
+
+
+class Scheduler:
+    """Roll-outs, each known by its *ticket*, over engines known by their index. Not thread-safe."""
+
+    def __init__(self, engines: int, max_concurrent: int) -> None:
+        """``max_concurrent``: responses that one engine decodes at once."""
+        # Some requests more than an engine decodes at once fill its free places without a call.
+        self._low = max(1, max_concurrent // 8)
+        self._room = max_concurrent + self._low
+        self._load = dict.fromkeys(range(engines), 0)  # by engine that is not lost
+        self.lost: set[int] = set()
+        self._held: dict[int, _Held] = {}  # by seed
+        self._unwanted = Counter[int]()  # by ticket: requests that were given up and are still with an engine
+        self._roll_outs: dict[int, RollOut] = {}  # by ticket: urgent ones, then the oldest first
+        self._tickets = 0
+
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        rule: RefillRule | DeferRule | None = None,
+        places: Sequence[Place] | None = None,
+        urgent: bool = False,
+    ) -> tuple[int, list[Action]]:
+        """Start a roll-out and return its ticket; arguments as in ``interfaces.Rollouts``.
+
+        Raises:
+            ValueError: two requests, of this roll-out or of those under way, would have the same seed.
+        """
+        requests = plan_requests(prompts, group_size, sampling, seed, places)
+        seeds = {request.seed for request in requests.values()}
+        others = {request.seed for other in self._roll_outs.values() for request in other.requests.values()}
+        if len(seeds) < len(requests) or seeds & (others | self._held.keys()):
+            raise ValueError(f"seed {seed} gives two requests the same seed; choose another")
+        self._tickets += 1
+        budget: SamplingBudget | TailBudget = (
+            TailBudget(len(prompts), group_size, rule)
+            if isinstance(rule, DeferRule)
+            else SamplingBudget(len(prompts), rule)
+        )
+        made = RollOut(prompts, group_size, requests, deque(requests.items()), budget, urgent)
+        self._roll_outs[self._tickets] = made
+        self._roll_outs = dict(sorted(self._roll_outs.items(), key=lambda item: (not item[1].urgent, item[0])))
+        return self._tickets, self._feed()
+
+    @property
+    def first(self) -> int | None:
+        """Ticket of the roll-out that comes first: the oldest urgent one, else the oldest. None: none is under way."""
+        return next(iter(self._roll_outs), None)
+
+    @property
+    def tickets(self) -> list[int]:
+        """Of the roll-outs under way, the oldest first."""
+        return sorted(self._roll_outs)
+
+    def at(self, ticket: int) -> RollOut:
+        """Return a roll-out that has not been ended."""
+        return self._roll_outs[ticket]
+
+    def off_engines(self, ticket: int) -> bool:
+        """Whether no engine has a request of the roll-out that was given up: of a prompt that is not wanted."""
+        return not self._unwanted[ticket]
+
+    def engine_of(self, seed: int) -> int | None:
+        """Return the engine that has this request; None: it waits, or is finished."""
+        held = self._held.get(seed)
+        return None if held is None else held.engine
+
+    def end(self, ticket: int) -> RollOut:
+        """Forget a roll-out whose result is there and return it."""
+        return self._roll_outs.pop(ticket)
+
+    def finished(self, engine: int, completions: Iterable[Completion]) -> list[Action]:
+        """Take in responses that an engine has sampled.
+
+        Raises:
+            ValueError: the engine does not have one of these requests.
+        """
+        if engine in self.lost:
+            return []
+        actions: list[Action] = []
+        for completion in completions:
+            if self.engine_of(completion.seed) != engine:
+                name = f"sample {completion.sample_index} of problem {completion.problem_id}"
+                raise ValueError(f"engine {engine} finished a response that was not requested: {name}")
+            held = self._take_off(completion.seed)
+            if held.key is not None:  # else it ended before it could be given up
+                roll_out = self._roll_outs[held.ticket]
+                roll_out.completions[held.key] = completion
+                actions.append(Judge(held.ticket, held.key, completion))
+                if roll_out.budget.sampled(held.key[0]):
+                    actions += self._give_up(held.ticket)
+        return [*actions, *self._feed()]
+
+    def judged(self, ticket: int, key: RequestKey, verdict: Verdict) -> list[Action]:
+        """Take in the verdict on a completion; of a roll-out that has ended it is dropped.
+
+        Raises:
+            ValueError: there is no such completion, or it has its verdict.
+        """
+        roll_out = self._roll_outs.get(ticket)
+        if roll_out is None:
+            return []
+        if key not in roll_out.completions or key in roll_out.verdicts:
+            raise ValueError(f"a verdict on {key} of roll-out {ticket}, which has no completion or a verdict already")
+        roll_out.verdicts[key] = verdict
+        budget, prompt_index = roll_out.budget, key[0]
+        group = assemble_group(
+            roll_out.prompts, prompt_index, roll_out.group_size, roll_out.completions, roll_out.verdicts
+        )
+        if budget.over or group is None:
+            return []
+        roll_out.groups[prompt_index] = group
+        fewer = budget.judged(prompt_index, group)
+        return [*(self._give_up(ticket) if fewer else []), *self._feed()]
+
+    def aborted(self, engine: int, seeds: Iterable[int]) -> list[Action]:
+        """Take in that the engine no longer has these requests, which were given up."""
+        for seed in seeds:
+            held = self._held.get(seed)
+            if held is not None and held.engine == engine and held.key is None:
+                self._take_off(seed)
+        return self._feed()
+
+    def lose(self, engine: int) -> list[Action]:
+        """Give a lost engine's requests to the others, or to its successor, with the same seeds."""
+        self._lose(engine)
+        return self._feed()
+
+    def rejoin(self, engines: Iterable[int]) -> list[Action]:
+        """Use the successors of these engines, whether or not their loss was noticed."""
+        for engine in engines:
+            self._lose(engine)
+            self.lost.discard(engine)
+            self._load = dict(sorted([*self._load.items(), (engine, 0)]))
+        return self._feed()
+
+    def _lose(self, engine: int) -> None:
+        if engine in self.lost:
+            return
+        self.lost.add(engine)
+        for seed in [seed for seed, held in self._held.items() if held.engine == engine]:
+            held = self._take_off(seed)
+            if held.key is not None:
+                roll_out = self._roll_outs[held.ticket]
+                roll_out.given -= 1
+                roll_out.waiting.append((held.key, roll_out.requests[held.key]))
+        del self._load[engine]
+        for roll_out in self._roll_outs.values():  # sorted, so that none that is needed is behind one that is not
+            roll_out.waiting = deque(sorted(roll_out.waiting, key=itemgetter(0)))
+
+    def _take_off(self, seed: int) -> _Held:
+        held = self._held.pop(seed)
+        self._load[held.engine] -= 1
+        if held.key is None:
+            self._unwanted -= Counter([held.ticket])  # drops what has come to 0
+        return held
+
+    def _give_up(self, ticket: int) -> list[Action]:
+        """Abort the requests of the prompts that are no longer wanted."""
+        roll_out = self._roll_outs[ticket]
+        if roll_out.budget.sampled_all:
+            roll_out.waiting.clear()
+        of_engine: dict[int, list[int]] = {}
+        for seed, held in self._held.items():
+            if held.ticket == ticket and held.key is not None and not roll_out.budget.wants(held.key[0]):
+                of_engine.setdefault(held.engine, []).append(seed)
+        for engine, seeds in of_engine.items():
+            self._unwanted[ticket] += len(seeds)
+            self._held.update((seed, _Held(engine, ticket, None)) for seed in seeds)
+        return [Abort(engine, seeds) for engine, seeds in of_engine.items()]
+
+    def _feed(self) -> list[Action]:
+        """Send the engines as many requests as they have room for."""
+        actions: list[Action] = []
+        for ticket, roll_out in self._roll_outs.items():
+            batches = dispatch(roll_out.waiting, roll_out.budget, self._load, self._room, self._low)
+            for engine, sent in batches.items():
+                self._held.update((request.seed, _Held(engine, ticket, key)) for key, request in sent)
+                self._load[engine] += len(sent)
+                roll_out.given += len(sent)
+                actions.append(Submit(engine, [request for _, request in sent]))
+        return actions

@@ -1,0 +1,86 @@
+"""The record of what went wrong in a run and was mended: ``faults.jsonl``, one line per fault, and stalled stacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from or1_megatron.runtime.files import append_whole
+
+FaultKind = Literal["stalled", "failed", "restart", "engine", "manager"]
+
+COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.metrics.FAULTS
+    "stalled": "faults/stalled",
+    "restart": "faults/restarts",
+    "engine": "faults/engines",
+    "manager": "faults/managers",
+}
+"""The metric that counts each kind, over the whole run. ``failed`` says why a rank ended, and a restart follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One line of faults.jsonl.
+
+    stalled: the monitor killed a process; failed: why a rank ended; restart: the launcher started the ranks again;
+    engine, manager: one was replaced.
+    """
+
+    kind: FaultKind
+    who: str
+    why: str
+    time_s: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+
+class FaultRecord:
+    """faults.jsonl of a run folder. Several processes append to it; each line is one write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "faults.jsonl"
+        self._stacks = folder / "logs" / "stalled.log"
+
+    def write(self, fault: Fault) -> None:
+        """Append a line. A full or missing disk loses it: the run's own writes report that."""
+        row = {"time_s": fault.time_s, "kind": fault.kind, "who": fault.who, "why": fault.why}
+        _append(self.path, json.dumps(row) + "\n")
+
+    def write_stack(self, title: str, stack: str) -> None:
+        """Append a stalled process's stacks to logs/stalled.log."""
+        _append(self._stacks, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n{stack}\n\n")
+
+    def read(self, since_s: float = 0.0) -> Iterator[Fault]:
+        """Yield the faults from ``since_s`` on, in order; lines that are not whole are left out."""
+        if not self.path.is_file():
+            return
+        for line in self.path.read_text(errors="replace").splitlines():
+            try:
+                row: dict[str, Any] = json.loads(line)
+                fault = Fault(row["kind"], row["who"], row["why"], float(row["time_s"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+            if fault.time_s >= since_s:
+                yield fault
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics that count the faults; each is there from the first fault of the run on."""
+        counted = Counter(fault.kind for fault in self.read())
+        return {name: float(counted[kind]) for kind, name in COUNTED.items()} if counted else {}
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            append_whole(fd, text.encode())
+        finally:
+            os.close(fd)
+    except OSError:
+        return

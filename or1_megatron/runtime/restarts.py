@@ -1,0 +1,120 @@
+"""Starts the ranks of a run again, from its newest checkpoint, when one of them or a part that they need has died.
+
+Not started again: a run that has finished, that was asked to stop, or that a UserError ended (bad input, a full disk).
+A run ends for good when ``max_restarts`` restarts in a row brought no step that is new, or when the ranks raise the
+same error at the same step again: what repeats itself needs a person.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from or1_megatron.errors import STOPPED, USER_ERROR
+from or1_megatron.runtime.faults import Fault, FaultRecord
+from or1_megatron.runtime.jsonl import read_rows
+from or1_megatron.runtime.launch import Ended
+from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
+
+PAUSES_S: Final = (1.0, 5.0, 25.0)
+"""Before each restart in a row; the last one for all that follow."""
+_RECENT_S: Final = 60.0
+"""A stall this long before the ranks' end may have caused it."""
+_RAISED: Final = 1
+"""Exit code of a rank that raised anything but a UserError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why an attempt ended: the same again at the same step needs a person."""
+
+    raised: bool
+    step: int
+    why: str
+
+    def repeats(self, before: _Failure | None) -> bool:
+        if before is None or not self.raised or self.step != before.step:
+            return False
+        return _without_numbers(self.why) == _without_numbers(before.why)
+
+
+class Restarts:
+    """Launches the ranks until the run is done, or cannot be mended."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        max_restarts: int,
+        pauses_s: Sequence[float] = PAUSES_S,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """``say`` prints a line for people; to standard error unless given."""
+        self._folder, self._max, self._pauses_s = folder, max_restarts, pauses_s
+        self._faults = FaultRecord(folder.root)
+        self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
+
+    def run(self, launch: Callable[[], Ended]) -> int:
+        """Launch, again and again; return the exit code for the shell."""
+        furthest, in_a_row = self._last_step(), 0
+        before: _Failure | None = None
+        while True:
+            started_s = time.time()
+            ended = launch()
+            if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
+                return ended.code
+            step = self._last_step()
+            if step > furthest:
+                furthest, in_a_row = step, 0
+            failure = _Failure(ended.rank_code == _RAISED, step, self._why(ended, started_s))
+            if failure.repeats(before) or in_a_row >= self._max:
+                self._say(self._last_words(failure, failure.repeats(before), in_a_row))
+                return ended.code
+            before = failure
+            pause_s = self._pauses_s[min(in_a_row, len(self._pauses_s) - 1)]
+            in_a_row += 1
+            self._faults.write(Fault("restart", "the ranks", failure.why))
+            self._say(
+                f"{failure.why}. The ranks start again in {pause_s:g} s; saved: {self._saved()}; restart {in_a_row} "
+                f"without a new step, of at most {self._max} (run.max_restarts)"
+            )
+            time.sleep(pause_s)
+
+    def _why(self, ended: Ended, since_s: float) -> str:
+        """Return how the ranks ended, and what they or the monitor said of it."""
+        faults = list(self._faults.read(max(since_s, time.time() - _RECENT_S)))
+        stalled = [fault for fault in faults if fault.kind == "stalled"][-1:]
+        failed = [fault for fault in faults if fault.kind == "failed"][:1]
+        said = [fault.why for fault in (stalled or failed)]
+        return "; ".join([ended.how.partition(" at ")[0] if said else ended.how, *said])
+
+    def _last_words(self, failure: _Failure, repeated: bool, in_a_row: int) -> str:
+        if repeated:
+            reason = f"the same error came again after step {failure.step}"
+        elif self._max == 0:
+            reason = "run.max_restarts is 0"
+        else:
+            reason = f"{in_a_row} restarts in a row brought no new step (run.max_restarts)"
+        dumps = f", the dumps in {self._folder.dumps} (or1 replay)" if any(self._folder.dumps.glob("step_*")) else ""
+        return (
+            f"training stopped for good, since {reason}: {failure.why}. Saved: {self._saved()}. Look at the messages "
+            f"above and {self._folder.logs}{dumps}, then run the same command again to continue from there"
+        )
+
+    def _saved(self) -> str:
+        steps = checkpoint_steps(self._folder.checkpoints)
+        return f"the checkpoint of step {steps[-1]} in {self._folder.checkpoints}" if steps else "nothing"
+
+    def _last_step(self) -> int:
+        """Return the last step with a row of metrics; -1 if there is none."""
+        if not self._folder.metrics.is_file():
+            return -1
+        return max((int(row["step"]) for row in read_rows(self._folder.metrics, bad_lines=[])), default=-1)
+
+
+def _without_numbers(text: str) -> str:
+    """Return the text without pids, addresses and times, which differ each time."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)

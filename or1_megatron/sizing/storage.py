@@ -1,0 +1,65 @@
+"""What a run leaves on disk and holds in a node's host memory beside GPUs: estimates from shapes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from or1_megatron.config.schema import Config
+from or1_megatron.sizing.memory import ProcessMemory, stage_weights
+from or1_megatron.weights.shape import BYTES, Shape
+
+_PROCESS_BYTES: Final = 4 << 30
+"""Host memory of a process that uses a GPU: libraries, CUDA, NCCL. Assumed."""
+
+
+def checkpoint_bytes(config: Config, shape: Shape) -> int:
+    """Return the bytes of one checkpoint: weights and AdamW's fp32 state."""
+    return shape.parameters * (12 if config.model.dtype == "float32" else 14)
+
+
+def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
+    """Return the most that a run has on disk at a time, by kind.
+
+    Checkpoints are those that retention keeps, and the one that is being written; ``keep_every_steps`` adds its own.
+    """
+    kept, weights = config.checkpoint, shape.parameters * BYTES[config.model.dtype]
+    forever = config.total_steps // kept.keep_every_steps if kept.keep_every_steps else 0
+    exports = config.total_steps // kept.export_hf_every_steps if kept.export_hf_every_steps else 0
+    dumps = config.safety.keep_dumps * weights if config.safety.dump_weights else 0
+    return {
+        "checkpoints": (kept.keep_last + kept.keep_best + 1 + forever) * checkpoint_bytes(config, shape),
+        "exports": (exports + 1) * weights,
+        "rollouts": config.track.rollouts_keep_bytes,
+        "dumps": dumps,
+    }
+
+
+def disk_free(folder: Path) -> int:
+    """Return the bytes that are free where ``folder`` is or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder if folder.exists() else Path(".")).free
+
+
+def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:
+    """Return the host memory of a full node of GPUs: what offloaded trainer ranks keep there, the saver's page-locked
+    copies (up to twice their size), processes, and the verifiers' programs."""
+    stages = stage_weights(config.parallel, shape)
+    weights = max(stages, key=lambda stage: stage.dense + stage.experts)
+    held, parallel = weights.dense + weights.experts, config.parallel
+    owners = parallel.data * parallel.context if parallel.distributed_optimizer else 1
+    ranks = min(node_devices, parallel.ranks)
+    number = BYTES[config.model.dtype]
+    optimizer = 12 if config.model.dtype == "bfloat16" else 8
+    leaves = parallel.offload == "always" or (parallel.offload == "auto" and config.rollout.placement == "colocated")
+    copy = -(-checkpoint_bytes(config, shape) // parallel.ranks)
+    parts: Mapping[str, int] = {
+        "offloaded state": ranks * int(held * (number + optimizer / owners)) if leaves else 0,
+        "copies for checkpoints": ranks * 2 * copy if config.checkpoint.asynchronous else 0,
+        "processes": 2 * ranks * _PROCESS_BYTES,
+        "verified programs": config.verify.node_memory_bytes or 0,
+    }
+    return ProcessMemory("host of a node", 1, parts)

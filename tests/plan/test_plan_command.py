@@ -1,0 +1,218 @@
+"""``or1 plan`` as its user sees it: JSON, two plans beside each other, a search, a fix, refusals; lengths and hardware.
+
+Not proven here: that the times are right (test_rollout_time and test_update_time have the formulas).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from or1_megatron.commands.app import app
+from or1_megatron.config.hardware import hardware_of, hardware_yaml, known, read_hardware
+from or1_megatron.config.load import load_config
+from or1_megatron.config.recipes import named
+from or1_megatron.plan.calibrate import CONSTANTS, Measured, calibrate, predicted
+from or1_megatron.plan.fit import fit
+from or1_megatron.plan.lengths import MeasuredLengths, Moment, RecipeLengths, read_lengths
+from or1_megatron.plan.nearest import changed, fits, nearest_fit
+from or1_megatron.plan.search import search
+from or1_megatron.plan.step_time import Machine
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+SEVEN_B = Shape.of(read_hf_config(named("shape")["deepseek_r1_distill_qwen_7b"]))
+SMALL = [
+    "stages=[{name: a, steps: 10, max_response_tokens: 1024, prompts_per_step: 16, prompts_per_update: 16, "
+    "group_size: 4}]",
+    "evaluate.data=[]",
+    "evaluate.every_steps=0",
+]
+SMALL_OPTIONS = [part for each in SMALL for part in ("--set", each)]
+
+
+def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+    found = CliRunner().invoke(app, ["plan", *arguments])
+    assert found.exit_code == code, (found.stdout, found.stderr, found.exception)
+    return found.stdout, found.stderr
+
+
+def test_json() -> None:
+    stdout, _ = run("or1_7b", "--gpu", "h800", "--json", *SMALL_OPTIONS)
+    found = json.loads(stdout)
+    assert found["fits"] is True and found["nearest_fit"] is None
+    assert set(found["memory"]) == {"trainer rank", "engine"}
+    phases = {"start", "rollout", "wake", "update", "handoff", "save"}
+    assert all(set(each) == phases for each in found["memory"].values())
+    assert set(found["step_s"]) == {"roll_out", "update", "other"}
+    steps_h = 10 * sum(found["step_s"].values()) / 3600
+    assert found["hours"] == pytest.approx(steps_h + found["start_s"] / 3600)
+    assert found["gpu_hours"] == pytest.approx(32 * found["hours"])
+    low, high = found["hours_interval"]
+    error = read_hardware("h800").error.value
+    assert (low, high) == pytest.approx((found["hours"] * (1 - error), found["hours"] * (1 + error)))
+    assert found["binds"].split(",")[0] in found["step_s"]
+
+
+def test_tables_and_two_plans_beside_each_other() -> None:
+    stdout, _ = run("or1_7b", "--gpu", "h800", *SMALL_OPTIONS)
+    for part in ("Time of a step, s", "Memory of a GPU by phase", "GPU-hours", "One step of", "binds", "disk"):
+        assert part in stdout
+    what_if = ["--what-if", "parallel.recompute=selective", "--what-if", "rollout.max_concurrent=64"]
+    beside = json.loads(run("or1_7b", "--gpu", "h800", "--json", *SMALL_OPTIONS, *what_if)[0])
+    assert len(beside) == 2 and beside[1]["step_s"]["update"] < beside[0]["step_s"]["update"]
+
+
+def test_what_does_not_fit_names_a_change_that_does(tmp_path: Path) -> None:
+    """The 32B on TP 1 has no room; the written file changes it so that it fits."""
+    wide = ["--set", "parallel.tensor=2", "--set", "parallel.recompute=none"]
+    options = ["or1_32b", "--gpu", "h800", *SMALL_OPTIONS, *wide]
+    stdout, stderr = run(*options, "--json", code=2)
+    told = json.loads(stdout)
+    assert told["fits"] is False and "a GPU has 74.51 GiB" in told["lacks"][0] and told["nearest_fit"]
+    fixed = tmp_path / "fixed.yaml"
+    _, stderr = run(*options, "--fix", str(fixed))
+    assert "the nearest change that fits: --set " in stderr and f"wrote {fixed}" in stderr
+    stdout, _ = run(str(fixed), "--gpu", "h800", "--json", *SMALL_OPTIONS, *_still(wide, told["nearest_fit"]))
+    assert json.loads(stdout)["fits"] is True
+
+
+def _still(options: list[str], change: dict[str, object]) -> list[str]:
+    """The overrides that the change did not replace: a fix lies above the file, below them."""
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for pair in pairs for part in pair if pair[1].split("=")[0] not in change]
+
+
+def test_the_nearest_change_is_the_smallest() -> None:
+    """Nothing smaller fits: every single change of a two-key answer leaves too much."""
+    config = load_config(named("recipe")["or1_32b"], [*SMALL, "parallel.tensor=2", "cluster.gpu_memory_gb=80"])
+    shape = Shape.of(read_hf_config(named("shape")["deepseek_r1_distill_qwen_32b"]))
+    change = nearest_fit(config, shape, "cuda", int(80e9))
+    assert change is not None
+    made = changed(config, change)
+    assert made is not None and fits(made, shape, "cuda", int(80e9)) and not fits(config, shape, "cuda", int(80e9))
+    assert nearest_fit(config, shape, "cuda", 10**9) is None
+
+
+def test_search_finds_layouts_that_fit(tmp_path: Path) -> None:
+    machine = Machine.of(read_hardware("h800"), SEVEN_B, "cuda")
+    config = load_config(named("recipe")["or1_7b"], SMALL)
+    found = search(config, machine, RecipeLengths(), 16)
+    assert found and [each.hours for each in found] == sorted(each.hours for each in found)
+    for each in found:
+        made = changed(config, each.change)
+        assert made is not None and made.parallel.ranks == 16 and fits(made, SEVEN_B, "cuda", int(80e9))
+        assert made.rollout.engines * made.rollout.tensor_parallel == 16
+    written = tmp_path / "best.yaml"
+    run("or1_7b", "--gpu", "h800", "--gpus", "16", "--search", "--out", str(written), *SMALL_OPTIONS)
+    best = load_config(written, [f"run.dir={tmp_path}", "model.hf=m", "data.train=[{path: a.jsonl}]", SMALL[0]])
+    assert {key: getattr(getattr(best, key.split(".")[0]), key.split(".")[1]) for key in found[0].change} == found[
+        0
+    ].change
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["or1_7b", "--gpu", "h90"], "unknown GPU h90; known: a100, a800, cpu, h100, h200, h800"),
+        (["or1_8b"], "or1_8b: no such file, and no recipe of that name; did you mean or1_7b"),
+        (["or1_7b", "--gpu", "h800", "--lengths", "nowhere"], "--lengths nowhere: no such file or run folder"),
+        (["--calibrate", "nowhere"], "--calibrate nowhere: config.yaml is not there; expected a run folder"),
+    ],
+)
+def test_refusals(arguments: list[str], said: str) -> None:
+    _, stderr = run(*arguments, code=2)
+    assert said in stderr
+
+
+def test_a_layout_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYOUT", "7b_3_nodes_h800")
+    _, stderr = run("or1_7b", code=2)
+    assert "base: no such file" in stderr and "did you mean" in stderr and "7b_8_nodes_h800" in stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "the file holds no lengths"),
+        ("12\nfour\n", "lengths.txt:2: found 'four'; expected a whole number of tokens"),
+        ('{"answer": 3}\n', "lengths.txt:1: found"),
+        ("0\n", "lengths.txt:1: found '0'"),
+    ],
+)
+def test_files_without_lengths(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(content)
+    _, stderr = run("or1_7b", "--gpu", "h800", "--lengths", str(path), code=2)
+    assert said in stderr
+
+
+def test_lengths_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('7\n{"length": 9}\n\n{"response_tokens": 5000}\n')
+    stages = load_config(named("recipe")["or1_7b"], SMALL).stages
+    drawn = read_lengths(path).draw(Moment(stages, 0, 0), 8, 4, 1024, np.random.default_rng(1))
+    assert drawn[1].size == 32 and set(drawn[1].tolist()) == {7, 9, 1024}
+
+
+def test_the_recipes_shape() -> None:
+    """40% of responses above 8K at the start of an 8K stage; the median falls by 0.43 in 540 steps, and no further than
+    to a tenth cut off: exp(1.2816) = 3.602 times the median is T then."""
+    stages = load_config(named("recipe")["or1_math_7b"], ["evaluate.data=[]"]).stages
+    random = np.random.default_rng(1)
+    _, drawn = RecipeLengths().draw(Moment(stages, 0, 0), 2000, 16, 8192, random)
+    assert (drawn == 8192).mean() == pytest.approx(0.4, abs=0.02)
+    medians = [RecipeLengths().median(Moment(stages, 0, step)) for step in (0, 270, 740)]
+    assert medians == pytest.approx([6359, 6359 * 0.43**0.5, 8192 / 3.602], rel=1e-3)
+    assert RecipeLengths().median(Moment(stages, 1, 0)) == pytest.approx(medians[-1])
+
+
+def test_hardware_files() -> None:
+    """Every figure has a source; what is written is read back equal; cards are found by the name CUDA gives."""
+    for name in known():
+        hardware = read_hardware(name)
+        constants = [getattr(hardware, key) for key in type(hardware).model_fields]
+        constants += [getattr(each, key) for each in hardware.fits for key in CONSTANTS]
+        assert all(each.source for each in constants if hasattr(each, "source")), name
+    assert hardware_of("NVIDIA H100 80GB HBM3") == read_hardware("h100")
+    assert hardware_of("NVIDIA GeForce RTX 4090") is None
+    assert read_hardware("h800").rates(7e9).iteration_s != read_hardware("h800").rates(30e9).iteration_s
+
+
+def test_a_written_hardware_file_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(hardware_yaml(read_hardware("h800")))
+    assert read_hardware(str(path)) == read_hardware("h800")
+
+
+def test_fit_finds_the_constants_that_made_the_figures() -> None:
+    """y = a * x + b at four points, from a start far away; and with noise the errors that are left are small."""
+    x = np.array([1.0, 2.0, 5.0, 9.0])
+    found, left = fit(lambda at: at[0] * x + at[1], (3 * x + 0.5).tolist(), [0.3, 4.0])
+    assert found == pytest.approx([3, 0.5], rel=1e-3) and np.abs(left).max() < 1e-4
+
+
+def test_calibration_recovers_a_machine() -> None:
+    """Two runs that the plan itself has timed, with other constants: the fit leaves under 1% of each figure.
+
+    It does not prove that a real run follows the plan."""
+    true = read_hardware("cpu")
+    other = true.fits[0].model_copy(
+        update={name: getattr(true.fits[0], name).model_copy(update={"value": value})
+                for name, value in zip(CONSTANTS, (0.012, 2e-4, 0.1, 4e-3), strict=True)}
+    )  # fmt: skip
+    machine = true.model_copy(update={"fits": (other,)})
+    shape, runs = Shape(4, 64, 96, 4, 2, 16, 61, 4096, True), []
+    lengths = MeasuredLengths((np.arange(5, 60),), np.array([20]), 0.5, "made up")
+    for engines in (1, 2):
+        config = load_config(ROOT / "examples" / "quickstart" / "quickstart.yaml", [f"rollout.engines={engines}"])
+        run_ = Measured(f"{engines} engines", config, shape, lengths, {})
+        runs.append(Measured(run_.name, config, shape, lengths, predicted(run_, machine)))
+    found = calibrate(runs, true)
+    assert found.free_parameters == 4 and len(found.rows) == 6
+    assert max(abs(row.error) for row in found.rows) < 0.01

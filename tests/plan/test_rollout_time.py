@@ -1,0 +1,138 @@
+"""The event model against figures worked by hand and a simulation that moves token by token.
+
+Not proven here: that engines take the time which the clocks say (benchmarks/plan_paper.py compares with
+published runs).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from or1_megatron.plan.requests import Requests
+from or1_megatron.plan.rollout_time import EngineClock, Workload, _Engine, simulate
+
+CLOCK = EngineClock(
+    fixed_s=1.0, response_s=0.1, weights_s=0.5, product_s=0.2, token_s=0.01, prompt_token_s=0.02, prompt_pair_s=0.001,
+    kv_tokens=10_000, max_running=4,
+)  # fmt: skip
+
+
+def work(prompts: list[int], responses: list[int], group_size: int) -> Workload:
+    return Workload(np.array(prompts), np.array(responses), group_size)
+
+
+def test_two_responses_on_one_engine() -> None:
+    """Prompt of 10: 0.2 + 0.1 s, read once. Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4) = 1.7, and the keys
+    of 20 and 22 tokens. Then the second alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13 tokens."""
+    found = simulate(work([10], [2, 4], 2), CLOCK, 1, 1, verdict_s=0.25)
+    first = 0.3 + 2 * 1.7 + 0.01 * (20 + 22)
+    second = first + 2 * 1.6 + 0.01 * (12 + 13)
+    assert found.finished_s == pytest.approx([first, second])
+    assert (found.decoded_s, found.judged_s) == pytest.approx((second, second + 0.25))
+    assert found.utilisation == pytest.approx(1.0) and (found.iterations, found.preempted) == (4, 0)
+    assert sum(found.parts_s.values()) == pytest.approx(second)
+    assert found.parts_s["prompts"] == pytest.approx(0.3)
+    assert found.parts_s["keys and values"] == pytest.approx(0.01 * 67)
+
+
+def test_one_verifier_is_a_queue() -> None:
+    """Both end at once; their verdicts take 5 s each, one after the other, or beside each other with two verifiers."""
+    one, two = (simulate(work([10], [3, 3], 2), CLOCK, 1, verifiers, 5.0) for verifiers in (1, 2))
+    assert one.judged_s - one.decoded_s == pytest.approx(10)
+    assert two.judged_s - two.decoded_s == pytest.approx(5)
+
+
+def test_an_engine_looks_at_new_requests_at_its_next_iteration() -> None:
+    """Begun at 0.3 with 10 tokens, alone: iterations of 1.6 + 0.1 and 1.6 + 0.11 end at 2.0 and 3.71. What comes at 2.5
+    waits until 3.71, what comes at 2.0 does not wait, and what comes later finds the engine's own event first."""
+    for moment_s, expected_s, iterations in ((2.5, 3.71, 2), (2.0, 2.0, 1)):
+        engine = _Engine(CLOCK, work([10], [8], 1))
+        engine.waiting.append(0)
+        engine.admit()
+        assert engine.advance_to(moment_s)
+        assert engine.now_s == pytest.approx(expected_s) and engine.iteration == iterations
+        assert not engine.advance_to(100.0) and engine.iteration == iterations
+
+
+def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> list[float]:
+    """Every iteration of every engine on its own; returns when each response ended."""
+    size = workload.group_size
+    requests = Requests(len(workload.prompt_tokens), size, engines, clock.max_running, None, 0)
+    waiting: list[list[int]] = [[] for _ in range(engines)]
+    decoding: list[dict[int, int]] = [{} for _ in range(engines)]  # response tokens that each has
+    had: dict[int, int] = {}
+    read: list[set[int]] = [set() for _ in range(engines)]
+    ended = [0.0] * len(workload.response_tokens)
+    heap: list[tuple[float, int]] = []
+
+    def context(engine: int) -> int:
+        return sum(int(workload.prompt_tokens[r // size]) + got for r, got in decoding[engine].items())
+
+    def begin_iteration(engine: int, now: float) -> None:
+        while waiting[engine] and len(decoding[engine]) < clock.max_running:
+            request = waiting[engine][0]
+            prompt, got = request // size, had.get(request, 0)
+            tokens = int(workload.prompt_tokens[prompt]) + got
+            if decoding[engine] and context(engine) + tokens + len(decoding[engine]) + 1 > clock.kv_tokens:
+                break
+            waiting[engine].pop(0)
+            if got or prompt not in read[engine]:
+                now += 0.02 * tokens + 0.001 * tokens**2
+            read[engine].add(prompt)
+            decoding[engine][request] = got
+        if n := len(decoding[engine]):
+            seconds = clock.fixed_s + n * clock.response_s + max(clock.weights_s, n * clock.product_s)
+            heapq.heappush(heap, (now + seconds + clock.token_s * context(engine), engine))
+
+    def deal(now: float, but: int | None) -> None:
+        for engine, new, _ in requests.deal():
+            idle = not decoding[engine]
+            waiting[engine].extend(new)
+            if idle and engine != but:
+                begin_iteration(engine, now)
+
+    deal(0.0, None)
+    while heap:
+        now, engine = heapq.heappop(heap)
+        done = []
+        for request in decoding[engine]:
+            decoding[engine][request] += 1
+            if decoding[engine][request] == workload.response_tokens[request]:
+                done.append(request)
+        for request in done:
+            del decoding[engine][request]
+            ended[request] = now
+            requests.decoded(engine, request)
+        while decoding[engine] and context(engine) + len(decoding[engine]) > clock.kv_tokens:
+            request, got = decoding[engine].popitem()
+            had[request] = got
+            waiting[engine].insert(0, request)
+        if done:
+            deal(now, engine)
+        begin_iteration(engine, now)
+    return ended
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kv_tokens", [10_000, 150])
+def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
+    """40 responses on 3 engines; the small cache preempts."""
+    random = np.random.default_rng(seed)
+    workload = Workload(random.integers(5, 30, 10), random.integers(1, 60, 40), 4)
+    clock = replace(CLOCK, kv_tokens=kv_tokens, fixed_s=float(random.uniform(0.1, 2)))
+    found = simulate(workload, clock, 3, 2, 0.5)
+    assert found.finished_s == pytest.approx(token_by_token(workload, clock, 3), rel=1e-9)
+    assert (found.preempted > 0) == (kv_tokens == 150)
+
+
+def test_refill_ends_with_enough_kept_groups() -> None:
+    """Two groups wanted of four prompts, the second rejected: the result is three prompts, the long fourth given up."""
+    lengths = np.array([2, 2, 2, 2, 2, 2, 500, 500])
+    workload = Workload(np.full(4, 5), lengths, 2, kept=(True, False, True, True), wanted=2)
+    found = simulate(workload, replace(CLOCK, max_running=8), 1, 1, 0.1)
+    assert found.prompts == 3 and np.isinf(found.finished_s[6:]).all() and np.isfinite(found.finished_s[:6]).all()
+    assert found.decoded_s < 100

@@ -1,0 +1,129 @@
+"""Operations, communication and clocks against figures worked by hand.
+
+Not proven here: the rates of any device, and that a run reaches them (benchmarks/plan_paper.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from or1_megatron.config.hardware import Rates
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config
+from or1_megatron.plan import moves
+from or1_megatron.plan.clocks import engine_clock
+from or1_megatron.plan.update_time import passes, stage_work, update_time
+from or1_megatron.weights.shape import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+# A layer: 64 * 16 * (2*4 + 2*2) in attention, 3 * 64 * 96 in the MLP, 2 * 64 in norms. A vocabulary: 61 * 64.
+ATTENTION, MLP, NORMS, VOCABULARY = 12_288, 18_432, 128, 3_904
+SHAPE = Shape(4, 64, 96, 4, 2, 16, 61, 4096, False)
+ROUND = Rates(
+    bf16_flops=1e6, memory_bytes=1e9, memory_bytes_per_s=1e5, link_bytes_per_s=1e4, host_bytes_per_s=1e3,
+    network_bytes_per_s=1e3, node_devices=8, node_memory_bytes=1e9, storage_bytes_per_s=1e4,
+    storage_total_bytes_per_s=3e4, product_share=1.0, memory_share=1.0, link_share=1.0, message_s=0.5, verdict_s=0.1,
+    start_s=10.0, error=0.1, iteration_s=2.0, request_s=0.25, update_share=0.5, other_response_s=0.0,
+)  # fmt: skip
+
+
+def config(*overrides: str) -> Config:
+    plain = ["parallel.ranks=1", "parallel.pipeline=1", "parallel.micro_batch_tokens=256"]
+    return load_config(ROOT / "examples" / "quickstart" / "quickstart.yaml", [*plain, *overrides])
+
+
+def test_operations_of_the_stages() -> None:
+    """Two stages of two layers; the head is the last one's."""
+    first, last = stage_work(config("parallel.ranks=2", "parallel.pipeline=2").parallel, SHAPE)
+    assert first.layer_token == last.layer_token == 2 * 2 * (ATTENTION + MLP + NORMS)
+    assert first.mlp_token == 2 * 2 * (MLP + NORMS)
+    assert first.pair == 2 * 2 * 4 * 16
+    assert (first.head_token, last.head_token) == (0, 2 * VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "head", "layers", "heads", "pairs"),
+    [("none", "recompute", 3, 4, 3), ("full", "one_pass", 4, 3, 4)],
+)
+def test_passes(recompute: str, head: str, layers: int, heads: int, pairs: int) -> None:
+    parallel = config(f"parallel.recompute={recompute}", f"parallel.head={head}").parallel
+    (work,) = stage_work(parallel, SHAPE)
+    assert passes(work, parallel) == (layers * work.layer_token + heads * work.head_token, pairs * work.pair)
+
+
+def test_an_update_of_one_rank() -> None:
+    """Rows of 200 + 56 tokens and of 100: two sequences fit one row of 256, the third goes to another."""
+    lengths = np.array([200, 56, 100])
+    found = update_time(config(), SHAPE, ROUND, [lengths], reuse=2)
+    (work,) = stage_work(config().parallel, SHAPE)
+    token, pair = passes(work, config().parallel)
+    # Two rows of T tokens; T is the shortest that holds 200 and 156.
+    rows = 2 * 200 * token + pair * (200**2 + 56**2 + 100**2 + 44**2)
+    assert found.rows == 4 and found.compute_s == pytest.approx(2 * rows / 0.5e6)
+    assert (found.bubble_s, found.tensor_s, found.gradients_s) == (0, 0, 0)
+    assert found.optimizer_s == pytest.approx(2 * 30 * SHAPE.parameters / 1e5)
+    assert found.padding == pytest.approx(44 / 400)
+
+
+def test_the_bubble_of_a_pipeline() -> None:
+    """Two stages, three equal rows: one row's time of the slower stage, which has the head, is spent waiting."""
+    found = update_time(
+        config("parallel.ranks=2", "parallel.pipeline=2"), SHAPE, ROUND, [np.array([256, 256, 256])], reuse=1
+    )
+    assert found.bubble_s == pytest.approx(found.compute_s / 3)
+
+
+def test_tensor_parallel_communication() -> None:
+    """Four layers, four all-reduces each of [256, 64] in fp32 per row, in a ring of two: as many bytes per link."""
+    changed = config("parallel.ranks=2", "parallel.tensor=2", "parallel.sequence=true")
+    found = update_time(changed, SHAPE, ROUND, [np.array([256])], reuse=1)
+    assert found.tensor_s == pytest.approx(4 * 4 * 256 * 64 * 4 / 1e4)
+
+
+def test_the_clock_of_an_engine() -> None:
+    """fp32, one rank: weights without the input embedding, keys and values of 4 layers * 2 heads * 16, twice."""
+    clock = engine_clock(config("rollout.kv_cache_bytes=1048576", "rollout.max_concurrent=4"), SHAPE, ROUND)
+    multiplied = 4 * (ATTENTION + MLP + NORMS) + VOCABULARY + 64
+    assert (clock.fixed_s, clock.response_s) == (2.0, 0.25)
+    assert clock.weights_s == pytest.approx(4 * multiplied / 1e5)
+    assert clock.product_s == clock.prompt_token_s == pytest.approx(2 * multiplied / 1e6)
+    assert clock.token_s == pytest.approx(4 * 2 * 4 * 2 * 16 / 1e5)
+    assert clock.prompt_pair_s == pytest.approx(2 * 4 * 4 * 16 / 1e6)
+    assert clock.kv_tokens == 1048576 // 1024 - 4 * 8
+    two = engine_clock(
+        config("rollout.kv_cache_bytes=1048576", "rollout.tensor_parallel=2", "rollout.max_concurrent=4"), SHAPE, ROUND
+    )
+    assert two.fixed_s == 2.0 + 2 * 4 * 0.5 and two.weights_s == clock.weights_s / 2
+    assert two.response_s == pytest.approx(0.25 + 2 * 4 * 64 * 4 / 1e4)
+
+
+def test_moves() -> None:
+    """A node of eight devices reads 2e4 bytes/s or less than all together, 3e4; one engine takes all weights."""
+    size = 4 * SHAPE.parameters
+    one = config("rollout.engines=1")
+    assert moves.hand_off_s(one, SHAPE, ROUND) == pytest.approx(size / 1e4 + 4 * size / 1e5)
+    assert moves.start_s(one, SHAPE, ROUND) == pytest.approx(10 + size / 1e4 + moves.hand_off_s(one, SHAPE, ROUND))
+    assert moves.state_move_s(one, SHAPE, ROUND) == pytest.approx(12 * SHAPE.parameters / 1e3)
+    copied_s, written_s = moves.save_s(one, SHAPE, replace(ROUND, storage_bytes_per_s=1e5))
+    assert (copied_s, written_s) == pytest.approx((12 * SHAPE.parameters / 1e3, 12 * SHAPE.parameters / 3e4))
+
+
+def test_the_rule_of_a_handoff_against_the_plan_that_sends_it() -> None:
+    """TP 2 and DP 2 to two engines of TP 2: the plan's busiest link carries about one shard."""
+    from or1_megatron.commands.plan_handoff import forecast
+
+    hf: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    }  # fmt: skip
+    changed = config("parallel.ranks=4", "parallel.tensor=2", "parallel.sequence=true", "rollout.tensor_parallel=2")
+    made = forecast(hf, "float32", changed.parallel, 2, 2, 1 << 20, "gloo")
+    shard = 4 * Shape.of(hf).parameters / 2
+    assert max(made.received.values()) == pytest.approx(shard, rel=0.02)
+    assert made.busiest == pytest.approx(shard, rel=0.1)

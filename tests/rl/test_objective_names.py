@@ -1,0 +1,229 @@
+"""Choosing an objective: names, a user's own class, parameters, contradictions; and faults that ``check`` names."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from or1_megatron.config.base import ConfigError
+from or1_megatron.config.schema import AlgorithmConfig, StageConfig
+from or1_megatron.interfaces import TokenInputs
+from or1_megatron.rl.objectives.check import faults, probe_objective
+from or1_megatron.rl.objectives.clip_cov import ClipCov
+from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
+from or1_megatron.rl.objectives.dr_grpo import DrGRPO
+from or1_megatron.rl.objectives.registry import BUILT_IN, find, make_objective, name_of, objective_conflicts
+
+STAGE = StageConfig(name="s", steps=1, max_response_tokens=40, prompts_per_step=8, prompts_per_update=4, group_size=2)
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from or1_megatron.rl.objectives.policy_gradient import PolicyGradientLoss, Surrogate
+from or1_megatron.rl.objectives.estimators import no_tokens, ratio_of
+
+
+@dataclass(frozen=True)
+class Mine(PolicyGradientLoss):
+    positive: float
+
+    def surrogate(self, log_probs, old, tokens):
+        ratio, free = ratio_of(log_probs, old), no_tokens(log_probs)
+        advantages = tokens.advantages.clamp(max=0) + self.positive * tokens.advantages.clamp(min=0)
+        return Surrogate(ratio * advantages, ratio, free, free)
+
+
+class Plain:
+    pass
+"""
+
+
+def algorithm(**sections: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(sections)
+
+
+def lines(**sections: Any) -> list[str]:
+    return list(objective_conflicts(algorithm(**sections), STAGE))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module of the user's."""
+    (tmp_path / "mine_of_test.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_default_contradicts_nothing_and_every_name_is_found() -> None:
+    assert not lines()
+    for name, kind in BUILT_IN.items():
+        assert find(name) is kind
+        assert name_of(probe_objective("float32", name)) == name
+
+
+def test_every_built_in_has_no_fault() -> None:
+    for name in BUILT_IN:
+        args = {"share": 0.2, "lowest": -9.0} if name == "clip_cov" else {"share": 0.2} if name == "kl_cov" else {}
+        assert not list(faults(probe_objective("float32", name, args))), name
+        assert not list(faults(probe_objective("bfloat16", name, args))), name
+    assert not list(faults(CrossEntropy()))
+
+
+def test_unknown_names_and_parameters_name_the_nearest(here: Path) -> None:
+    assert lines(objective={"name": "gpso"}) == [
+        "algorithm.objective.name = gpso: unknown objective; did you mean gspo?; expected clipped, gspo, cispo, "
+        "dr_grpo, dapo, clip_cov, kl_cov, or package.module:Name of your own"
+    ]
+    (line,) = lines(objective={"name": "clip_cov", "args": {"lowset": 1}})
+    assert "args.lowset: objective clip_cov has no such parameter; did you mean lowest?" in line
+    (line,) = lines(objective={"name": "clip_cov", "args": {"clip_low": 0.1}})
+    assert (
+        line == "algorithm.objective.args.clip_low: this parameter is set by algorithm.loss.clip_low; take it out here"
+    )
+    (line,) = lines(objective={"name": "clip_cov", "args": {"lowest": 6, "share": 2}})
+    assert "expected a share from 0 to 1, and lowest at most highest" in line
+    for name, expected in {
+        "mine_of_test:Nine": "AttributeError",
+        "no_such_module:Mine": "ModuleNotFoundError",
+        "mine_of_test:Plain": "expected a dataclass with __call__",
+        "mine_of_test:Mine": "algorithm.objective.args.positive: missing",
+    }.items():
+        (line,) = lines(objective={"name": name})
+        assert expected in line, name
+
+
+def test_contradictions_are_named_all_at_once() -> None:
+    found = lines(objective={"name": "gspo"}, loss={"dual_clip": 3.0, "clip_high": 0.3}, advantage={"scale": "none"})
+    assert len(found) == 2
+    assert found[0] == "algorithm.loss.dual_clip = 3.0, but objective gspo does not read it; set it to null"
+    assert "loss.aggregation = token_mean counts a response by its tokens" in found[1]
+    assert [line.split("algorithm.")[2].split(" ")[0] for line in lines(objective={"name": "dr_grpo"})] == [
+        "advantage.scale"
+    ]
+    wrong = lines(objective={"name": "gspo", "args": {"share": 0.1}})
+    assert len(wrong) == 2 and "args.share" in wrong[0] and "loss.aggregation" in wrong[1]
+    dapo = lines(objective={"name": "dapo"}, loss={"aggregation": "response_mean"})
+    assert len(dapo) == 3 and "clips higher" in dapo[1] and "overlong_tokens is not set" in dapo[2]
+    for name in ("cispo", "kl_cov"):
+        bonus = lines(objective={"name": name}, entropy={"bonus_on": "clipped"})
+        assert len(bonus) == 1 and "set bonus_on to all" in bonus[0]
+    (line,) = lines(objective={"name": "kl_cov"}, loss={"clip_high_control": {"delta": 0.001}})
+    assert "clip_high_control.delta" in line
+
+
+def test_a_step_sets_what_an_objective_reads() -> None:
+    """The seed of clip_cov, the length of dr_grpo (mean 10 of T 40), KL of the reward out of the loss."""
+    kl = {"coefficient": 0.1, "reference": "folder", "where": "reward"}
+    cov = make_objective(
+        algorithm(objective={"name": "clip_cov", "args": {"share": 0.5}}, kl=kl), STAGE, 0.1, 0.3, seed=7
+    )
+    assert isinstance(cov, ClipCov)
+    assert (cov.seed, cov.share, cov.clip_high, cov.kl_coefficient, cov.entropy_coefficient) == (7, 0.5, 0.3, 0.0, 0.1)
+    constant = make_objective(algorithm(objective={"name": "dr_grpo"}), STAGE, 0.0, 0.2, mean_length=10.0)
+    assert isinstance(constant, DrGRPO) and constant.length_share == 0.25
+
+
+def test_an_objective_of_ones_own(here: Path) -> None:
+    """Found in the working folder, made with its parameter and the common keys, pickled, without a fault."""
+    chosen = {"name": "mine_of_test:Mine", "args": {"positive": 0.25}}
+    assert not lines(objective=chosen)
+    made = make_objective(algorithm(objective=chosen, kl={"coefficient": 0.2, "reference": "f"}), STAGE, 0.1, 0.2)
+    assert name_of(made) == "mine_of_test:Mine" and pickle.loads(pickle.dumps(made)) == made
+    assert (made.positive, made.kl_coefficient) == (0.25, 0.2)  # type: ignore[attr-defined]  # a class of the test's file
+    assert not list(faults(made))
+    (line,) = lines(objective=chosen, loss={"clip_low": 0.1})
+    assert "loss.clip_low = 0.1, but objective mine_of_test:Mine does not read it; set it to 0.2" in line
+    with pytest.raises(ConfigError, match="no such parameter; did you mean positive"):
+        probe_objective("float32", "mine_of_test:Mine", {"positiv": 1})
+
+
+def test_the_guides_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/changing_the_objective.md: its file is loaded by name without a fault, and its test passes; 40 lines."""
+    text = (Path(__file__).parents[2] / "docs/changing_the_objective.md").read_text()
+    code, check = (block.split("```")[0] for block in text.split("```python\n")[1:3])
+    assert len((code + check).strip().splitlines()) <= 40
+    (tmp_path / "my_objectives.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = probe_objective("float32", "my_objectives:WReinforce", {"positive_weight": 0.3})
+    assert not list(faults(made))
+    names = {"WReinforce": type(made), "math": math, "torch": torch, "TokenInputs": TokenInputs}
+    exec(check, names)
+    names["test_positive_weight_against_float64"]()  # type: ignore[operator]  # from the guide
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """-sum A log pi with one fault."""
+
+    fault: str
+    scope: str = "token"
+    temperature: float = 1.0
+
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
+        terms = -tokens.advantages * log_probs
+        loss = terms.sum()
+        match self.fault:
+            case "mean":
+                loss = terms.mean() if len(terms) else loss
+            case "raises":
+                raise KeyError("advantage")
+            case "nan":
+                loss = loss * float("nan")
+            case "nan gradient":
+                loss = loss + (log_probs * 0).abs().sqrt().sum()
+            case "vector":
+                loss = terms
+            case "centred":
+                loss = ((terms - terms.mean()) ** 2).sum()
+            case "sequences":
+                loss = tokens.whole.mean(terms).sum()
+            case "groups":
+                loss = tokens.whole.group_mean(tokens.whole.mean(terms)).sum()
+            case "constant":
+                loss = loss + 1.0
+            case "mean in the sums":
+                return loss, {"largest": terms.detach().max() if len(terms) else loss.detach()}
+            case "attached":
+                return loss, {"terms": terms.sum()}
+        return loss, {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "scope", "expected"),
+    [
+        ("none", "token", ""),
+        ("mean", "token", "returns a mean: its loss is"),
+        ("mean", "batch", "returns a mean: its loss is"),
+        ("raises", "token", "raised KeyError: 'advantage' ("),
+        ("nan", "token", "returns a loss that is not finite"),
+        ("nan gradient", "token", "returns a gradient that is not finite"),
+        ("vector", "token", "expected a tensor without dimensions"),
+        ("centred", "token", "a term depends on more than its token"),
+        ("centred", "sequence", 'depends on more than its sequence; give the objective a wider scope than "sequence"'),
+        ("centred", "batch", ""),
+        ("sequences", "token", "has no sequences; give the objective the scope"),
+        ("sequences", "sequence", ""),
+        ("groups", "sequence", 'group_mean needs whole groups; give the objective the scope "batch"'),
+        ("groups", "batch", ""),
+        ("constant", "token", "returns 1 for no tokens; expected 0"),
+        ("mean in the sums", "token", "the sum 'largest' is"),
+        ("attached", "token", "returns the sum 'terms' with a gradient; detach it"),
+        ("none", "page", ".scope is 'page'; expected token, sequence, batch"),
+    ],
+)
+def test_faults_are_named(fault: str, scope: str, expected: str) -> None:
+    found = list(faults(Faulty(fault, scope)))
+    assert any(expected in line for line in found) if expected else not found, found
+    assert all(line.startswith("Faulty") for line in found)
+
+
+def test_the_probes_tokens_are_the_same_every_time() -> None:
+    assert list(faults(Faulty("mean"))) == list(faults(Faulty("mean")))

@@ -1,0 +1,202 @@
+"""The monitor tells processes that have stalled from those that are starved, busy or asleep with good reason.
+
+Real Python processes with real heartbeats, stopped, starved and hung as in life. Not proven here: that a run survives
+what the monitor kills (tests/train/test_keeps_running.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.runtime import monitor as module
+from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.runtime.heartbeat import beats_folder, read_beats
+from or1_megatron.runtime.monitor import Monitor
+
+CHILD = """
+import ctypes, os, sys, time
+from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
+run, what = sys.argv[1:]
+if what == "starved":
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # one per mille of a core beside a busy loop
+heart = Heartbeat(beats_folder(run), what, doing="at work", long=False)
+print("up", flush=True)
+end = time.monotonic() + 600
+hold_interpreter = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
+if what == "hung":
+    hold_interpreter.sleep(600)
+if what == "loading":
+    with heart.busy_with("loading a large model"):
+        hold_interpreter.sleep(600)
+if what in ("spins", "starved"):
+    sum(range(1 << 60))
+if what == "driver":  # the watched thread hangs outside the interpreter, and others go on
+    heart.worked()
+    time.sleep(600)
+while time.monotonic() < end:
+    heart.worked()
+    time.sleep(0.1)
+"""
+BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
+
+HEARTBEAT_S = 3.0
+PATIENCE_S = 180.0
+KINDS = ("healthy", "stopped", "starved", "hung", "loading", "spins", "driver")
+
+
+class Watched:
+    """Children of this process under a monitor, and what it said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = str(folder)
+        self.faults = FaultRecord(folder)
+        self.said: list[str] = []
+        self.monitor = Monitor(os.getpid(), self.run, HEARTBEAT_S, self.faults, self.said.append)
+        self.children: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, what: str, core: int | None = None) -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, "-c", CHILD, self.run, what], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        if core is not None:
+            os.sched_setaffinity(child.pid, {core})
+        self.children[what] = child
+        return child
+
+    def look_until(self, ended: set[str]) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while not all(self.children[name].poll() is not None for name in ended):
+            assert time.monotonic() < give_up, self.said
+            self.monitor.look()
+            time.sleep(0.3)
+
+    def look_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.monitor.look()
+            time.sleep(0.3)
+
+    def line(self, what: str) -> str:
+        return [line for line in self.said if line.startswith(what)][-1]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(module, "_BUSY_FACTOR", 1.0)
+    watched = Watched(tmp_path)
+    yield watched
+    for child in watched.children.values():
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+    for file in beats_folder(watched.run).glob("*"):
+        file.unlink()
+    beats_folder(watched.run).rmdir()
+
+
+def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
+    """Stopped; asleep with the interpreter's lock; spinning with it; its work hung in a driver: each is killed, with
+    its reason. One that works, and one that says that it loads something, live."""
+    kinds = [kind for kind in KINDS if kind != "starved"]
+    children = {kind: watched.start(kind) for kind in kinds}
+    os.kill(children["stopped"].pid, signal.SIGSTOP)
+    watched.look_until({"stopped", "hung", "spins", "driver"})
+    assert {kind: child.poll() for kind, child in children.items()} == {
+        "healthy": None,
+        "stopped": -signal.SIGKILL,
+        "hung": -signal.SIGKILL,
+        "loading": None,
+        "spins": -signal.SIGKILL,
+        "driver": -signal.SIGKILL,
+    }
+    assert "stopped (state T)" in watched.line("stopped")
+    assert "asleep (state S)" in watched.line("hung")
+    assert "a thread of it ran for" in watched.line("spins")
+    assert "asleep (state S)" in watched.line("driver")
+    assert all(
+        "the last that it said: 'at work'; it is killed" in watched.line(kind)
+        for kind in ("stopped", "hung", "spins", "driver")
+    )
+    recorded = {fault.who for fault in watched.faults.read() if fault.kind == "stalled"}
+    assert recorded == {"stopped", "hung", "spins", "driver"}
+    assert watched.faults.counts()["faults/stalled"] == 4
+    stacks = (Path(watched.run) / "logs" / "stalled.log").read_text()
+    assert "wchan=" in stacks or "Thread" in stacks  # py-spy's, where it is installed
+    watched.monitor.look()
+    assert {beat.who for beat in read_beats(beats_folder(watched.run))} == {"healthy", "loading"}
+
+
+def test_leaves_a_starved_process_alone(watched: Watched) -> None:
+    """It wants to compute on a core that two busy loops have: no beat for longer than the deadline, and it lives."""
+    starved = watched.start("starved", core=0)
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2)]
+    try:
+        for loop in loops:
+            os.sched_setaffinity(loop.pid, {0})
+        watched.look_for(4 * HEARTBEAT_S)
+        assert "(starved)" in watched.line("starved")
+        assert starved.poll() is None, watched.said
+        assert not [fault for fault in watched.faults.read() if fault.kind == "stalled"]
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_stopped_children_and_orphans_are_found(watched: Watched) -> None:
+    """A process without a heartbeat, whose parent has died meanwhile, is found, named by its program and killed."""
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); input()"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    orphan = int(parent.stdout.readline())
+    watched.monitor.look()
+    parent.kill()
+    parent.wait()
+    parent.stdin.close()
+    parent.stdout.close()
+    assert orphan in watched.monitor.left_over()
+    os.kill(orphan, signal.SIGSTOP)
+    give_up = time.monotonic() + PATIENCE_S
+    while orphan in watched.monitor.left_over():
+        assert time.monotonic() < give_up
+        watched.monitor.look()
+        time.sleep(0.3)
+    assert f"'sleep' (pid {orphan})" in watched.said[0]
+    assert "stopped (state T)" in watched.said[0]
+    beats_folder(watched.run).mkdir()  # for the fixture, which removes it
+
+
+def test_as_a_process_of_its_own(tmp_path: Path) -> None:
+    """As under plain torchrun: it looks after what is below the agent, and ends with the rank that has started it."""
+    script = (
+        "import os, subprocess, sys\n"
+        "sleep = subprocess.Popen(['sleep', '600'])\n"
+        "monitor = [sys.executable, '-m', 'or1_megatron.runtime.monitor', str(os.getpid()), *sys.argv[1:]]\n"
+        "print(sleep.pid, subprocess.Popen(monitor).pid, flush=True)\n"
+        "print(sleep.wait(), flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(HEARTBEAT_S), str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as rank:
+        assert rank.stdout is not None
+        stopped, monitor = map(int, rank.stdout.readline().split())
+        os.kill(stopped, signal.SIGSTOP)
+        assert rank.stdout.readline() == f"{-signal.SIGKILL}\n"
+        _, said = rank.communicate("\n", timeout=PATIENCE_S)
+    assert f"or1: 'sleep' (pid {stopped}) has given no sign of life" in said
+    assert [fault.kind for fault in FaultRecord(tmp_path).read()] == ["stalled"]
+    give_up = time.monotonic() + PATIENCE_S
+    while Path("/proc", str(monitor)).exists() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert not Path("/proc", str(monitor)).exists()

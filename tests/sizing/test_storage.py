@@ -1,0 +1,53 @@
+"""Disk and a node's host memory against figures worked by hand.
+
+Not proven here: what a run on GPUs keeps in host memory; nothing has been measured there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from or1_megatron.config.load import load_config
+from or1_megatron.config.recipes import named
+from or1_megatron.sizing.storage import checkpoint_bytes, disk_bytes, disk_free, node_memory
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
+
+GIB = 1 << 30
+LARGE = Shape.of(read_hf_config(named("shape")["deepseek_r1_distill_qwen_32b"]))
+RECIPE = load_config(named("recipe")["or1_32b"], [])
+
+
+def test_a_32b_on_disk() -> None:
+    """A checkpoint: 14 bytes per parameter, about 450 GB. Two newest, the best, and one being written; exports every
+    200 of 1,130 steps and at the end; two dumps; 10 GiB of rollouts."""
+    assert checkpoint_bytes(RECIPE, LARGE) == 14 * LARGE.parameters == pytest.approx(459e9, rel=0.01)
+    weights = 2 * LARGE.parameters
+    assert disk_bytes(RECIPE, LARGE) == {
+        "checkpoints": 4 * 14 * LARGE.parameters,
+        "exports": (5 + 1) * weights,
+        "rollouts": 10 * GIB,
+        "dumps": 2 * weights,
+    }
+
+
+def test_retention_counts() -> None:
+    """Without the best, three newest, and those of every 100 steps kept for good: 3 + 1 + 11."""
+    kept = ["checkpoint.keep_best=false", "checkpoint.keep_last=3", "checkpoint.keep_every_steps=100"]
+    config = load_config(named("recipe")["or1_32b"], kept)
+    assert disk_bytes(config, LARGE)["checkpoints"] == 15 * 14 * LARGE.parameters
+
+
+def test_the_host_of_a_node() -> None:
+    """TP 8, DP 16, eight ranks: weights of 2 bytes and 12 / 16 of the optimizer, for an eighth of the model each; twice
+    an equal share of a checkpoint; sixteen processes."""
+    found = node_memory(RECIPE, LARGE, 8).parts
+    assert found["offloaded state"] == pytest.approx(LARGE.parameters * (2 + 12 / 16), rel=1e-4)
+    assert found["copies for checkpoints"] == pytest.approx(8 * 2 * 14 * LARGE.parameters / 128, rel=1e-4)
+    assert found["processes"] == 16 * 4 * GIB
+
+
+def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert disk_free(tmp_path / "a" / "b") == pytest.approx(disk_free(tmp_path), rel=0.05)
