@@ -65,7 +65,12 @@ _report = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if a process that a test started is still there after all fixtures are torn down."""
+    """Fail the session if a process that a test started is still there after all fixtures are torn down.
+
+    The workers of pytest-xdist leave it to the process that started them, which looks when they have ended.
+    """
+    if hasattr(session.config, "workerinput"):
+        return
     deadline = time.monotonic() + 120.0  # Ray's daemons take some seconds to go after ray.shutdown()
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.2)

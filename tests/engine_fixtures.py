@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-RUN_ID = "tests"
+RUN_ID = f"tests-{os.getpid()}"  # each of pytest's workers has its own Ray and engines
 WORDS = [
     "<pad>",
     "<end>",

@@ -41,6 +41,7 @@ from or1_megatron.runtime.processes import (
     command_line,
     core_time_between,
     descendants,
+    runnable,
     stacks,
     thread_times,
     waits_in,
@@ -195,14 +196,16 @@ class Monitor:
         if process.state == "T":
             return f"for {lasted_s:.0f} s: stopped (state T)"
         got = core_time_between(silence.times, thread_times(process.pid))
-        busy = got.ran_s + got.waited_s >= _ON_CORES * lasted_s
+        starved = runnable(process.pid) and got.ran_s + got.waited_s < _ON_CORES * lasted_s
+        busy = starved or got.ran_s + got.waited_s >= _ON_CORES * lasted_s
         where = f"{STATES.get(process.state, 'in state')} (state {process.state})"
         if got.ran_s >= _BUSY_FACTOR * self._heartbeat_s and not beat.long:
             return f"for {lasted_s:.0f} s, in which a thread of it ran for {got.ran_s:.0f} s: {where}"
         if busy or beat.long or (process.state == "D" and lasted_s < _DISK_FACTOR * self._heartbeat_s):
             if not silence.excused:
                 silence.excused = True
-                reason = _excuse(got, where) if busy else f"it is {beat.doing}" if beat.long else f"it is {where}"
+                excuse = _excuse(got, where, starved)
+                reason = excuse if busy else f"it is {beat.doing}" if beat.long else f"it is {where}"
                 silent = f"has given no sign of life for {lasted_s:.0f} s and is left alone"
                 self._say(f"{beat.who} (pid {beat.pid}) {silent}: {reason}")
             return ""
@@ -243,7 +246,9 @@ def _called(process: Process) -> str:
     return f"'{Path(words[0].split(' ')[0]).name or process.name}'" if words else f"'{process.name}'"
 
 
-def _excuse(got: CoreTime, where: str) -> str:
+def _excuse(got: CoreTime, where: str, starved: bool) -> str:
+    if starved:
+        return "it waits for a core (starved)"
     if got.waited_s > got.ran_s:
         return f"others had the cores for {got.waited_s:.1f} s of it (starved)"
     return f"it ran for {got.ran_s:.1f} s of it, {where}"

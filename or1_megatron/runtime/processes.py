@@ -93,7 +93,7 @@ class CoreTime:
 
     ran_s: float
     waited_s: float
-    """It could have run, and others had the core."""
+    """It could have run, and others had the core; a wait that has not ended is not counted."""
 
 
 ThreadTimes = Mapping[int, tuple[int, int]]
@@ -110,6 +110,21 @@ def thread_times(pid: int) -> dict[int, tuple[int, int]]:
             continue
         times[int(file.parent.name)] = (int(ran), int(waited))
     return times
+
+
+def runnable(pid: int) -> bool:
+    """Return whether a thread of the process runs or waits for a core now.
+
+    The kernel adds a wait to schedstat when the wait ends. A thread that has had no core at all shows none there.
+    """
+    for file in Path(_PROC, str(pid), "task").glob("*/stat"):
+        try:
+            state = file.read_text(errors="replace").rpartition(") ")[2][:1]
+        except (OSError, ProcessLookupError):  # the thread has ended
+            continue
+        if state == "R":
+            return True
+    return False
 
 
 def core_time_between(before: ThreadTimes, after: ThreadTimes) -> CoreTime:
