@@ -5,6 +5,8 @@ SHELL := /bin/bash
 export PYTHON
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
+# Two workers, since much of a test is waiting for processes. A file's tests stay together and share what they start.
+WORKERS := -n 2 --dist loadfile
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 help:  ## this list
@@ -26,11 +28,11 @@ test-fast: setup  ## the tests that start no engine and no other process, two mi
 	@$(PYTEST) -q -m "not slow and not gpu" --fast -rfE
 
 test: setup  ## the tests, some minutes
-	@$(PYTEST) -q -m "not slow and not gpu"
+	@$(PYTEST) -q -m "not slow and not gpu" $(WORKERS)
 
 test-slow: setup  ## the tests that take minutes, a whole quickstart among them
 	@tools/browser.sh || echo "without a browser: its tests are skipped"
-	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800
+	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800 $(WORKERS)
 
 lint: setup  ## ruff, import rules, mypy; changes nothing
 	@.venv/bin/pre-commit run --all-files --color never
