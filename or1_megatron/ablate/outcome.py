@@ -22,7 +22,7 @@ ArmRows = Mapping[str, Mapping[int, Rows]]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ArmComparison:
     """The paired difference of two arms over the seeds, and what it says about the claim."""
 
     difference: Estimate
@@ -33,7 +33,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EntryResult:
     """A condition of entry with its metric in the run that measures it; None: it has no such value yet."""
 
     condition: Condition
@@ -117,7 +117,7 @@ def value_over(rows: Rows, metric: str, window: Window, until_s: float | None = 
 
 def compare(
     expectations: Sequence[Expectation], rows: ArmRows, until_s: Mapping[int, float] | None = None
-) -> list[Comparison]:
+) -> list[ArmComparison]:
     """Judge the comparisons of one ablation by paired differences, with Holm's correction over all of them.
 
     ``until_s``: ``equal_times``, for the window of this name. Comparisons without two seeds count in the correction.
@@ -146,19 +146,19 @@ def paired(
     return differences
 
 
-def _judged(pairs: Sequence[float], null: float, p: float, level: float) -> Comparison:
+def _judged(pairs: Sequence[float], null: float, p: float, level: float) -> ArmComparison:
     difference, corrected = estimate(pairs), estimate(pairs, level)
     if len(pairs) < 2:
-        return Comparison(difference, corrected, "not run")
+        return ArmComparison(difference, corrected, "not run")
     if p > level:
-        return Comparison(difference, corrected, "not resolved")
-    return Comparison(difference, corrected, "as claimed" if difference.mean > null else "the opposite")
+        return ArmComparison(difference, corrected, "not resolved")
+    return ArmComparison(difference, corrected, "as claimed" if difference.mean > null else "the opposite")
 
 
-def measure(chosen: Arms, rows: Mapping[str, Rows]) -> list[Measured]:
+def measure(chosen: Arms, rows: Mapping[str, Rows]) -> list[EntryResult]:
     """Return what the runs ``rows``, {arm: rows of its run}, say about the conditions of entry."""
     made = {arm: with_columns(run, chosen.columns) for arm, run in rows.items()}
-    return [Measured(each, value_over(made.get(each.arm, ()), each.metric, each.window)) for each in chosen.entry]
+    return [EntryResult(each, value_over(made.get(each.arm, ()), each.metric, each.window)) for each in chosen.entry]
 
 
 def mean_curve(runs: Sequence[Rows], metric: str, over: str = "step") -> list[tuple[float, float, float, float]]:

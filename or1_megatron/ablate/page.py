@@ -11,7 +11,7 @@ from or1_megatron.ablate.ablation import Ablation, Arm, Arms, Column, Expectatio
 from or1_megatron.ablate.outcome import (
     ELAPSED,
     ArmRows,
-    Measured,
+    EntryResult,
     compare,
     equal_times,
     mean_curve,
@@ -37,7 +37,7 @@ def write_page(
     rows: ArmRows,
     folder: Path,
     command: str,
-    entry: Sequence[Measured] = (),
+    entry: Sequence[EntryResult] = (),
 ) -> Path:
     """Write ``NN_name.md`` and ``NN_name.svg`` into ``folder``, and return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _head(ablation: Ablation, scale: Scale, arms: Sequence[Arm]) -> list[str]:
     ]
 
 
-def _entry(chosen: Arms, entry: Sequence[Measured]) -> list[str]:
+def _entry(chosen: Arms, entry: Sequence[EntryResult]) -> list[str]:
     """Return the section of the conditions of entry; nothing where there is none."""
     if not chosen.entry:
         return []

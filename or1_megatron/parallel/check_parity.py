@@ -33,7 +33,7 @@ _RANK_WAIT_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayoutDifference:
     """One layout's differences from the reference."""
 
     name: str
@@ -149,7 +149,7 @@ def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Ag
     return {name: transformers_numbers(network, samples, judged, name == "response_mean") for name in asked}
 
 
-def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[Measured]:
+def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[LayoutDifference]:
     """Do one rank's part in the measurement of a task's layouts; rank 0 yields what it finds for each.
 
     Args:
@@ -171,7 +171,7 @@ def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, r
             error.add_note(f"layout '{name}', rank {rank}")
             raise
         if expected is not None and found is not None:
-            yield Measured(name, found.micro_batches, compare(found, expected[case.aggregation]))
+            yield LayoutDifference(name, found.micro_batches, compare(found, expected[case.aggregation]))
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from or1_megatron.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class TrainerGpus:
     """The trainer's GPUs, for MFU; there is none on CPU."""
 
     gpus: int
@@ -90,7 +90,7 @@ class StepRecord:
     """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
 
 
-def step_metrics(step: StepRecord, hardware: Hardware | None = None) -> dict[str, float]:
+def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:
     """Return all metrics of a step except its times and its evaluation."""
     metrics: dict[str, float] = {
         "stage/index": step.stage_index,
@@ -258,7 +258,7 @@ def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float3
 
 
 def throughput_metrics(
-    batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: Hardware | None
+    batches: Sequence[Batch], updates: Sequence[UpdateReport], hardware: TrainerGpus | None
 ) -> dict[str, float]:
     """Return the training speed; nothing when no SGD step was made. MFU leaves out attention's own FLOPs."""
     train_s = sum(update.forward_backward_s + update.optimizer_s for update in updates)

@@ -9,7 +9,7 @@ from pathlib import Path
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
 from or1_megatron.rl.dump import DumpStore
-from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule, check_previous
 from or1_megatron.runtime.run_folder import CheckpointKeeper
@@ -48,7 +48,7 @@ class LoopConfig:
     """A step with a larger share of verdicts ``error`` ends the run."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
-    hardware: Hardware | None = None
+    hardware: TrainerGpus | None = None
     safety: SafetyConfig = SafetyConfig()
     dtype: str = "float32"
     """The policy's parameter dtype, as the configuration names it."""

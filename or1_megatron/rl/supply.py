@@ -36,7 +36,7 @@ class KeepsGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingStep:
     """A step whose roll-out is under way."""
 
     before: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Supply:
         self.tail = tail
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
         self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
-        self._asked: deque[_Asked] = deque()  # the oldest first
+        self._asked: deque[_PendingStep] = deque()  # the oldest first
         self._places: Sequence[Place] | None = None  # of the prompts that were taken last; None: they are new
         self.tail_report: TailReport | None = None
         """Of the step that was collected last."""
@@ -112,7 +112,7 @@ class Supply:
             rule = DeferRule(wanted) if deferring else RefillRule(wanted, self._keeps, self.rejected_share)
         self._rollouts.roll_out(prompts, stage.group_size, sampling, self._roll_out_seed(step), rule, self._places)
         assert self._before is not None
-        self._asked.append(_Asked(self._before, isinstance(rule, RefillRule)))
+        self._asked.append(_PendingStep(self._before, isinstance(rule, RefillRule)))
 
     def ask_ahead(self, stage: StageConfig, step: int) -> bool:
         """Start the roll-out of a later step; returns whether it could.

@@ -41,7 +41,7 @@ from or1_megatron.report.console.run import RunConsole, open_console, show_summa
 from or1_megatron.report.console.summary import summarise
 from or1_megatron.rl.dump import DumpStore, versions
 from or1_megatron.rl.loop import Loop
-from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.ports import Begin, LoopConfig, Ports
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
@@ -80,7 +80,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
     if torch.cuda.is_available():
         card = hardware_of(torch.cuda.get_device_name())
         peak = None if card is None else card.bf16_flops.value
-        hardware = Hardware(parallel.ranks, peak, policy.parameter_count)
+        hardware = TrainerGpus(parallel.ranks, peak, policy.parameter_count)
     return LoopConfig(
         seed=config.run.seed,
         stages=config.stages,

@@ -30,7 +30,7 @@ from or1_megatron.ablate.ablation import (
 )
 from or1_megatron.ablate.outcome import (
     ELAPSED,
-    Comparison,
+    ArmComparison,
     compare,
     equal_times,
     mean_curve,
@@ -100,7 +100,7 @@ def test_windows_are_quarters_of_the_rows_that_have_the_metric() -> None:
     assert value_over(rows, "none", "all") is None
 
 
-def judged(expected: Expectation, higher: dict[int, Any], lower: dict[int, Any], until: Any = None) -> Comparison:
+def judged(expected: Expectation, higher: dict[int, Any], lower: dict[int, Any], until: Any = None) -> ArmComparison:
     """One comparison alone: Holm's correction over one changes nothing."""
     return compare([expected], {expected.higher: higher, expected.than: lower}, until)[0]
 

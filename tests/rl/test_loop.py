@@ -31,7 +31,7 @@ from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
-from or1_megatron.rl.metrics import Hardware
+from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
@@ -61,7 +61,7 @@ class World:
     stopped: bool = False
     algorithm: AlgorithmConfig = AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01))
     max_error_fraction: float = 0.05
-    hardware: Hardware | None = None
+    hardware: TrainerGpus | None = None
     export_every: int = 0
     sets: tuple[str, ...] = ("riddles",)
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +145,12 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
         correction=CorrectionConfig(mode="truncated"),
     )
     world = World(
-        tmp_path, stages, evaluate_every=10, algorithm=algorithm, hardware=Hardware(1, 1e12, 100), sets=("one", "two")
+        tmp_path,
+        stages,
+        evaluate_every=10,
+        algorithm=algorithm,
+        hardware=TrainerGpus(1, 1e12, 100),
+        sets=("one", "two"),
     )
     result = world.loop.run()
     assert result.finished and result.steps == 30

@@ -12,7 +12,7 @@ from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.metrics import (
-    Hardware,
+    TrainerGpus,
     evaluation_metrics,
     measured_mismatch,
     rejection_metrics,
@@ -163,7 +163,7 @@ def test_throughput_and_mfu() -> None:
     """6 real tokens in 1 s on 2 GPUs: 3 per GPU; 6 * 1e9 * 3 FLOP/s of 1e12."""
     sample = Sample(np.zeros(2, np.int32), np.zeros(4, np.int32), 0.0, np.ones(4, np.bool_))
     batch = pack([sample], BatchLayout(1, 64, 8))
-    found = throughput_metrics([batch], [update(4)], Hardware(2, 1e12, 1_000_000_000))
+    found = throughput_metrics([batch], [update(4)], TrainerGpus(2, 1e12, 1_000_000_000))
     assert found == pytest.approx({"train/tokens_per_s": 6, "train/tokens_per_s_per_gpu": 3, "train/mfu": 0.018})
 
 
