@@ -22,6 +22,7 @@ from or1_megatron.parallel.network import build_network, reported, rows_on_devic
 from or1_megatron.parallel.offload import Offload, finish_parameter_gather
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
+from or1_megatron.parallel.stragglers import slowest
 from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
 
 
@@ -41,7 +42,7 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         config = network.config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self._sum_grads
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Parameters of the whole model, over all ranks."""
         self.chunks = [
@@ -68,6 +69,8 @@ class MegatronPolicy:
         """Moves what this rank holds off its device and back."""
         self.weights.readable = self.host.readable
         self.sgd_steps = 0
+        self._computed_s = 0.0
+        """When this rank's gradients were ready to be summed, by ``time.perf_counter``."""
 
     def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
         """As ``network.score_rows``; collective."""
@@ -89,7 +92,7 @@ class MegatronPolicy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         found = forward_backward(self.chunks, rows_on_device(self.mesh, rows), objective, self._one_pass)
-        sums = self._total([sums for sums, _ in found])
+        sums, late = self._total([sums for sums, _ in found], self._computed_s - started_s)
         differentiated_s = time.perf_counter()
         rate = learning_rate(self._optimizer_config, self.sgd_steps)
         for group in self.optimizer.param_groups:
@@ -104,6 +107,8 @@ class MegatronPolicy:
             skipped=skipped,
             forward_backward_s=differentiated_s - started_s,
             optimizer_s=finished_s - differentiated_s,
+            slowest_rank=None if late is None else late[0],
+            waited_s=0.0 if late is None else late[1],
         )
         return report, reported(self.mesh, [scored for _, scored in found])
 
@@ -128,17 +133,26 @@ class MegatronPolicy:
         self.sgd_steps += 1
         return grad_norm, False
 
-    def _total(self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Return the objective's sums over all micro-batches of all data-parallel ranks, on every rank.
+    def _sum_grads(self, *arguments: Any, **named: Any) -> None:
+        torch.cuda.current_stream().synchronize()  # which the sums wait for in any case
+        self._computed_s = time.perf_counter()
+        finalize_model_grads(*arguments, **named)
 
-        Names that start with ``max_`` are maxima, the rest sums.
+    def _total(
+        self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], computed_s: float
+    ) -> tuple[dict[str, float], tuple[int, float] | None]:
+        """Return the objective's sums over all micro-batches of all data-parallel ranks, and ``slowest``; collective.
+
+        Names that start with ``max_`` are maxima, the rest sums. ``computed_s``: as in ``slowest``.
         """
-        counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
+        mesh = self.mesh
+        counts = mesh.last_stage and mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
-        everyone: list[dict[str, float]] = [local] * self.mesh.world
-        if self.mesh.world > 1:
-            dist.all_gather_object(everyone, local, group=self.mesh.control)
-        return _folded(everyone)
+        here = local, ((mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank), computed_s)
+        everyone: list[Any] = [here] * mesh.world
+        if mesh.world > 1:
+            dist.all_gather_object(everyone, here, group=mesh.control)
+        return _folded([sums for sums, _ in everyone]), slowest([computed for _, computed in everyone])
 
 
 def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

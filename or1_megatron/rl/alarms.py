@@ -27,6 +27,9 @@ PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
 LEARNT: Final = 0.9
 """Training accuracy above which low entropy and a plateau are expected."""
+STRAGGLER_STEPS: Final = 10
+STRAGGLER_SHARE: Final = 0.2
+"""The same rank holds the others up for this share of forward and backward in that many steps in a row."""
 COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
@@ -220,6 +223,35 @@ class PlateauRule(_TrendRule):
         )
 
 
+class StragglerRule(AlarmRule):
+    """The same rank is the slowest in STRAGGLER_STEPS steps in a row, by STRAGGLER_SHARE of the time in each."""
+
+    def __init__(self) -> None:
+        self._rank, self._steps = -1, 0
+
+    def look(self, seen: StepSeen) -> str | None:
+        share, rank = seen.metrics.get("train/straggler_share"), seen.metrics.get("train/slowest_rank")
+        if share is None or rank is None:  # no SGD step, or one replica
+            return None
+        slow = share >= STRAGGLER_SHARE
+        self._steps = 0 if not slow else self._steps + 1 if rank == self._rank else 1
+        self._rank = int(rank)
+        if self._steps < STRAGGLER_STEPS:
+            return None
+        return (
+            f"rank {self._rank} is a straggler: in {self._steps} steps in a row the other data-parallel ranks waited "
+            f"for it, {share:.0%} of forward and backward in this step. Its batch is balanced with theirs by FLOPs, so "
+            "look at its node: other programs, the clocks and temperature of its GPU (nvidia-smi -q -d PERFORMANCE), "
+            "its links; under tensor or pipeline parallelism at the nodes of its whole replica"
+        )
+
+    def state(self) -> Any:
+        return [self._rank, self._steps]
+
+    def restore(self, state: Any) -> None:
+        self._rank, self._steps = state
+
+
 class Alarms:
     """All rules, and which of them are in an episode."""
 
@@ -232,6 +264,7 @@ class Alarms:
             "entropy": EntropyRule(config.low_entropy),
             "non_truncated": NonTruncatedRule(),
             "plateau": PlateauRule(),
+            "straggler": StragglerRule(),
         }
         assert self._rules.keys() == ALARMS.keys()
         self._remaining = dict.fromkeys(ALARMS, 0)
@@ -255,6 +288,6 @@ class Alarms:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        self._remaining = dict(state["remaining"])
-        for name, rule in self._rules.items():
-            rule.restore(state["rules"][name])
+        self._remaining |= state["remaining"]
+        for name, kept in state["rules"].items():  # an older checkpoint does not have the newer ones
+            self._rules[name].restore(kept)

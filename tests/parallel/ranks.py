@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests" / "rl")))
+PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests", ROOT / "tests" / "rl")))
 TIMEOUT_S = 240.0
 """A hang is reported after this long; no test depends on how long its ranks take."""
 
