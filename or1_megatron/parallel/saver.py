@@ -281,15 +281,21 @@ def _reason(error: BaseException) -> str:
 
 def _not_written(folder: Path, reason: str) -> CheckpointError:
     """Delete what a failed save has left, since the disk may be full, and return its error."""
-    aside = _aside(folder)
-    full = (
-        any(os.strerror(number) in reason for number in _FULL) or shutil.disk_usage(folder.parent).free < _NO_ROOM_BYTES
-    )
-    shutil.rmtree(aside, ignore_errors=True)
+    full = any(os.strerror(number) in reason for number in _FULL) or _without_room(folder.parent)
+    reason, mended = ("the disk is full", "free some space") if full else (reason, "mend the cause")
+    left = "The checkpoints before it are intact" if folder.parent.is_dir() else f"{folder.parent} has been removed"
+    shutil.rmtree(_aside(folder), ignore_errors=True)
     return CheckpointError(
-        f"checkpoint {folder} could not be written: {'the disk is full' if full else reason}. The checkpoints before "
-        "it are intact: free some space and run the same command again to resume from the newest"
+        f"checkpoint {folder} could not be written: {reason}. {left}: {mended} and run the same command again to "
+        "resume from the newest that is left"
     )
+
+
+def _without_room(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
+    except OSError:  # removed, or not to be read
+        return False
 
 
 def random_state() -> Mapping[str, Any]:

@@ -39,14 +39,16 @@ class RolloutError(EnginesLost):
 
 @dataclass
 class _UnderWay:
-    """A roll-out, and its times in seconds since the epoch."""
+    """A roll-out, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
 
     ticket: int
     roll_out: RollOut
     retries_before: int
     started_s: float = field(default_factory=time.time)
-    first_s: float | None = None
-    """When it was first waited for: it may have been asked long before its turn."""
+    opened_s: float = field(default_factory=time.monotonic)
+    deadline_s: float | None = None
+    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a roll-out may be
+    asked for long before its turn."""
     judged_s: float = 0.0
     """When the last verdict came."""
 
@@ -237,10 +239,11 @@ class RolloutManager:
         self._perform(self._scheduler.judged(asked.ticket, asked.key, verdict))
 
     async def _wait_until(self, holds: Callable[[], bool], current: _UnderWay, what: str) -> None:
-        if current.first_s is None:
-            current.first_s = time.time() if len(self._open) > 1 else current.started_s
+        if current.deadline_s is None:
+            began_s = time.monotonic() if len(self._open) > 1 else current.opened_s
+            current.deadline_s = began_s + self._step_timeout_s
         try:
-            await self._until(holds, self._step_timeout_s - (time.time() - current.first_s))
+            await self._until(holds, current.deadline_s - time.monotonic())
         except TimeoutError:
             roll_out = current.roll_out
             done = roll_out.verdicts if what == "judged" else roll_out.completions

@@ -1,5 +1,7 @@
 """On a disk with room for one checkpoint: save, fail to save and to export, load. One JSON line for each attempt.
 
+At last the disk becomes read-only, and the folder of checkpoints is removed, while a save is written.
+
 The first save comes before any update, as when a run is stopped within its first step. Saves are asynchronous: each
 attempt names what raised.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +36,8 @@ def main() -> None:
     mesh = build_mesh(parallel, seed=1)
     policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(lr=1e-3), mesh)
     batch = problem.batch(1, 64)
-    saver = CheckpointSaver(policy)
+    meanwhile: list[Callable[[], object]] = []
+    saver = CheckpointSaver(policy, before_complete=lambda: [fault() for fault in meanwhile] and None)
 
     def update() -> float:
         return policy.update(batch.ranks[0], problem.WeightedLogProb(), batch.token_count).sums["loss"]
@@ -57,6 +62,19 @@ def main() -> None:
     attempt("export", lambda: export_hf(policy, disk / "hf"))
     attempt("load", lambda: checkpoint.load(policy, disk / "step_000000"))
     assert [update(), update()] == before
+    (disk / "fill").unlink()
+    (disk / "run").mkdir()
+    for what, fault in (
+        ("read-only", lambda: subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)),
+        ("removed", lambda: shutil.rmtree(disk / "run")),
+    ):
+        meanwhile[:] = [fault]
+        saver.save(disk / "run" / "step_000001", {"step": 1})
+        attempt(what, lambda: saver.finish(wait=True))
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    meanwhile.clear()
+    saver.save(disk / "run" / "step_000001", {"step": 1})
+    attempt("after it", lambda: {"written": (saver.finish(wait=True) or 0) > 0})
     stop_process_group()
 
 

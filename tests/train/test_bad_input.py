@@ -302,7 +302,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_disk_that_is_full(small_disk: Path) -> None:
+def test_a_disk_that_is_full_or_read_only_or_emptied(small_disk: Path) -> None:
     """The writers' failure in the background, told by ``finish`` or else by the next save; no room from the start;
     and an export: each says so, and the old checkpoint loads."""
     worker = Path(__file__).with_name("full_disk.py")
@@ -326,6 +326,12 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
     assert message.startswith(f"the model could not be exported to {small_disk / 'hf'}") and "No space left" in message
     assert left == ["fill", "step_000000"]
     assert said["load"][0] == {"step": 0}
+    message, left = said["read-only"]
+    assert message.startswith(f"checkpoint {small_disk / 'run' / 'step_000001'} could not be written: [Errno 30]")
+    assert "The checkpoints before it are intact: mend the cause" in message
+    message, left = said["removed"]
+    assert f"{small_disk / 'run'} has been removed" in message and left == ["step_000000"]
+    assert said["after it"] == ({"written": True}, ["run", "step_000000"])
 
 
 @contextmanager
