@@ -153,10 +153,10 @@ def test_a_bad_row_is_refused_by_file_line_and_field(tmp_path: Path, case: str) 
         assert word in message, message
 
 
-def test_unparsable_golds_and_unknown_abilities_are_refused_by_row(tmp_path: Path) -> None:
+def test_golds_without_text_and_unknown_abilities_are_refused_by_row(tmp_path: Path) -> None:
     verifier = MathVerifier(timeout_s=60)
     try:
-        bad = row("bad", reward_model={"ground_truth": json.dumps(["\\frac{1}{"]), "style": "rule"})
+        bad = row("bad", reward_model={"ground_truth": json.dumps(["1", " "]), "style": "rule"})
         problems = load_problems(write(tmp_path, row(), bad, row(ability="cooking", data_source="other")))
         unusable = UnusableRows()
         assert check_ground_truths(problems, {"math": verifier}, unusable) == problems[:1]
@@ -164,7 +164,7 @@ def test_unparsable_golds_and_unknown_abilities_are_refused_by_row(tmp_path: Pat
             unusable.refuse()
         first, second, third = str(caught.value).splitlines()
         assert first.startswith("2 unusable rows")
-        assert re.search(r"train\.jsonl:2: field 'ground_truth': unparsable gold .*braces", second)
+        assert re.search(r"train\.jsonl:2: field 'ground_truth': expected a JSON list .*found ' ' among", second)
         assert re.search(r"train\.jsonl:3: field 'ability': found 'cooking', expected one of: math", third)
     finally:
         verifier.close()

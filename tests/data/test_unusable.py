@@ -21,7 +21,7 @@ from or1_megatron.data.unusable import UnusableRows
 from or1_megatron.verify.math.verifier import MathVerifier
 
 GOOD = {"prompt": "What is 1+1, number %d?", "answer": "2"}
-BAD_GOLD = {"prompt": "What is it, number %d?", "answer": "\\frac{1"}
+BAD_GOLD = {"prompt": "What is it, number %d?", "answer": " "}
 NOT_JSON, NO_ANSWER, TWICE = '{"prompt": "q', {"prompt": "Number %d."}, {"prompt": "Again?", "answer": "1"}
 REASONS = {
     "bad gold": "ground truth cannot be used",
@@ -83,7 +83,7 @@ def test_all_of_a_file_are_found_in_one_pass_each_on_its_line(tmp_path: Path) ->
 
 
 def test_rows_of_parquet_are_numbered_from_1(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n}", "answer": "\\frac{1" if n % 3 == 0 else None if n == 4 else "2"} for n in range(10)]
+    rows = [{"prompt": f"q{n}", "answer": " " if n % 3 == 0 else None if n == 4 else "2"} for n in range(10)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     usable, unusable = found_in(tmp_path / "train.parquet")
     assert usable == 5

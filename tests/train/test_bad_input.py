@@ -209,9 +209,9 @@ def test_resuming_with_another_configuration(small_config: SmallConfig, tmp_path
 def test_what_rank_0_finds_ends_both_ranks(
     small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """No checkpoint but a damaged one, then (the checkpoint removed) a gold answer that is none."""
+    """No checkpoint but a damaged one, then (the checkpoint removed) a gold answer without text."""
     data = tmp_path / "train.jsonl"
-    data.write_text("".join(ROW % i for i in range(8)) + '{"prompt": "2+2?", "answer": "\\\\frac{1"}')
+    data.write_text("".join(ROW % i for i in range(8)) + '{"prompt": "2+2?", "answer": " "}')
     config = small_config(tmp_path / "run")
     checkpoint = begun(config, tmp_path / "run")
     (checkpoint / "loop.json").write_text("{")
@@ -227,7 +227,8 @@ def test_what_rank_0_finds_ends_both_ranks(
     status, output = training.finish()
     assert status == 2
     assert output.splitlines() == [
-        f"or1: error: {data}:9: field 'ground_truth': unparsable gold '\\\\frac{{1': its braces do not balance",
+        f"or1: error: {data}:9: field 'ground_truth': expected a JSON list of one or more acceptable answers as "
+        """strings, such as ["15625"]; found ' ' among the answers""",
         "Correct them, or leave them out with data.unusable=drop",
     ]
     assert training.survivors() == []

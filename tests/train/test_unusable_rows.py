@@ -23,7 +23,7 @@ from or1_megatron.trainer.prompts import load_prompts
 
 SmallConfig = Callable[[Path], Path]
 
-BAD_GOLD = '{"prompt": "%d is it?", "answer": "\\\\frac{1"}\n'
+BAD_GOLD = '{"prompt": "%d is it?", "answer": " "}\n'
 GOOD = '{"prompt": "%d+1?", "answer": "2"}\n'
 
 
@@ -37,7 +37,7 @@ def places(said: str) -> list[int]:
     return [int(number) for number in re.findall(r"train\.jsonl:(\d+): ", said)]
 
 
-def test_sixty_golds_that_cannot_be_read_are_found_at_once(small_config: SmallConfig, tmp_path: Path) -> None:
+def test_sixty_golds_without_text_are_found_at_once(small_config: SmallConfig, tmp_path: Path) -> None:
     """By --check and by what rank 0 does; each third line is one."""
     lines = [(BAD_GOLD if n % 3 == 2 else GOOD) % n for n in range(180)]
     data = written(tmp_path / "train.jsonl", *lines)

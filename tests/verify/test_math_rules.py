@@ -370,6 +370,16 @@ def test_a_gold_that_cannot_be_read(verifier: MathVerifier) -> None:
     assert verified(verifier, [r"y''+y'=2\oint x"], r"</think>\boxed{2}")[0] != "right"
 
 
+@pytest.mark.parametrize("gold", [r"\frac{1}{2", "5}", "1}{2", r"5 \text{ cm", r"\oint {g", "x^{2", "}{", "\\"])
+def test_a_gold_whose_braces_do_not_balance(verifier: MathVerifier, gold: str) -> None:
+    """It is taken, and only its own text is right: Math-Verify would put it into a box and read 5 for ``5}``."""
+    verifier.check_ground_truth(Problem("id", "s", "math", (Message("user", "q"),), json.dumps([gold]), {}, "x:1"))
+    for answer in ("5", r"\frac{1}{2}", r"5 \text{ cm}", "g"):
+        assert verified(verifier, [gold], rf"</think>\boxed{{{answer}}}")[0] == "unreadable", answer
+    assert verified(verifier, [gold, "7"], r"</think>\boxed{7}")[0] == "right"
+    assert verified(verifier, [gold, "7"], r"</think>\boxed{8}")[0] == "wrong"
+
+
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [

@@ -133,8 +133,6 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         ('[""]', "found '' among"),
         ('{"inputs": []}', "JSON list"),
         ("x=5", "not JSON"),
-        ('["\\\\frac{1}{"]', "braces do not balance"),
-        ('["1}{2"]', "braces do not balance"),
     ],
 )
 def test_unusable_ground_truths_are_refused(verifier: MathVerifier, truth: str, words: str) -> None:

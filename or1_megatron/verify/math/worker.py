@@ -28,6 +28,7 @@ from functools import lru_cache
 from typing import Any
 
 from or1_megatron.runtime.signals import die_with_parent
+from or1_megatron.verify.answer import braces_balance
 from or1_megatron.verify.math.reader.judge import (
     Judgement,
     is_readable,
@@ -128,7 +129,8 @@ def _second_opinion(gold: str, answer: str) -> Judgement:
     solution, or the odd numbers for the even ones. So the answer must have all letters of the gold, and Math-Verify
     must refuse every answer that differs from it in one number or letter.
     """
-    if states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer):
+    unlike = states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer)
+    if unlike or not braces_balance(gold):
         return Judgement(False, "the answer cannot be read as what the gold is")
     if not _accepted_by_math_verify(gold, answer):
         return Judgement(False, "compared by Math-Verify")
@@ -148,7 +150,9 @@ def _accepted_by_math_verify(gold: str, answer: str) -> bool:
 @lru_cache(maxsize=512)
 def _is_usable(gold: str) -> bool:
     """Whether the gold can be read, or Math-Verify makes an expression, not only a string, of it."""
-    return is_readable(gold) or any(not isinstance(item, str) for item in _parse_boxed(gold))
+    if is_readable(gold):
+        return True
+    return braces_balance(gold) and any(not isinstance(item, str) for item in _parse_boxed(gold))
 
 
 @lru_cache(maxsize=512)  # the M responses to a problem share its golds
