@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -176,7 +176,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
 def read_dump(folder: Path) -> UpdateDump:
     """Read what ``write_dump`` wrote.
 
-    Raises DumpError when it is not a dump, has another format, or its objective cannot be found.
+    Raises DumpError when it is not a dump, has another format, or its objective or aggregation is not known.
     """
     path = folder / RECORD
     try:
@@ -192,6 +192,12 @@ def read_dump(folder: Path) -> UpdateDump:
             f"{path}: format {record.get('format')}, expected {_FORMAT}; replay it with the version that wrote it"
         )
     objective = _objective(path, record["objective"]["class"], record["objective"]["fields"])
+    aggregation = record.get("aggregation", "token_mean")
+    if aggregation not in get_args(Aggregation):
+        raise DumpError(
+            f"{path}: aggregation '{aggregation}', expected one of {', '.join(get_args(Aggregation))}; replay it with "
+            "the version that wrote it"
+        )
     seen = record["seen"]
     try:
         with np.load(folder / SAMPLES, allow_pickle=False) as arrays:
@@ -216,7 +222,7 @@ def read_dump(folder: Path) -> UpdateDump:
         ),
         log_probs=log_probs,
         context=record["context"],
-        aggregation=record.get("aggregation", "token_mean"),
+        aggregation=aggregation,
     )
 
 
@@ -228,7 +234,10 @@ def _class_name(objective: Objective) -> str:
 def _objective(path: Path, name: str, values: Mapping[str, Any]) -> Objective:
     """Make the objective that ``_class_name`` named."""
     if name in _OBJECTIVES:
-        found: Objective = _OBJECTIVES[name](**values)
+        try:
+            found: Objective = _OBJECTIVES[name](**values)
+        except (TypeError, ValueError) as error:
+            raise DumpError(f"{path}: objective '{name}': {error}; replay it with the version that wrote it") from None
         return found
     if ":" not in name:
         raise DumpError(f"{path}: objective '{name}', expected one of {', '.join(_OBJECTIVES)}, or package.module:Name")

@@ -156,6 +156,15 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="format 7, expected 2; replay it with the version that wrote it"):
         read_dump(folder)
     record["objective"]["class"] = "ClippedPolicyLoss"
+    (folder / "dump.json").write_text(json.dumps(record | {"aggregation": "micro_batch_mean"}))
+    with pytest.raises(DumpError, match="aggregation 'micro_batch_mean', expected one of token_mean, response_mean"):
+        read_dump(folder)
+    fields = record["objective"]["fields"] | {"clip": 0.2}
+    (folder / "dump.json").write_text(
+        json.dumps(record | {"objective": {"class": "ClippedPolicyLoss", "fields": fields}})
+    )
+    with pytest.raises(DumpError, match=r"objective 'ClippedPolicyLoss': .*unexpected keyword argument 'clip'"):
+        read_dump(folder)
     (folder / "dump.json").write_text(json.dumps(record))
     (folder / "samples.npz").write_bytes((folder / "samples.npz").read_bytes()[:100])
     with pytest.raises(DumpError, match=r"samples\.npz: not readable"):
