@@ -8,10 +8,12 @@ Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Final, Literal
+from typing import Literal
+
+from or1_megatron.config.hardware import Hardware
 
 Mode = Literal["recompute", "one_pass"]
 
@@ -29,15 +31,13 @@ class Gpu:
     bandwidth: float
     """Bytes per second."""
 
-
-_HOPPER_80GB = Gpu(sms=132, flops=788e12, bandwidth=3.0e12)
-GPUS: Final[Mapping[str, Gpu]] = {
-    # SMs from NVIDIA's data sheets (SXM); rates are 80% and 90% of theirs: 989 TFLOP/s dense in bf16, 3.35 and 4.8
-    # TB/s. Assumed, not measured by us; in Liger-Kernel#1422 a head's products on Hopper run at 763 TFLOP/s.
-    "H100": _HOPPER_80GB,
-    "H800": _HOPPER_80GB,  # differs in NVLink only
-    "H200": Gpu(sms=132, flops=788e12, bandwidth=4.3e12),
-}
+    @classmethod
+    def of(cls, hardware: Hardware) -> Gpu:
+        return cls(
+            sms=int(hardware.multiprocessors.value),
+            flops=hardware.bf16_flops.value * hardware.product_share.value,
+            bandwidth=hardware.memory_bytes_per_s.value * hardware.memory_share.value,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def estimate(
 ) -> Estimate:
     """Estimate a head call in tiles of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
 
-    Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 284 ms, 91% of the floor;
-    one_pass in tiles of 4,096 tokens: 220 ms, 88%.
+    Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 283 ms, 91% of the floor;
+    one_pass in tiles of 4,096 tokens: 219 ms, 88%.
     """
     logits_products = 2 if mode == "recompute" else 1
     products_s = 0.0

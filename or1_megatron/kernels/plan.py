@@ -12,7 +12,8 @@ from itertools import product
 
 import torch
 
-from or1_megatron.kernels.estimate import GPUS, Mode, estimate
+from or1_megatron.config.hardware import read_hardware
+from or1_megatron.kernels.estimate import Gpu, Mode, estimate
 
 BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # Gradients are summed per tile in fp32, so their memory traffic is inversely proportional to the tile's sides.
@@ -106,9 +107,10 @@ def allocation_plan(
         blocks = -(-rows // block_rows)
         tile_tokens = _even(numbers // (blocks * aligned(block_rows)), tokens)
     if on_cuda:
+        gpu = Gpu.of(read_hardware("h100"))
         tile_tokens, block_rows = min(
             product(_near(tile_tokens, tokens), _near(block_rows, rows) if mode == "recompute" else [rows]),
-            key=lambda tile: estimate(tokens, hidden, rows, tile[0], tile[1], mode, GPUS["H100"]).seconds,
+            key=lambda tile: estimate(tokens, hidden, rows, tile[0], tile[1], mode, gpu).seconds,
         )
     widest = aligned(block_rows)
     cast = dtype != torch.float32 and not on_cuda

@@ -10,8 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from or1_megatron.config.hardware import known, read_hardware
 from or1_megatron.config.schema import Config, EntropyConfig
-from or1_megatron.kernels.estimate import GPUS, estimate
+from or1_megatron.kernels.estimate import Gpu, estimate
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Evaluation, Plan
@@ -76,9 +77,11 @@ def _head(found: Plan) -> str:
     tokens, rows = parallel.micro_batch_tokens // parallel.context, -(-found.shape.vocab // parallel.tensor)
     sizes = allocation_plan(tokens, hidden, rows, torch.bfloat16, parallel.head)
     gpus: dict[str, list[str]] = {}
-    for name, gpu in GPUS.items():
-        took = estimate(tokens, hidden, rows, sizes.tile_tokens, sizes.block_rows, parallel.head, gpu)
-        gpus.setdefault(f"{took.seconds * 1e3:.3g} ms ({took.share_of_floor:.0%})", []).append(name)
+    for name, hardware in ((name, read_hardware(name)) for name in known()):
+        if hardware.match:  # a GPU
+            tile = sizes.tile_tokens, sizes.block_rows
+            took = estimate(tokens, hidden, rows, *tile, parallel.head, Gpu.of(hardware))
+            gpus.setdefault(f"{took.seconds * 1e3:.3g} ms ({took.share_of_floor:.0%})", []).append(name.upper())
     times = ", ".join(f"{time} on {' and '.join(names)}" for time, names in gpus.items())
     return (
         f"{times} per micro-batch (share of full rate), expected; tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}"

@@ -20,7 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from or1_megatron.kernels.estimate import GPUS, Mode, estimate
+from or1_megatron.config.hardware import Hardware, hardware_of
+from or1_megatron.kernels.estimate import Gpu, Mode, estimate
 from or1_megatron.kernels.head import VocabularyShard, log_probs_and_entropies, one_pass_loss
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.kernels.reference import reference_log_probs_and_entropies
@@ -340,16 +341,17 @@ def measure(
     return {name: (statistics.median(times[name]), peaks[name]) for name in peaks}
 
 
-def expected_s(size: Size, mode: Mode, rate: float) -> float:
-    """Return the estimate for this size with an H200's SMs and memory, at the measured rate of products."""
+def expected_s(size: Size, mode: Mode, card: Hardware, rate: float) -> float:
+    """Return the estimate for this size on this card, at the measured rate of products."""
     plan = allocation_plan(size.tokens, size.hidden, size.vocabulary, torch.bfloat16, mode)
-    tile = plan.tile_tokens, plan.block_rows
-    return estimate(size.tokens, size.hidden, size.vocabulary, *tile, mode, replace(GPUS["H200"], flops=rate)).seconds
+    tile, gpu = (plan.tile_tokens, plan.block_rows), replace(Gpu.of(card), flops=rate)
+    return estimate(size.tokens, size.hidden, size.vocabulary, *tile, mode, gpu).seconds
 
 
 def note_times(context: Context, size: Size, found: dict[str, tuple[float, int]], epilogue: str) -> None:
     """Note the times beside their floors. On CPU a small size: nothing is expected of its times."""
     cuda = context.machine.cuda
+    card = hardware_of(torch.cuda.get_device_name()) if cuda else None
     product_s = found["product"][0]
     rate = 2.0 * size.tokens * size.hidden * size.product_columns / product_s
     floors: dict[Mode, float] = {"recompute": size.operations(4) / rate, "one_pass": size.operations(3) / rate}
@@ -361,8 +363,8 @@ def note_times(context: Context, size: Size, found: dict[str, tuple[float, int]]
     context.measure("rate of one matrix product", rate / 1e12, "TFLOP/s")
     for mode, floor in floors.items():
         context.measure(f"floor, {mode}", floor * 1e3, "ms")
-        if cuda:
-            context.measure(f"expected time / time, {mode}", expected_s(size, mode, rate) / ours[mode])
+        if card is not None:
+            context.measure(f"expected time / time, {mode}", expected_s(size, mode, card, rate) / ours[mode])
     for name, (time_s, peak) in found.items():
         if name != "product":
             context.measure(f"time, {name}", time_s * 1e3, "ms")
