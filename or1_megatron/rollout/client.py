@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from or1_megatron.config.schema import RolloutConfig, VerifyConfig
 from or1_megatron.interfaces import Stopped
-from or1_megatron.rollout.cluster import namespace
+from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
 from or1_megatron.rollout.manager import ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
@@ -43,8 +43,8 @@ class _Asked:
 class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
-    From ``revive_with`` on, a manager that dies is replaced: the engines give up what they had of it, and its successor
-    asks for the roll-outs under way again, with the same seeds.
+    From ``revive_with`` on, a manager that dies is replaced: the engines give up what they are decoding for it, and its
+    successor takes over what they have finished and asks for the rest of the roll-outs under way, with the same seeds.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class RolloutsClient:
 
         Raises:
             RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
+            RayLost: Ray is lost; so does every wait.
             Stopped: a stop has been requested, and the roll-out is lost; so does every wait.
             ValueError: there is nothing to sample.
         """
@@ -115,7 +116,9 @@ class RolloutsClient:
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         groups, report = pickle.loads(self._get(lambda manager: manager.collect.remote(self._of_manager(ticket))))
-        del self._asked[min(self._asked) if ticket is None else ticket]
+        asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
+        for engine in self._pool.handles:
+            engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
         return groups, report
 
@@ -170,6 +173,7 @@ class RolloutsClient:
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("roll-out abandoned: the run has been asked to stop")
+            check_ray(ASK_EVERY_S)
             if self._revive is not None and self._engines_lost():
                 self._revive()
             if time.monotonic() > deadline:
@@ -180,28 +184,34 @@ class RolloutsClient:
 
         Raises:
             RolloutError: nobody can replace it, or it was replaced too often within one roll-out.
+            RayLost: Ray is lost with it.
         """
         if self._revive is None or self._restarts_left == 0 or self._stop():
             raise RolloutError(f"the RolloutManager is lost: {reason}")
+        check_ray()
         log.warning("the RolloutManager is lost and is started again: %s", reason)
         self._restarts_left -= 1
         self._on_restart(reason)
         time.sleep(_LAST_CALLS_S)
-        for engine in self._pool.handles:
-            self._forget_requests(engine)
+        finished = [part for engine in self._pool.handles for part in self._recall(engine)]
         self._manager = self._start(True)
         for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch)
+            asked.of_manager = self._call("roll_out", asked.batch, finished)
+            finished = []
 
-    def _forget_requests(self, engine: Any) -> None:
-        """Have an engine give up what the lost manager had asked it for; a dead one is replaced later."""
+    def _recall(self, engine: Any) -> list[bytes]:
+        """Have an engine give up what it decodes for the lost manager, and return what it has finished, pickled.
+
+        A dead engine returns nothing, and is replaced later.
+        """
         seeds = [seed for asked in self._asked.values() for seed in asked.seeds]
         try:
             if seeds:
                 ray.get(engine.call.remote("abort", seeds), timeout=_MARGIN_S)
-            ray.get(engine.discard.remote(), timeout=_MARGIN_S)
+            return [ray.get(engine.recall.remote(), timeout=_MARGIN_S)]
         except RayError as error:
             log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
+            return []
 
 
 def start_rollouts(
@@ -222,6 +232,7 @@ def start_rollouts(
 
     Raises:
         RolloutError: the manager or a verifier did not start.
+        RayLost: Ray was lost meanwhile.
     """
     started = itertools.count()
     timeout_s = config.start_timeout_s or START_S
@@ -236,11 +247,12 @@ def start_rollouts(
         try:
             if successors:  # first: an engine may be lost, too
                 manager.expect_successors.remote()
-            ray.get(manager.start.remote(run_id), timeout=timeout_s)
-        except GetTimeoutError as error:
-            raise RolloutError(
-                f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
-            ) from error
+            started_call = manager.start.remote(run_id)
+            if not wait_for([started_call], timeout_s):
+                raise RolloutError(
+                    f"rollout manager and verifiers were not up after {timeout_s:g} s (rollout.start_timeout_s)"
+                )
+            ray.get(started_call)
         except RayError as error:
             raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
         return manager

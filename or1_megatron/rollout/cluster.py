@@ -15,17 +15,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from or1_megatron.errors import PartLost, UserError
+from or1_megatron.interfaces import EnginesLost
 
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
+_ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
+ASK_EVERY_S = 5.0
+"""How often a long wait asks whether Ray lives."""
 _TOO_SLOW = "timed out during startup"
 _HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
 _SETTINGS_TYPE = b"\x04"
@@ -33,6 +37,8 @@ _SETTINGS_TYPE = b"\x04"
 logger = logging.getLogger(__name__)
 
 _reaper: subprocess.Popen[bytes] | None = None
+_services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
+_asked_s = 0.0  # when they were asked last
 
 
 class ClusterError(UserError, RuntimeError):
@@ -41,6 +47,10 @@ class ClusterError(UserError, RuntimeError):
 
 class RayDidNotStart(PartLost, ClusterError):
     """Ray did not start on this machine, which was perhaps too busy."""
+
+
+class RayLost(EnginesLost):
+    """Ray's head or this node's raylet is gone or does not answer: no actor can start any more."""
 
 
 def namespace(run_id: str) -> str:
@@ -90,10 +100,54 @@ def start_ray(address: str | None, run_id: str) -> None:
                 "give: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the cluster's token file"
             ) from error
         raise ClusterError(_no_cluster(address, error)) from error
+    _find_services()
     if address is None:
         _start_reaper(context.address_info["session_dir"])
     else:
         reap_run(run_id)
+
+
+def check_ray(every_s: float = 0.0) -> None:
+    """Ask Ray's head and this node's raylet, each for 30 s at most, whether they live; not again within ``every_s``.
+
+    Ray's own calls fail 15 s after the raylet's death. Without its head they wait, until Ray aborts the process.
+
+    Raises:
+        RayLost: one of them does not answer.
+    """
+    global _asked_s
+    if time.monotonic() - _asked_s < every_s:
+        return
+    _asked_s = time.monotonic()
+    for name, address in _services.items():
+        try:
+            speaks_ray = _speaks_grpc(address, _ALIVE_TIMEOUT_S)
+        except OSError as error:
+            raise RayLost(f"Ray is lost: {name} at {address} does not answer ({error})") from error
+        if not speaks_ray:
+            raise RayLost(f"Ray is lost: another program than {name} answers at {address}")
+
+
+def wait_for(calls: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return those of the calls that have ended, as soon as one has, or [] after ``timeout_s``.
+
+    Raises:
+        RayLost: Ray is lost, and no call has ended yet.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(left_s, ASK_EVERY_S))
+        if done or left_s <= ASK_EVERY_S:
+            return list(done)
+        check_ray()
+
+
+def _find_services() -> None:
+    context = ray.get_runtime_context()
+    own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    _services["Ray's head"] = context.gcs_address
+    _services["the raylet"] = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
 
 
 def _init(options: Mapping[str, Any], attempts: int = 3) -> Any:
@@ -118,6 +172,7 @@ def _children() -> set[int]:
 def stop_ray() -> None:
     """Disconnect, and end a cluster that ``start_ray`` started, with all its processes."""
     global _reaper
+    _services.clear()
     if ray.is_initialized():
         ray.shutdown()
     if _reaper is not None:
@@ -172,26 +227,32 @@ def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> int:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ClusterError when no Ray answers at the address; Ray itself would try for minutes.
-
-    Ray's head speaks gRPC, that is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113,
-    section 3.4), 3 bytes of length, then the type.
-    """
+    """Raise ClusterError when no Ray answers at the address; Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(f"cluster.ray_address = '{address}': expected 'auto' or host:port, e.g. 10.0.0.1:6379")
     try:
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return
-            connection.sendall(_HTTP2_OPENING)
-            answer = connection.recv(4)
+        speaks_ray = _speaks_grpc(address, _CONNECT_TIMEOUT_S)
     except OSError as error:
         raise ClusterError(_no_cluster(address, error)) from error
-    if answer[3:] != _SETTINGS_TYPE:
+    if not speaks_ray:
         raise ClusterError(_no_cluster(address, "another service, which is not Ray, listens there"))
+
+
+def _speaks_grpc(address: str, timeout_s: float) -> bool:
+    """Return whether what listens at host:port speaks gRPC, as Ray does; with TLS whether anything listens.
+
+    gRPC is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), 3 bytes of
+    length, then the type. Raises OSError: nothing answers.
+    """
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return True
+        connection.sendall(_HTTP2_OPENING)
+        return connection.recv(4)[3:] == _SETTINGS_TYPE
 
 
 def _no_cluster(address: str, error: Exception | str) -> str:

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from or1_megatron.interfaces import EnginesLost
+from or1_megatron.rollout.cluster import wait_for
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.types import Float32Array, Int32Array
 
@@ -98,13 +99,14 @@ def gather(calls: Sequence[Any], timeout_s: float, what: str, deadline_of: str =
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.
+        RayLost: Ray was lost before an answer came.
     """
     order = {call: index for index, call in enumerate(calls)}
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
     while len(results) < len(order):
         waiting = [call for call, index in order.items() if index not in results]
-        done, _ = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        done = wait_for(waiting, deadline - time.monotonic())
         if not done:
             names = ", ".join(f"engine {order[call]}" for call in waiting)
             raise EngineError(

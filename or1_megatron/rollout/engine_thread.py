@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,9 +48,10 @@ class EngineThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
         self._state = threading.Condition()
         self._completions: list[Completion] = []
+        self._kept: dict[int, Completion] = {}  # harvested, and not yet released; by seed
         self._busy_s: list[tuple[float, float]] = []
         self._busy_since_s: float | None = None
-        self._discarded = 0
+        self._recalls = 0
         self._has_stepped = False
         self.failure: str | None = None
         """What ended the engine, with its traceback; None while it runs."""
@@ -69,21 +70,23 @@ class EngineThread:
             self._calls.put((function, future))
         return future.result()
 
-    def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> Harvest:
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False) -> Harvest:
         """Return finished completions; none when the first does not come within ``wait_s``.
 
-        ``linger_s``: how long to wait for more after the first.
+        Args:
+            linger_s: how long to wait for more after the first.
+            keep: keep them until ``release``, so that ``recall`` returns them again.
 
         Raises:
             EngineFailed: the engine has failed.
         """
         with self._state:
-            asked = self._discarded
+            asked = self._recalls
             self._state.wait_for(
-                lambda: self._completions or self._busy_s or self.failure is not None or self._discarded != asked,
+                lambda: self._completions or self._busy_s or self.failure is not None or self._recalls != asked,
                 timeout=wait_s,
             )
-            if self._discarded != asked:
+            if self._recalls != asked:
                 return Harvest((), ())
             if self._completions:
                 self._state.wait_for(lambda: self._busy_since_s is None or self.failure is not None, timeout=linger_s)
@@ -95,14 +98,25 @@ class EngineThread:
                 self._busy_since_s = now_s
             harvest = Harvest(tuple(self._completions), tuple(self._busy_s))
             self._completions, self._busy_s = [], []
+            if keep:
+                self._kept.update((completion.seed, completion) for completion in harvest.completions)
             return harvest
 
-    def discard(self) -> None:
-        """Forget what is finished; a harvest that waits returns with nothing. For the successor of a dead caller."""
+    def recall(self) -> list[Completion]:
+        """Return all that is finished and not released; a harvest that waits returns with nothing. For the successor of
+        a dead caller."""
         with self._state:
-            self._discarded += 1
+            self._recalls += 1
+            self._kept.update((completion.seed, completion) for completion in self._completions)
             self._completions, self._busy_s = [], []
             self._state.notify_all()
+            return list(self._kept.values())
+
+    def release(self, seeds: Iterable[int]) -> None:
+        """Forget kept completions: nobody will ask for them again."""
+        with self._state:
+            for seed in seeds:
+                self._kept.pop(seed, None)
 
     def _run(self) -> None:
         try:

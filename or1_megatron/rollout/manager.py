@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import RequestKey, union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
-from or1_megatron.types import Group, Request, RolloutReport
+from or1_megatron.types import Completion, Group, Request, RolloutReport
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
@@ -81,6 +82,9 @@ class RolloutManager:
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
+        self._recalled: dict[
+            int, Completion
+        ] = {}  # by seed: sampled for the manager before this one, and not asked yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
         self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -100,12 +104,16 @@ class RolloutManager:
         for index in range(len(self._engines)):
             self._spawn(self._drain(index))
 
-    async def roll_out(self, batch: bytes) -> int:
-        """Start what is pickled, the arguments of ``Scheduler.begin``; return its ticket when requests are sent."""
+    async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
+        """Start what is pickled, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
+
+        ``recalled``: pickled lists of completions of its requests, which are not sampled again.
+        """
         if self._failure is not None:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
+        self._recalled.update((completion.seed, completion) for part in recalled for completion in pickle.loads(part))
         try:
             ticket, actions = self._scheduler.begin(*pickle.loads(batch))
         except ValueError as error:
@@ -124,6 +132,8 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
+        if not self._open:
+            self._recalled.clear()
         groups = self._scheduler.end(current.ticket).result()
         return pickle.dumps((groups, self._report(current, groups)), protocol=5)
 
@@ -155,10 +165,15 @@ class RolloutManager:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Do what the scheduler asks for, and tell those who wait what has come true."""
-        for action in actions:
-            match action:
+        left = deque(actions)
+        while left:
+            match action := left.popleft():
                 case Submit(index, requests):
-                    self._spawn(self._submit(index, requests))
+                    known = [request.seed for request in requests if request.seed in self._recalled]
+                    if len(known) < len(requests):
+                        new = [request for request in requests if request.seed not in self._recalled]
+                        self._spawn(self._submit(index, new))
+                    left.extend(self._scheduler.finished(index, [self._recalled.pop(seed) for seed in known]))
                 case Abort(index, seeds):
                     self._spawn(self._abort(index, seeds))
                 case Judge(ticket):
@@ -195,7 +210,7 @@ class RolloutManager:
         engine = self._engines[index]
         while self._failure is None and self._engines[index] == engine:
             try:
-                harvest: Harvest = pickle.loads(await engine.harvest.remote(_HARVEST_WAIT_S))
+                harvest: Harvest = pickle.loads(await engine.harvest.remote(_HARVEST_WAIT_S, keep=True))
             except RayError as error:
                 self._engine_failed(index, engine, error)
                 return

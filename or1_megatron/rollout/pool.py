@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.rollout.cluster import namespace
+from or1_megatron.rollout.cluster import check_ray, namespace
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
@@ -88,13 +88,16 @@ class EngineActor:
         """Submit a pickled list of Request. It is pickled as one object because Ray's cost is per array."""
         self._thread.call(lambda engine: engine.submit(pickle.loads(requests)))
 
-    def harvest(self, wait_s: float, linger_s: float = LINGER_S) -> bytes:
-        """Return a pickled Harvest."""
-        return pickle.dumps(self._thread.harvest(wait_s, linger_s), protocol=5)
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False) -> bytes:
+        """Return a pickled Harvest; as in EngineThread, like the two below."""
+        return pickle.dumps(self._thread.harvest(wait_s, linger_s, keep), protocol=5)
 
-    def discard(self) -> None:
-        """Forget what is finished (``EngineThread.discard``)."""
-        self._thread.discard()
+    def recall(self) -> bytes:
+        """Return a pickled list of Completion."""
+        return pickle.dumps(self._thread.recall(), protocol=5)
+
+    def release(self, seeds: Sequence[int]) -> None:
+        self._thread.release(seeds)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine by name."""
@@ -180,9 +183,11 @@ class EnginePool:
 
         Raises:
             EngineError: one has been lost more often than ``max_engine_restarts``, or did not start again.
+            RayLost: Ray is lost with them.
         """
         restarted: set[int] = set()
         while lost := lost_engines(self.handles):
+            check_ray()
             for index, reason in lost.items():
                 self._restart(index, reason)
             restarted |= lost.keys()

@@ -97,7 +97,9 @@ def test_a_start_that_took_too_long_is_made_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster, "_reaper", None)  # that of the tests' own cluster is put back
+    monkeypatch.setattr(cluster, "_reaper", None)  # that of the tests' own cluster is put back, as are its addresses
+    monkeypatch.setattr(cluster, "_services", {})
+    monkeypatch.setattr(cluster, "_find_services", lambda: None)
     cluster.start_ray(None, "slow")
     cluster.stop_ray()
     assert [process.wait(10) for process in left] == [-signal.SIGKILL] * 2
@@ -109,3 +111,47 @@ def test_a_start_that_took_too_long_is_made_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cluster.ray, "init", full)
     with pytest.raises(cluster.ClusterError, match="No space left"):
         cluster.start_ray(None, "full")
+
+
+LOSES_RAY = """
+import sys
+from types import SimpleNamespace
+import psutil
+from or1_megatron.config.schema import RolloutConfig, VerifyConfig
+from or1_megatron.rollout import cluster
+from or1_megatron.rollout.client import start_rollouts
+from or1_megatron.types import Sampling
+from engine_fixtures import prompt
+cluster.start_ray(None, "loses-ray")
+no_engines = SimpleNamespace(handles=[])
+config = RolloutConfig()
+rollouts = start_rollouts(no_engines, config, VerifyConfig(workers=1), frozenset({"math"}), "loses-ray")
+rollouts.revive_with(lambda: None, lambda reason: print("REPLACED", flush=True))
+cluster.check_ray()
+rollouts.roll_out([prompt([2, 5, 27])], 2, Sampling(1.0, 1.0, 8), seed=1)
+for child in psutil.Process().children():
+    if child.name() in sys.argv[1:]:
+        child.kill()
+try:
+    rollouts.collect()
+except Exception as error:
+    print("RAISED", type(error).__name__, error, flush=True)
+rollouts.close()
+cluster.stop_ray()
+print("CLOSED")
+"""
+
+
+@pytest.mark.parametrize("dies", [["raylet"], ["raylet", "gcs_server"]], ids=["raylet", "head"])
+def test_no_manager_is_awaited_on_a_dead_ray(dies: list[str]) -> None:
+    """The manager dies with its raylet. No successor is tried, and what is left can be closed."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LOSES_RAY, *dies],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert "RAISED RayLost Ray is lost: " in ended.stdout, ended.stdout + ended.stderr[-3000:]
+    assert "REPLACED" not in ended.stdout
+    assert "CLOSED" in ended.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ class CountingEngine:
         return not self.queue
 
     def submit(self, requests: list[int]) -> None:
-        if min(requests) < 0:
+        if -1 in requests:
             raise ValueError("negative request")
         self.queue.extend(requests)
 
@@ -125,3 +126,26 @@ def test_who_lingers_gets_more_at_once_but_not_after_the_last() -> None:
         wait_until(lambda: thread._completions, "the first completion")
         steps.release(11)
         assert harvest.result(PATIENCE_S).completions == tuple(range(12))
+
+
+def test_kept_completions_are_recalled_until_they_are_released() -> None:
+    """With those that nobody has harvested; a harvest under way ends with nothing."""
+    steps = threading.Semaphore(3)
+    thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
+    done = [SimpleNamespace(seed=seed) for seed in range(5)]
+    thread.call(lambda engine: engine.submit(done))
+    harvested: list[Any] = []
+    while len(harvested) < 3:
+        harvested += thread.harvest(PATIENCE_S, keep=True).completions
+    asked: list[Any] = []
+    caller = threading.Thread(target=lambda: asked.append(thread.harvest(PATIENCE_S)))
+    caller.start()
+    wait_until(lambda: bool(vars(thread._state)["_waiters"]), "the harvest to wait")
+    assert thread.recall() == done[:3]
+    caller.join(PATIENCE_S)
+    assert asked[0].completions == ()
+    thread.release([0, 2])
+    steps.release(2)
+    wait_until(lambda: len(thread._completions) == 2, "the engine to finish")
+    assert thread.recall() == [done[1], *done[3:]]
+    assert thread.harvest(0.01).completions == ()

@@ -5,6 +5,7 @@ The engines' model is random, so the problems' gold answers are made to be right
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -146,13 +147,21 @@ def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
     assert len(rollouts.collect(second)[0][0].completions) == 2
 
 
+def kept(engine: Any) -> list[Any]:
+    """What the engine would hand to a successor of its manager."""
+    found: list[Any] = pickle.loads(ray.get(engine.recall.remote(), timeout=PATIENCE_S))
+    return found
+
+
 def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
-    """In a roll-out, and between two: the successor gives the groups of an undisturbed roll-out of the same seed.
+    """In a roll-out, and between two: the successor gives the groups of an undisturbed roll-out of the same seed, and
+    has nothing sampled again that was finished.
 
     That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
     """
     reasons: list[str] = []
     tokens = []
+    finished, died_s = 0, 0.0
     sampling = Sampling(1.0, 1.0, 100)
     with pytest.raises(RolloutError, match="no roll-out is under way"):
         rollouts.wait_decoded()
@@ -160,15 +169,20 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     for deadly in (False, True):
         rollouts.roll_out(PROMPTS, 24, sampling, seed=9)
         if deadly:
+            wait_until(lambda: rollouts.progress()[0] > 0, "the first response")
+            finished = rollouts.progress()[0]
             ray.kill(rollouts._manager, no_restart=True)
+            died_s = time.time()
         groups, report = rollouts.collect()
         tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
         assert report.surplus_responses == 0
     assert tokens[0] == tokens[1]
+    assert sum(c.finished_s < died_s for group in groups for c in group.completions) >= finished
     ray.kill(rollouts._manager, no_restart=True)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=3)
     assert len(rollouts.collect()[0]) == 5
     assert len(reasons) == 2
+    wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
     assert idle(engine_pool)
 
 
