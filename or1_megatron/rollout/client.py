@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message names the requests
 _PROGRESS_S = 0.2
 _STOP_POLL_S = 0.5
-_LAST_CALLS_S = 0.5  # what a manager sent to the engines before it died arrives in this time
 
 
 @dataclass(slots=True)
@@ -52,12 +51,13 @@ class RolloutsClient:
     ) -> None:
         """
         Args:
-            start: starts a manager over the pool's present engines; called with True, engines may die. Raises
-                RolloutError.
+            start: starts a manager over the pool's present engines, and takes its number, from 0. From 1 on engines
+                may die. Raises RolloutError.
             stop: true once the run has been asked to stop; waits then end with ``Stopped``.
         """
         self._start, self._pool = start, pool
-        self._manager = start()
+        self._number = 0
+        self._manager = start(0)
         self._stop = stop
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
@@ -192,9 +192,9 @@ class RolloutsClient:
         log.warning("the RolloutManager is lost and is started again: %s", reason)
         self._restarts_left -= 1
         self._on_restart(reason)
-        time.sleep(_LAST_CALLS_S)
+        self._number += 1
         finished = [part for engine in self._pool.handles for part in self._recall(engine)]
-        self._manager = self._start(True)
+        self._manager = self._start(self._number)
         for asked in self._asked.values():
             asked.of_manager = self._call("roll_out", asked.batch, finished)
             finished = []
@@ -204,11 +204,8 @@ class RolloutsClient:
 
         A dead engine returns nothing, and is replaced later.
         """
-        seeds = [seed for asked in self._asked.values() for seed in asked.seeds]
         try:
-            if seeds:
-                ray.get(engine.call.remote("abort", seeds), timeout=_MARGIN_S)
-            return [ray.get(engine.recall.remote(), timeout=_MARGIN_S)]
+            return [ray.get(engine.recall.remote(self._number), timeout=_MARGIN_S)]
         except RayError as error:
             log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
             return []
@@ -234,18 +231,22 @@ def start_rollouts(
         RolloutError: the manager or a verifier did not start.
         RayLost: Ray was lost meanwhile.
     """
-    started = itertools.count()
     timeout_s = config.start_timeout_s or START_S
 
-    def start(successors: bool = False) -> Any:
-        number = next(started)
+    def start(number: int) -> Any:
         name = "rollout-manager" + (f"-restart-{number}" if number else "")
         options = {"name": name, "namespace": namespace(run_id), **(ray_options or {})}
         manager = ManagerActor.options(**options).remote(
-            engines.handles, config.max_concurrent, verify, abilities, dict(ray_options or {}), config.step_timeout_s
+            engines.handles,
+            config.max_concurrent,
+            verify,
+            abilities,
+            dict(ray_options or {}),
+            config.step_timeout_s,
+            number,
         )
         try:
-            if successors:  # first: an engine may be lost, too
+            if number:  # first: an engine may be lost, too
                 manager.expect_successors.remote()
             started_call = manager.start.remote(run_id)
             if not wait_for([started_call], timeout_s):

@@ -178,6 +178,12 @@ class VllmEngine:
             self._engine.abort_request(names)
         return [self._pending.pop(name)[0].seed for name in names]
 
+    def abort_all(self) -> list[Completion]:
+        """Abort all pending requests; return the completions that ``step`` has not returned."""
+        self.abort([request.seed for request, _ in self._pending.values()])
+        finished, self._finished = self._finished, []
+        return finished
+
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
         """Return log-probs, at temperature 1, of tokens 1.. of each sequence given those before: per sequence [p - 1].
 

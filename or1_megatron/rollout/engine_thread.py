@@ -51,7 +51,7 @@ class EngineThread:
         self._kept: dict[int, Completion] = {}  # harvested, and not yet released; by seed
         self._busy_s: list[tuple[float, float]] = []
         self._busy_since_s: float | None = None
-        self._recalls = 0
+        self._caller = 0
         self._has_stepped = False
         self.failure: str | None = None
         """What ended the engine, with its traceback; None while it runs."""
@@ -70,23 +70,27 @@ class EngineThread:
             self._calls.put((function, future))
         return future.result()
 
-    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False) -> Harvest:
+    def call_for(self, caller: int, function: Callable[[Any], T], otherwise: T) -> T:
+        """As ``call``, unless ``recall`` has replaced the caller: then return ``otherwise``."""
+        return self.call(lambda engine: otherwise if caller < self._caller else function(engine))
+
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> Harvest:
         """Return finished completions; none when the first does not come within ``wait_s``.
 
         Args:
             linger_s: how long to wait for more after the first.
             keep: keep them until ``release``, so that ``recall`` returns them again.
+            caller: who asks; one that ``recall`` has replaced gets none.
 
         Raises:
             EngineFailed: the engine has failed.
         """
         with self._state:
-            asked = self._recalls
             self._state.wait_for(
-                lambda: self._completions or self._busy_s or self.failure is not None or self._recalls != asked,
+                lambda: self._completions or self._busy_s or self.failure is not None or caller < self._caller,
                 timeout=wait_s,
             )
-            if self._recalls != asked:
+            if caller < self._caller:
                 return Harvest((), ())
             if self._completions:
                 self._state.wait_for(lambda: self._busy_since_s is None or self.failure is not None, timeout=linger_s)
@@ -102,14 +106,24 @@ class EngineThread:
                 self._kept.update((completion.seed, completion) for completion in harvest.completions)
             return harvest
 
-    def recall(self) -> list[Completion]:
-        """Return all that is finished and not released; a harvest that waits returns with nothing. For the successor of
-        a dead caller."""
+    def recall(self, caller: int) -> list[Completion]:
+        """Take over from a dead caller: give up what it has asked for, and return what is finished and not released.
+
+        Args:
+            caller: the successor's number, larger than its predecessor's, of whom calls may still be on their way; they
+                do nothing from now on.
+
+        Raises:
+            EngineFailed: the engine has failed.
+        """
         with self._state:
-            self._recalls += 1
-            self._kept.update((completion.seed, completion) for completion in self._completions)
-            self._completions, self._busy_s = [], []
+            self._caller = caller
             self._state.notify_all()
+        finished = self.call(lambda engine: engine.abort_all())
+        with self._state:
+            for completion in (*self._completions, *finished):
+                self._kept[completion.seed] = completion
+            self._completions, self._busy_s = [], []
             return list(self._kept.values())
 
     def release(self, seeds: Iterable[int]) -> None:

@@ -65,13 +65,16 @@ class RolloutManager:
         abilities: frozenset[str],
         ray_options: Mapping[str, Any],
         step_timeout_s: float,
+        number: int = 0,
     ) -> None:
         """
         Args:
             engines: EngineActor handles.
             max_concurrent: responses that one engine decodes at once.
             ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
+            number: of the run's managers; the engines do nothing for one whose successor they have heard from.
         """
+        self._number = number
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
         self._successors = False
@@ -202,7 +205,7 @@ class RolloutManager:
     async def _submit(self, index: int, requests: list[Request]) -> None:
         engine = self._engines[index]
         try:
-            await engine.submit.remote(pickle.dumps(requests, protocol=5))
+            await engine.submit.remote(pickle.dumps(requests, protocol=5), self._number)
         except RayError as error:
             self._engine_failed(index, engine, error)
 
@@ -210,7 +213,9 @@ class RolloutManager:
         engine = self._engines[index]
         while self._failure is None and self._engines[index] == engine:
             try:
-                harvest: Harvest = pickle.loads(await engine.harvest.remote(_HARVEST_WAIT_S, keep=True))
+                harvest: Harvest = pickle.loads(
+                    await engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
+                )
             except RayError as error:
                 self._engine_failed(index, engine, error)
                 return
@@ -234,7 +239,7 @@ class RolloutManager:
     async def _abort(self, index: int, seeds: list[int]) -> None:
         engine = self._engines[index]
         try:
-            aborted = await engine.call.remote("abort", seeds)
+            aborted = await engine.abort.remote(seeds, self._number)
         except RayError as error:
             self._engine_failed(index, engine, error)
             return

@@ -84,17 +84,24 @@ class EngineActor:
         self._thread.call(lambda engine: None)
         return str(ray.get_runtime_context().get_node_id())
 
-    def submit(self, requests: bytes) -> None:
-        """Submit a pickled list of Request. It is pickled as one object because Ray's cost is per array."""
-        self._thread.call(lambda engine: engine.submit(pickle.loads(requests)))
+    def submit(self, requests: bytes, caller: int = 0) -> None:
+        """Submit a pickled list of Request. It is pickled as one object because Ray's cost is per array.
 
-    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False) -> bytes:
+        ``caller``: as in EngineThread, here and below.
+        """
+        self._thread.call_for(caller, lambda engine: engine.submit(pickle.loads(requests)), None)
+
+    def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
+        """As in VllmEngine."""
+        return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
+
+    def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
         """Return a pickled Harvest; as in EngineThread, like the two below."""
-        return pickle.dumps(self._thread.harvest(wait_s, linger_s, keep), protocol=5)
+        return pickle.dumps(self._thread.harvest(wait_s, linger_s, keep, caller), protocol=5)
 
-    def recall(self) -> bytes:
+    def recall(self, caller: int) -> bytes:
         """Return a pickled list of Completion."""
-        return pickle.dumps(self._thread.recall(), protocol=5)
+        return pickle.dumps(self._thread.recall(caller), protocol=5)
 
     def release(self, seeds: Sequence[int]) -> None:
         self._thread.release(seeds)

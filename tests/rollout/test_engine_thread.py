@@ -38,6 +38,10 @@ class CountingEngine:
             raise ValueError("negative request")
         self.queue.extend(requests)
 
+    def abort_all(self) -> list[Any]:
+        self.queue.clear()
+        return []
+
     def step(self) -> list[Any]:
         self.threads.add(threading.current_thread().name)
         self.steps.acquire()
@@ -129,23 +133,37 @@ def test_who_lingers_gets_more_at_once_but_not_after_the_last() -> None:
 
 
 def test_kept_completions_are_recalled_until_they_are_released() -> None:
-    """With those that nobody has harvested; a harvest under way ends with nothing."""
+    """With those that nobody has harvested; a harvest under way ends with nothing, and what is pending is given up."""
     steps = threading.Semaphore(3)
     thread = EngineThread(lambda: CountingEngine(steps), "engine 0")
     done = [SimpleNamespace(seed=seed) for seed in range(5)]
-    thread.call(lambda engine: engine.submit(done))
+    thread.call(lambda engine: engine.submit(done[:3]))
     harvested: list[Any] = []
-    while len(harvested) < 3:
+    while len(harvested) < 2:
         harvested += thread.harvest(PATIENCE_S, keep=True).completions
+    wait_until(lambda: len(thread._completions) + len(harvested) == 3, "the engine to finish")
     asked: list[Any] = []
     caller = threading.Thread(target=lambda: asked.append(thread.harvest(PATIENCE_S)))
+    thread.harvest(0.0, keep=True)
     caller.start()
     wait_until(lambda: bool(vars(thread._state)["_waiters"]), "the harvest to wait")
-    assert thread.recall() == done[:3]
+    assert thread.recall(1) == done[:3]
     caller.join(PATIENCE_S)
     assert asked[0].completions == ()
     thread.release([0, 2])
-    steps.release(2)
+    steps.release(3)
+    thread.call_for(1, lambda engine: engine.submit(done[3:]), None)
     wait_until(lambda: len(thread._completions) == 2, "the engine to finish")
-    assert thread.recall() == [done[1], *done[3:]]
-    assert thread.harvest(0.01).completions == ()
+    assert thread.recall(2) == [done[1], *done[3:]]
+    assert thread.harvest(0.01, caller=2).completions == ()
+
+
+def test_calls_of_a_dead_caller_that_arrive_late_do_nothing() -> None:
+    """Its requests are not decoded, and what its successor's requests give is left to the successor."""
+    thread = EngineThread(CountingEngine, "engine 0")
+    assert thread.recall(1) == []
+    assert thread.call_for(0, lambda engine: engine.submit([7]), "ignored") == "ignored"
+    thread.call_for(1, lambda engine: engine.submit([8]), None)
+    wait_until(lambda: bool(thread._completions), "the successor's request")
+    assert thread.harvest(PATIENCE_S, caller=0).completions == ()
+    assert thread.harvest(PATIENCE_S, caller=1).completions == (8,)

@@ -149,7 +149,7 @@ def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
 
 def kept(engine: Any) -> list[Any]:
     """What the engine would hand to a successor of its manager."""
-    found: list[Any] = pickle.loads(ray.get(engine.recall.remote(), timeout=PATIENCE_S))
+    found: list[Any] = pickle.loads(ray.get(engine.recall.remote(0), timeout=PATIENCE_S))
     return found
 
 
