@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.data.files import parquet_rows
 from or1_megatron.data.problems import check_ground_truth, no_verifier, read_problem
 from or1_megatron.data.rows import DataError, RowError, shown
 from or1_megatron.data.unusable import Policy, UnusableRows
@@ -61,8 +62,12 @@ def verify_file(
     in the order of the rows, each as soon as those before it are.
 
     Raises:
-        DataError: unusable rows, no rows, or an ``out`` of another file.
+        DataError: unusable rows, no rows, or an ``out`` that is the input, of another file, or in no folder.
     """
+    if path.exists() and out.exists() and out.samefile(path):
+        raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: there is no folder {out.parent}; expected one that exists (--out)")
     rows = list(read_recorded(path, known_abilities(config)))
     if not rows:
         raise DataError(f"{path}: holds no rows; expected problems with a 'response' each")
@@ -82,7 +87,7 @@ def verify_file(
                 _count(tally, row, written["status"])
             for row, verdict in judged(rows[len(done) :], threads.start_row):
                 added = {"reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
-                file.write(json.dumps({**row.row, **added}) + "\n")
+                file.write(_as_json({**row.row, **added}) + "\n")
                 file.flush()
                 _count(tally, row, verdict.status)
                 if explain:
@@ -127,10 +132,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
     if path.suffix == ".parquet":
-        import pyarrow.parquet as pq  # here: it takes a while to import
-
-        for number, row in enumerate(pq.read_table(path).to_pylist(), start=1):
-            yield f"{path}:{number}", row
+        yield from parquet_rows(path)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -138,7 +140,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
                 origin = f"{path}:{number}"
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     found = shown(line[:80])
                     row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {found}")
                 yield origin, row
@@ -193,7 +195,7 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
         try:
             found = json.loads(line)
             fits = number <= len(rows) and _same_row(found, rows[number - 1].row)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             fits = False
         if not fits:
             raise DataError(
@@ -208,7 +210,12 @@ def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
 def _same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     kept = {name: value for name, value in found.items() if name not in _ADDED}
     given = {name: value for name, value in row.items() if name not in _ADDED}
-    return kept == json.loads(json.dumps(given)) and found["status"] in get_args(VerdictStatus)
+    return _as_json(kept) == _as_json(given) and found.get("status") in get_args(VerdictStatus)
+
+
+def _as_json(row: Mapping[str, Any]) -> str:
+    """Return a row as one line. What JSON does not have (a date or bytes of a Parquet file) is written as text."""
+    return json.dumps(row, default=str)
 
 
 def _count(tally: dict[str, Counter[str]], row: RecordedRow, status: str) -> None:

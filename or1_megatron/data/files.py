@@ -117,7 +117,7 @@ def _unreachable(name: str, error: Exception) -> str:
 
 def _file_rows(path: Path) -> Iterator[PlacedRow]:
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
+        yield from parquet_rows(path)
     elif path.suffix == ".jsonl":
         yield from _jsonl_rows(path)
     else:
@@ -138,7 +138,8 @@ def _jsonl_rows(path: Path) -> Iterator[PlacedRow]:
             yield origin, row
 
 
-def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
+def parquet_rows(path: Path) -> Iterator[PlacedRow]:
+    """Yield the rows of a Parquet file, each with its place. Raises DataError where it cannot be read."""
     import pyarrow as pa  # here: most files are JSONL, and pyarrow takes a while to import
     import pyarrow.parquet as pq
 

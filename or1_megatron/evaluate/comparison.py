@@ -122,15 +122,20 @@ def _read(folder: Path) -> FinishedEvaluation:
         raise EvaluationError(f"{folder} {state}; expected {RESULTS} and {RESPONSES}, as or1 eval --out writes them")
     try:
         results = json.loads((folder / RESULTS).read_text())
-        k, count = int(results["outcome"]["samples"]), int(results["outcome"]["problems"])
+        k, count, _ = int(results["outcome"]["samples"]), int(results["outcome"]["problems"]), results["model"]
+        if min(k, count) < 1:
+            raise ValueError(f"{k} samples of {count} problems")
         problems: dict[str, AskedProblem] = {}
         rewards: dict[tuple[str, int], float] = {}
         for row in read_rows(folder / RESPONSES):
-            identity, sample = row["problem_id"], row["sample"]
-            if sample < k:
-                problems[identity] = AskedProblem(identity, row["source"], row["ground_truth"], row["prompt"])
-                rewards[identity, sample] = float(row["reward"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            identity, sample, reward = str(row["problem_id"]), row["sample"], float(row["reward"])
+            if not 0.0 <= reward <= 1.0:
+                raise ValueError(f"a reward of {reward}")
+            if 0 <= sample < k:
+                asked = identity, str(row["source"]), str(row["ground_truth"]), str(row["prompt"])
+                problems[identity] = AskedProblem(*asked)
+                rewards[identity, sample] = reward
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         raise EvaluationError(
             f"{folder}: {RESULTS} or {RESPONSES} cannot be read ({type(error).__name__}: {error}); expected those of "
             "or1 eval"

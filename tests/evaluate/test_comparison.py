@@ -105,6 +105,35 @@ def test_what_cannot_be_compared_is_named_all_at_once(tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere'} holds no evaluation; expected results.json and responses.jsonl" in shown
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("results.json", text) for text in ("[]", "null", '{"outcome": 5}', "[" * 100_000, "\ufeff{}")),
+        ("results.json", '{"outcome": {"samples": 4, "problems": 1}}'),
+        *(
+            ("results.json", f'{{"model": "m", "outcome": {{"samples": {k}, "problems": {p}}}}}')
+            for k, p in (("0", "0"), ("-1", "-1"), ("1e999", "1"), ("NaN", "1"), ('"x"', "1"), ("null", "1"))
+        ),
+        *(
+            ("responses.jsonl", f'{{"problem_id": "a", "source": "s", "ground_truth": "", "prompt": "", {rest}}}\n')
+            for rest in (
+                '"sample": "0", "reward": 1',
+                '"sample": 0, "reward": NaN',
+                '"sample": 0, "reward": 7',
+                '"x": 1',
+            )
+        ),
+        *(("responses.jsonl", text) for text in ("5\n", "\x00\n", "[" * 100_000 + "\n")),
+    ],
+)
+def test_files_of_nonsense_are_an_error_in_words(file: str, text: str, tmp_path: Path) -> None:
+    one = evaluation(tmp_path / "one", {"a": 1})
+    other = evaluation(tmp_path / "other", {"a": 1})
+    (other / file).write_text(text, encoding="utf-8")
+    with pytest.raises(EvaluationError, match=f"{other}: results.json or responses.jsonl cannot be read"):
+        compare(one, other)
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     one = evaluation(tmp_path / "one", {"a": 0})
     code, shown = compared(one, one, "--k", 4, "--data", "aime24")

@@ -5,12 +5,15 @@ Not proven here: verdicts themselves (test_math_verifier.py, test_code_corpus.py
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -139,6 +142,40 @@ def test_bad_rows_are_named(place: Path) -> None:
     write(place / "other.jsonl", [{"status": "right"}])
     file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
     assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", place / "other.jsonl").output
+
+
+def test_files_that_cannot_be_used_are_an_error_in_words(place: Path) -> None:
+    file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
+    text = file.read_text()
+    (place / "rows.parquet").write_bytes(b"PAR1 nonsense")
+    (place / "deep.jsonl").write_text('{"a":' + "[" * 100_000 + "\n")
+    for words, given, out in (
+        ("is the input; expected another file", file, file),
+        ("there is no folder", file, place / "none" / "out.jsonl"),
+        ("not a readable parquet file", place / "rows.parquet", place / "out.jsonl"),
+        ("deep.jsonl:1: not a JSON object", place / "deep.jsonl", place / "out.jsonl"),
+        ("holds no rows", write(place / "empty.jsonl", []), place / "out.jsonl"),
+    ):
+        result = run(given, "--out", out)
+        said = " ".join(result.output.split())
+        assert result.exit_code == 2 and words in said and "Traceback" not in said, said
+    assert file.read_text() == text
+
+
+def test_values_that_json_does_not_have_are_kept_and_resumed(place: Path) -> None:
+    """A Parquet row with a date and bytes; a JSON row with NaN, which equals nothing, and half a character."""
+    good = row("</think>\\boxed{1}", "s", "math", '["1"]')
+    table = pa.Table.from_pylist([{**good, "day": datetime.date(2024, 8, 1), "raw": b"\xff"}])
+    pq.write_table(table, place / "rows.parquet")
+    odd = {**good, "score": float("nan"), "response": "</think>\\boxed{1\ud800}"}
+    file = write(place / "rows.jsonl", [good, odd])
+    for given, statuses in ((place / "rows.parquet", ["right"]), (file, ["right", "wrong"])):
+        out = given.with_name(given.name + ".out")
+        for _ in range(2):  # the second time there is nothing left to do
+            result = run(given, "--out", out, "--explain")
+            assert result.exit_code == 0, result.output
+            assert [item["status"] for item in read(out)] == statuses
+    assert read(place / "rows.parquet.out")[0]["day"] == "2024-08-01"
 
 
 def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> None:
