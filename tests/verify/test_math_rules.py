@@ -27,12 +27,6 @@ from or1_megatron.verify.math.verifier import MathVerifier
 
 TUNING = math_pairs.load("tuning")
 RARE = math_pairs.load("tuning_2") + math_pairs.load("tuning_3")
-KNOWN = {
-    *(r"\text{third}", r"\text{Quadrant II}", r"\text{2nd quadrant}", r"9.8 \ \mathrm{m\,s^{-2}}"),
-    r"\frac{dy}{dx}+2y=0",
-}
-"""Right answers that are refused: ordinals in words, a negative power of a unit, a derivative in another notation; and
-the integers of a quadratic inequality."""
 
 
 def accepted(gold: str, answer: str) -> bool:
@@ -50,9 +44,9 @@ def test_labelled_pairs_of_the_tuning_part(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted({pair.kind for pair in RARE}))
 def test_labelled_pairs_of_rare_notations(kind: str) -> None:
-    """All but five right ones, which are known to be refused."""
+    """All but the one whose gold is a set by a quadratic inequality, which is left to be worked out."""
     for pair in (pair for pair in RARE if pair.kind == kind):
-        known = pair.answer in KNOWN or r"n^2 \le 4" in pair.golds[0]
+        known = r"n^2 \le 4" in pair.golds[0]
         assert any(accepted(gold, pair.answer) for gold in pair.golds) == (pair.right and not known), pair
 
 
@@ -68,7 +62,7 @@ def test_rates_on_the_frozen_half_of_more_rare_notations(verifier: MathVerifier)
     pairs = math_pairs.load("frozen_3")
     found = [verified(verifier, list(pair.golds), rf"</think>\boxed{{{pair.answer}}}")[0] == "right" for pair in pairs]
     errors = [pair for pair, right in zip(pairs, found, strict=True) if pair.right != right]
-    assert sum(pair.right for pair in errors) <= 20 and not any(not pair.right for pair in errors)
+    assert sum(pair.right for pair in errors) <= 18 and not any(not pair.right for pair in errors)
 
 
 def test_rates_on_the_frozen_third() -> None:
@@ -320,12 +314,17 @@ def test_nothing_but_unreadable_is_raised_for_garbage() -> None:
         r"\log_",
     ]
     texts = [pair.answer for pair in TUNING]
+    unreadable = 0
     for _ in range(600):
         answer = rng.choice(texts)
         for _ in range(3):
             cut = rng.randint(0, len(answer))
             answer = answer[:cut] + rng.choice(pieces) + answer[cut + rng.randint(0, 2) :]
-        accepted(rng.choice(TUNING).golds[0], answer)
+        try:
+            judge(rng.choice(TUNING).golds[0], answer)
+        except Unreadable:
+            unreadable += 1
+    assert 300 < unreadable < 590  # most cannot be read, and some of it reaches the comparison
 
 
 @pytest.fixture(scope="module")

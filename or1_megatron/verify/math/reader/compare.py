@@ -26,6 +26,7 @@ from or1_megatron.verify.math.reader.records import (
     Restated,
     SetBuilder,
     Several,
+    Union,
     Words,
 )
 from or1_megatron.verify.math.reader.scalars import same_quantity
@@ -55,6 +56,8 @@ def compare(gold: Reading, answer: Reading) -> bool:
             return rule(gold, answer)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
         return same_quantity(gold, answer)
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _matched(gold.parts, answer.parts, compare)
     return isinstance(gold, NumberSet) and gold == answer
 
 
@@ -120,8 +123,9 @@ def _stem(word: str) -> str:
 
 
 def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
-    if isinstance(gold, Several) and isinstance(answer, Several):  # two pairs: points or intervals, by the same rule
-        return _same_several(gold, answer)
+    pairs = [bool(side.brackets) for side in (gold, answer) if isinstance(side, Several)]
+    if isinstance(gold, Several) and isinstance(answer, Several) and pairs[0] == pairs[1]:
+        return _same_several(gold, answer)  # two pairs: points or intervals, by the same rule
     names = names_of(gold), names_of(answer)
     if names[0] and names[1] and names[0] != names[1]:
         return False

@@ -8,6 +8,7 @@ otherwise unreadable; ``f(x)`` is read as a product, which is the same on both s
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 from or1_megatron.verify.math.reader.text import FUNCTIONS, Token, Unreadable
 from or1_megatron.verify.math.reader.tree import GREEK, Node, number_node, number_of
@@ -23,6 +24,23 @@ def parse(items: list[Token]) -> Node:
     if token := parser.peek():
         raise Unreadable(f"unexpected {token.text!r}")
     return tree
+
+
+def _has_vector(tree: Node) -> bool:
+    return tree.name.startswith(("\\vec", "\\hat")) or any(map(_has_vector, tree.args))
+
+
+def _cross(left: Node, right: Node) -> Node:
+    """Return the cross product, with the numbers of either side in front: ``q v \\times B`` is ``q (v \\times B)``."""
+    factors = [_factors(side) for side in (left, right)]
+    numbers = [factor for side in factors for factor in side if not _has_vector(factor)]
+    vectors = [[factor for factor in side if _has_vector(factor)] for side in factors]
+    product = Node("cross", tuple(reduce(lambda a, b: Node("mul", (a, b)), side) for side in vectors))
+    return reduce(lambda a, b: Node("mul", (b, a)), reversed(numbers), product)
+
+
+def _factors(tree: Node) -> list[Node]:
+    return [factor for side in tree.args for factor in _factors(side)] if tree.op == "mul" else [tree]
 
 
 class _Parser:
@@ -80,8 +98,10 @@ class _Parser:
             if self.take("cdot", "times", "*"):
                 between = self.items[self.at - 1].text
                 right = self.negatable()
-                crossed = between == "times" and tree.name.startswith("\\vec") and right.name.startswith("\\vec")
-                tree = Node("cross" if crossed else "mul", (tree, right))
+                while between == "times" and _has_vector(tree) and not _has_vector(right) and self.starts_factor():
+                    right = self.juxtaposed(right)  # r \times m v
+                crossed = between == "times" and _has_vector(tree) and _has_vector(right)
+                tree = _cross(tree, right) if crossed else Node("mul", (tree, right))
             elif self.take("/", "div"):
                 tree = Node("div", (tree, self.negatable()))
             elif self.starts_factor():
@@ -293,6 +313,8 @@ class _Parser:
         while (token := self.peek()) and token.kind == "symbol":
             letters.append(token.text)
             self.at += 1
+        if name == "angle" and len(letters) == 3:
+            letters = min(letters, letters[::-1])  # the angle CBA is ABC
         return Node("sym", name=f"\\{name} {''.join(letters)}")
 
     def root(self) -> Node:

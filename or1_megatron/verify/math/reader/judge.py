@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from or1_megatron.verify.math.reader import notation
+from or1_megatron.verify.math.reader.alike import alike
 from or1_megatron.verify.math.reader.compare import compare
 from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
@@ -23,6 +24,8 @@ from or1_megatron.verify.math.reader.units import HEDGES
 
 _MAX_CHARS = 2000
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
+_BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
@@ -40,6 +43,9 @@ def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
     """
     if max(len(gold), len(answer)) > _MAX_CHARS:
         raise Unreadable(f"longer than {_MAX_CHARS} characters")
+    gold, answer = alike(gold, answer)
+    if (said := notation.ordinals(gold, answer)) is not None:
+        return Judgement(said, "compared as ordinals")
     cleaned = _cleaned(gold), _cleaned(answer)
     if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
         return Judgement(True, "the same text")
@@ -130,10 +136,10 @@ def _bare_units(gold: str, answer: str) -> Judgement | None:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
             return None
-        found = re.fullmatch(r"(.*[\d}])\s*([mgshlL]|[A-Za-z]+/[a-z]+)", _cleaned(answer))
+        found = _BARE_UNIT.fullmatch(_cleaned(answer))
         if found is None:
             return None
-        marked = re.sub(r"[A-Za-z]+", r" «\g<0>» ", found[2])
+        marked = re.sub(r"(?<!\\)\b[A-Za-z]+", r" «\g<0>» ", found[2])
         return Judgement(compare(expected, read(found[1] + marked)), "compared as quantities")
     except Unreadable:
         return None
@@ -166,7 +172,8 @@ def _name(reading: Reading) -> str:
 
 def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
     """Return what renames the answer's parameter, or its function's argument, to the gold's; None for neither."""
-    for names in (_integers(gold, answer), _integers(answer, gold), _arguments(gold, answer), _reals(gold, answer)):
+    for rule in (_integers, lambda a, b: _integers(b, a), _arguments, _reals, _constants):
+        names = rule(gold, answer)
         if names and names[0] != names[1]:
             swap = {names[0]: names[1], names[1]: names[0]}
             return lambda items: [
@@ -182,9 +189,31 @@ def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the real parameters that two tuples declare."""
+    """Return the real parameters of two tuples: declared, or the only letter that the answer alone has."""
     names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
-    return (names[0][0], names[1][0]) if all(names) else None
+    if not names[0]:
+        return None
+    own = _symbols(answer) - _symbols(gold)
+    if not names[1] and answer.startswith("(") and len(own) == 1 and names[0][0] not in _symbols(answer):
+        return names[0][0], own.pop()
+    return (names[0][0], names[1][0]) if names[1] else None
+
+
+def _constants(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the constant of integration C, or C_1 and c_1, of a gold in x or t, and the answer's in its place."""
+    ours, theirs = _symbols(gold), _symbols(answer)
+    constants, others = ours - theirs, theirs - ours
+    named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
+    if constants not in ({"C"}, {"c"}) or named or not ours & {"x", "t"} or len(others) != 1:
+        return None
+    return (constants.pop(), others.pop()) if others <= {"C", "c", "K", "k", "A"} else None
+
+
+def _symbols(cleaned: str) -> set[str]:
+    try:
+        return {token.text for token in tokens(cleaned) if token.kind == "symbol"}
+    except Unreadable:
+        return set()
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
@@ -194,7 +223,7 @@ def _integers(one: str, other: str) -> tuple[str, str] | None:
         return None
     if declared[1]:
         return (*declared[0], *declared[1]) if len(declared[1]) == 1 else None
-    letters = [{token.text for token in tokens(text) if token.kind == "symbol"} for text in (one, other)]
+    letters = [_symbols(text) for text in (one, other)]
     free = letters[1] & {"k", "l", "m", "n"}
     (name,) = declared[0]
     if len(free) != 1 or name in letters[1] or free & letters[0]:

@@ -12,7 +12,7 @@ from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.records import Reading, Relation, Several
 from or1_megatron.verify.math.reader.text import plain
 from or1_megatron.verify.math.reader.tree import Node
-from or1_megatron.verify.math.reader.units import NUMBER_WORDS
+from or1_megatron.verify.math.reader.units import NUMBER_WORDS, ORDINAL_WORDS, ROMAN
 
 SameValue = Callable[[str, str], bool]
 
@@ -33,7 +33,10 @@ _DATE = re.compile(
     rf"(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
     r"(?:,? (?P<year>\d{4}))?"
 )
-_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)\(([a-z](?:,[a-z])*)\)")
+_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
+_NUMBERED = re.compile(r"(\d{1,3}) ?(?:st|nd|rd|th)(?: ([a-z]{3,}))?")
+_ORDINAL_WORD = re.compile(r"([a-z]+)(?: ([a-z]{3,}))?")
+_ROMAN_BEHIND = re.compile(r"([a-z]{3,}) ([ivx]+)")
 _LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
 
 
@@ -125,6 +128,27 @@ def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
     return ours == theirs if ours == sorted(set(ours)) else None
 
 
+def ordinals(gold: str, answer: str) -> bool | None:
+    """Compare ``third`` with ``3^{rd}``, and ``second quadrant`` with ``Quadrant II``. Both are still as written."""
+    ours, theirs = _ordinal(gold), _ordinal(answer)
+    if ours is None or theirs is None or not (ours[2] or theirs[2]):
+        return None
+    return ours[0] == theirs[0] and (ours[1] == theirs[1] or "" in (ours[1], theirs[1]))
+
+
+def _ordinal(raw: str) -> tuple[int, str, bool] | None:
+    """Return (number, noun or "", whether it is in words or Roman)."""
+    text = re.sub(r"\\(?:text\w*|mathrm|mbox)|\\[ ,;]|[{}^$~\s]+", " ", raw)
+    text = re.sub(r"\s+", " ", text).strip(" .").lower().removeprefix("the ")
+    if found := _NUMBERED.fullmatch(text):
+        return int(found[1]), found[2] or "", False
+    if (found := _ORDINAL_WORD.fullmatch(text)) and found[1] in ORDINAL_WORDS:
+        return ORDINAL_WORDS.index(found[1]) + 1, found[2] or "", True
+    if (found := _ROMAN_BEHIND.fullmatch(text)) and found[2] in ROMAN:
+        return ROMAN.index(found[2]) + 1, found[1], True
+    return None
+
+
 RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
     ("compared as numerals in a base", bases),
     ("compared as times of day", times),
@@ -151,7 +175,7 @@ def same_head(gold: str, answer: str) -> bool:
     names = _head(gold), _head(answer)
     for name, other in (names, names[::-1]):
         if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
-            return other == call[1] or (other == "y" and "y" not in call[2])
+            return other == call[1] + call[2] or (other == "y" + call[2] and "y" not in call[3])
     return names[0] == names[1]
 
 

@@ -2,6 +2,7 @@ r"""Reads one value and what stands around it: a unit, a currency, a percent sig
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -12,6 +13,7 @@ from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.units import (
     HEDGES,
     LEAD_INS,
+    MULTIPLIERS,
     NUMBER_WORDS,
     POWER_WORDS,
     SYMBOL_UNITS,
@@ -61,6 +63,8 @@ def read_quantity(items: list[Token]) -> Quantity:
         percent, tail = True, []
     if body and body[-1].text in SYMBOL_UNITS and unit is None:
         unit, body = UNITS[SYMBOL_UNITS[body[-1].text]], body[:-1]
+    multiplier = MULTIPLIERS.get(tail[0].text) if body and tail and not percent else None
+    tail = tail if multiplier is None else tail[1:]
     noun = ""
     if tail:
         found, noun = _tail(tail)
@@ -68,9 +72,18 @@ def read_quantity(items: list[Token]) -> Quantity:
             raise Unreadable("two units")
         unit = unit or found
     tree = parse(body)
+    if multiplier is not None:
+        tree = _multiplied(tree, multiplier)
     if unit is None and (degrees := _degrees(tree)) is not None:
         return _signed(Quantity(degrees, UNITS["degree"]), negative)
     return _signed(Quantity(tree, unit, noun, percent), negative)
+
+
+def _multiplied(tree: Node, multiplier: int) -> Node:
+    """Return the number of ``1.2 million``. Raises Unreadable for anything but a number before the word."""
+    if tree.op != "num":
+        raise Unreadable("a multiplier behind what is no number")
+    return number_node(tree.number * multiplier)
 
 
 def _signed(found: Quantity, negative: bool) -> Quantity:
@@ -119,12 +132,18 @@ def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
         written, at = _written_power(items, at)
         factors.append((UNITS[name], power * written * sign))
         if at < len(items):
-            if items[at].text not in ("/", "per") or sign < 0 or at + 1 == len(items):
+            if sign < 0 or at + 1 == len(items):
                 return None
-            sign, at = -1, at + 1
+            if items[at].text in ("/", "per"):
+                sign, at = -1, at + 1
+            elif items[at].text == "cdot":
+                at += 1
     if not factors:
         return None
-    dimension = "/".join(f"{unit[0]}^{power}" for unit, power in factors)
+    powers: Counter[str] = Counter()
+    for unit, power in factors:
+        powers[unit[0]] += power
+    dimension = "/".join(f"{name}^{power}" for name, power in sorted(powers.items()))
     size = Fraction(1)
     for unit, power in factors:
         size *= unit[1] ** power
@@ -140,6 +159,10 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
             return int(texts[1]), at + 2
         if texts[1:2] == ["{"] and texts[3:4] == ["}"] and texts[2] in ("2", "3"):
             return int(texts[2]), at + 4
+        if texts[1:3] == ["{", "-"] and texts[3:4] and texts[3] in ("1", "2", "3") and items[at + 4 : at + 5]:
+            return -int(texts[3]), at + 5
+        if texts[1:2] == ["-"] and texts[2:3] and texts[2] in ("1", "2", "3"):
+            return -int(texts[2]), at + 3
         raise Unreadable("a unit to a power")
     return 1, at
 

@@ -146,12 +146,40 @@ def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
     if all(relation.operators == ("!=",) for relation in relations):
         return _punctured(tuple(relation.sides[1] for relation in relations))
-    if group.joined_by == "and":
-        return None
+    excluding = any(relation.operators == ("!=",) for relation in relations)
+    if group.joined_by == "and" or (group.joined_by == "," and excluding):
+        return _where_all_hold(relations)
     points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
     if all(points) or not frozenset.intersection(*map(names_of, relations)):
         return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
     return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
+
+
+def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
+    """Return where inequalities of one variable hold together: ``x > -3, x \\ne -1``. None where they never do."""
+    parts = [_inequality(relation) for relation in relations]
+    if len(frozenset().union(*map(names_of, relations))) != 1:
+        return None
+    common: tuple[Interval, ...] = (_EVERYTHING,)
+    for part in parts:
+        if part is None or any(real(end) is None for span in part for end in (span.low, span.high)):
+            return None
+        common = tuple(both for one in common for other in part if (both := _overlap(one, other)) is not None)
+    return common or None
+
+
+def _overlap(one: Interval, other: Interval) -> Interval | None:
+    if one.low == other.low or _same(one.low, other.low):
+        low, low_closed = one.low, one.low_closed and other.low_closed
+    else:
+        later = max((one, other), key=lambda span: _position(span.low))
+        low, low_closed = later.low, later.low_closed
+    if one.high == other.high or _same(one.high, other.high):
+        high, high_closed = one.high, one.high_closed and other.high_closed
+    else:
+        earlier = min((one, other), key=lambda span: _position(span.high))
+        high, high_closed = earlier.high, earlier.high_closed
+    return Interval(low, high, low_closed, high_closed) if _position(low) < _position(high) else None
 
 
 def _point(relation: Relation) -> tuple[Interval, ...] | None:
@@ -163,6 +191,10 @@ def _point(relation: Relation) -> tuple[Interval, ...] | None:
 
 
 def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
+    """Return all numbers but the given ones, which are values or sets."""
+    sets = [covered(point) for point in points if not isinstance(point, Quantity)]
+    if len(sets) == len(points) == 1:
+        return _complement(sets[0])
     values = [point.tree for point in points if isinstance(point, Quantity)]
     if len(values) != len(points) or any(real(value) is None for value in values):
         return None
@@ -171,6 +203,20 @@ def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
         spans.append(Interval(low, point, False, False))
         low = point
     return (*spans, Interval(low, _INFINITY, False, False))
+
+
+def _complement(spans: tuple[Interval, ...] | None) -> tuple[Interval, ...] | None:
+    if spans is None or any(real(end) is None for span in spans for end in (span.low, span.high)):
+        return None
+    found: list[Interval] = []
+    low, closed = _MINUS_INFINITY, False
+    for span in spans:
+        if _position(low) < _position(span.low):
+            found.append(Interval(low, span.low, closed, not span.low_closed))
+        low, closed = span.high, not span.high_closed
+    if real(low) != float("inf"):
+        found.append(Interval(low, _INFINITY, closed, False))
+    return tuple(found)
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:

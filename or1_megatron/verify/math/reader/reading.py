@@ -45,24 +45,6 @@ _LABEL_WORDS = (
     *("minimum", "maximum"),
 )
 _LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
-_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
-_LABELS = {
-    **{
-        label: label for label in ("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height")
-    },
-    **{
-        label: label
-        for label in ("vertex", "focus", "directrix", "amplitude", "period", "slope", "mean", "median", "mode")
-    },
-    "min": "minimum",
-    "minimum": "minimum",
-    "max": "maximum",
-    "maximum": "maximum",
-    "x-intercept": "x-intercept",
-    "y-intercept": "y-intercept",
-    "center": "center",
-    "centre": "center",
-}
 _HEAD = re.compile(
     r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[a-z]+ ?|[A-Z]{2,3})"
     r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
@@ -241,7 +223,7 @@ def _labelled(items: list[Token]) -> Labelled | None:
         word = part[0].text if part[0].kind == "word" else ""
         label = _LABELS.get(word, word if len(parts) > 1 and len(word) > 2 and word not in KNOWN_WORDS else "")
         value = part[1:]
-        while value and value[0].text in ("is", "on", "at", ":", "="):
+        while value and value[0].text in ("is", "has", "on", "at", ":", "="):
             value = value[1:]
         if not label or not value:
             return None
@@ -269,6 +251,8 @@ def _number_set(items: list[Token]) -> Reading | None:
             if not found[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
                 parts, _ = _split(inside[1:-1], _separates)
                 return NumberSet(found[1], tuple(_read(part) for part in parts))
+            if found[1] == "R" and not found[2]:
+                return NumberSet("R", (_read(inside),))
             raise Unreadable("a set difference")
         return NumberSet(found[1] + re.sub(r"[{}^_]", "", found[2]))
     return None

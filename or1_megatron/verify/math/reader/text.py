@@ -166,6 +166,9 @@ _INTEGER = re.compile(
 )
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
+_FAMILY = re.compile(r"^\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\\\}$")
+_HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
+_ALL_BUT = re.compile(r"^«all» +«reals?»(?: +«numbers?»)?(?: +x)? +«except»(?: +«for»)?(?: +x *=)?(.+)$", re.IGNORECASE)
 _INTERCEPT = re.compile(r"\b([xy])\s*-\s*«intercept»")
 _BRACED_SYSTEM = re.compile(
     r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
@@ -197,7 +200,10 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _INTEGER.sub(lambda found: rf", {found[1] or found[2]} \in \mathbb{{Z}}", text)
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _INTERCEPT.sub(r"«\1-intercept»", text)
-    return re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+    text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+    text = _FAMILY.sub(r"\1, \2 \\in \\mathbb{Z}", text)
+    text = _HALF_LINE.sub(lambda found: r"[0, \infty )" if "ge" in found[1] else r"(0, \infty )", text)
+    return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
 
 
 def _arc(found: re.Match[str]) -> str:
@@ -270,7 +276,7 @@ def _words(content: str) -> str:
     """Mark runs of two or more letters as words, and one-letter units."""
     content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
     content = re.sub(r"(?<![\\A-Za-z«])[A-Za-z][A-Za-z'.-]*[A-Za-z](?![A-Za-z»])", r" «\g<0>» ", content)
-    return re.sub(r"(?<![\\A-Za-z«])[mgshlL](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
+    return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
 
 
 def plain(cleaned: str) -> str:

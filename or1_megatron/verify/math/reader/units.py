@@ -48,6 +48,18 @@ _SPEED: _Names = {
 }
 _YUAN: _Names = {"yuan": ("yuan rmb", 1), "jiao": ("jiao", Fraction(1, 10)), "fen": ("fen", Fraction(1, 100))}
 
+_OTHERS: dict[str, _Names] = {
+    "force": {"N": ("n newton newtons", 1), "kN": ("kn kilonewton kilonewtons", 1000)},
+    "energy": {"J": ("j joule joules", 1), "kJ": ("kj kilojoule kilojoules", 1000)},
+    "power": {"W": ("w watt watts", 1), "kW": ("kw kilowatt kilowatts", 1000)},
+    "voltage": {"V": ("v volt volts", 1)},
+    "frequency": {"Hz": ("hz hertz", 1), "kHz": ("khz kilohertz", 1000)},
+    "amount": {"mol": ("mol mols mole moles", 1)},
+    "gallon": {"gal": ("gal gals gallon gallons", 1)},
+    "year": {"yr": ("yr yrs year years", 1)},
+}
+"""Units that are read in text only: ``\\text{N}``, but not a bare N."""
+
 UNITS: dict[str, tuple[str, Fraction]] = {
     **_scaled("length", _LENGTH),
     **_scaled("time", _TIME),
@@ -59,11 +71,16 @@ UNITS: dict[str, tuple[str, Fraction]] = {
     **_scaled("euro", {"€": ("€ euro euros eur", 1)}),
     **_scaled("pound", {"£": ("£ pounds", 1)}),
     **_scaled("length^1/time^-1", _SPEED),
+    **{name: unit for dimension, names in _OTHERS.items() for name, unit in _scaled(dimension, names).items()},
     **_scaled("any", {"unit": ("unit units", 1)}),
 }
 """Word to (dimension, size in the dimension's base unit)."""
 
 SYMBOL_UNITS = {"€": "euro", "£": "pound", "¤": "dollar", "¥": "yuan"}
+MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 1000} | {
+    name: 1000**n for n, name in enumerate(("million", "billion", "trillion"), 2)
+}
+MULTIPLIERS |= {f"{name}s": size for name, size in MULTIPLIERS.items()}
 POWER_WORDS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 _SMALL = [
@@ -85,6 +102,12 @@ _SMALL = [
     "fifteen",
     "sixteen",
 ]
+ORDINAL_WORDS = (
+    *("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh"),
+    *("twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth"),
+    "twentieth",
+)
+ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
 NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)} | {"seventeen": 17, "eighteen": 18, "nineteen": 19}
 NUMBER_WORDS |= {
     word: 10 * n
@@ -239,7 +262,7 @@ QUALIFIERS = frozenset({"where", "for", "with", "only", "here"})
 
 _COMMON = "yes no true false pm am even odd none never always prime mon tue wed thu fri sat sun"
 KNOWN_WORDS = frozenset(
-    {name.lower() for name in UNITS if len(name) > 1}
+    {name.lower() for name, (dimension, _) in UNITS.items() if len(name) > 1 and dimension not in _OTHERS}
     | set(NUMBER_WORDS)
     | HEDGES
     | LEAD_INS
