@@ -104,9 +104,17 @@ SECTIONS = (
         "python benchmarks/cubins.py",
         "Every Triton kernel of the head as its launcher calls it, compiled for sm_90 on a machine without a GPU: what "
         "a thread and a program take, and the widest load. 64 registers let an SM hold four programs of 256 threads. "
-        "Compiled kernels have not run. The epilogues have no stream and logits buffer of their own: a Hopper matrix "
-        "product with tiles of 128 x 256 takes nearly all registers of an SM (CUTLASS's cooperative kernel 64,512 of "
-        "65,536), so they would compete with it rather than run beside it, and only a GPU can show a gain.",
+        "Compiled kernels have not run.\n\nThe epilogues have no stream and logits buffer of their own. Two buffers "
+        "within the same budget halve the tile, and by kernels/estimate.py that costs what they could hide. With "
+        "32,768 tokens of a 32B model (H 5,120, V 152,064) and every epilogue hidden behind a product, recompute "
+        "would take 291 instead of 293 ms on an H100 and 284 instead of 283 ms on an H200, one pass 238 instead of "
+        "229 ms and 225 instead of 219 ms (`pytest tests/kernels/test_head_estimate.py -k second`). Two buffers of "
+        "the present size, 554 MB in all, could hide 16.5 ms of the 293 ms: 5.6% of a head that has 2.4% of a 32B "
+        "model's weights (a 7B: 7.9% of 7.2%), so 0.1% to 0.6% of an update's arithmetic. Part of it would remain in "
+        "sight: a Hopper product with tiles of 128 x 256 takes nearly all registers of an SM (CUTLASS's cooperative "
+        "kernel 64,512 of 65,536), so an epilogue takes SMs from the product rather than running beside it, and with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron wants it, kernels of all streams start in the order of their "
+        "launches. For that, each backward pass would depend on an order of waits that no CPU runs.",
     ),
     Section(
         "evaluation",
