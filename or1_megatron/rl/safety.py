@@ -30,7 +30,7 @@ class SgdStep:
     batch: Batch
     objective: Objective
     scores: TokenScores | None = None
-    """Of the batch's samples, by the weights before this SGD step; None: there was no pass."""
+    """The batch's samples, scored by the weights before this SGD step; None: there was no pass."""
 
 
 @dataclass(frozen=True, slots=True)

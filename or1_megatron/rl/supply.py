@@ -62,7 +62,7 @@ class Supply:
         self._asked: deque[_PendingStep] = deque()  # the oldest first
         self._places: Sequence[Place] | None = None  # of the prompts that were taken last; None: they are new
         self.tail_report: TailReport | None = None
-        """Of the step that was collected last."""
+        """What the step that was collected last deferred; None: nothing is deferred."""
         self.rejected_share = 0.0
         """Share of the last step's groups that were rejected: ``RefillRule.expected_rejected`` of the next."""
 

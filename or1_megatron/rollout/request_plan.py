@@ -161,7 +161,7 @@ class SamplingBudget:
 
 
 class TailBudget:
-    """Of a roll-out's prompts, the first ``rule.groups`` of which all responses are sampled make up the result."""
+    """Chooses a roll-out's result: the first ``rule.groups`` of its prompts of which all responses are sampled."""
 
     def __init__(self, prompts: int, group_size: int, rule: DeferRule) -> None:
         self.allowed = prompts

@@ -165,7 +165,7 @@ class Scheduler:
 
     @property
     def tickets(self) -> list[int]:
-        """Of the roll-outs under way, the oldest first."""
+        """The roll-outs under way, the oldest first."""
         return sorted(self._roll_outs)
 
     def at(self, ticket: int) -> RollOut:

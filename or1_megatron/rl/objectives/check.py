@@ -16,7 +16,7 @@ from or1_megatron.rl.objectives.registry import build
 
 PROBE_TEMPERATURE: Final = 0.8
 _LENGTHS: Final = (7, 1, 12, 5, 9, 3, 16, 11)
-"""Of the random sequences, two to a group."""
+"""Response tokens of the random sequences, two to a group."""
 _TOLERANCE: Final = 1e-9
 """Relative, in float64."""
 
