@@ -1,11 +1,12 @@
 """What 1,000 steps of the 32B recipe on 256 H800 would cost, as written and with what could be changed.
 
-    python benchmarks/plan_scaling.py                       # prints the table of docs/scaling.md
+    python benchmarks/plan_scaling.py                       # prints the tables of docs/scaling.md
     python benchmarks/plan_scaling.py --figure docs/scaling.svg
 
 The plan's constants are fitted to the paper's run of 309 h (benchmarks/plan_paper.py), so the first row is no
-prediction. The others are, and each rests on the assumption that its name tells. The middle step of each stage stands
-for it; evaluations and the start are left out.
+prediction. The others are, and each rests on the assumption that its name tells. The scheduler and the supply of
+prompts are the run's own. The middle step of each stage stands for it (with staleness four steps, with deferred prompts
+as many as there are until the first step of deferred ones); evaluations and the start are left out.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from plan_paper import machine, thirty_two_b
+from result import figure as measured
+from result import write_result
 
 from or1_megatron.config.schema import Config
-from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Moment, RecipeLengths
-from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate
-from or1_megatron.plan.step_time import Machine, kept_sequences
-from or1_megatron.plan.update_time import update_time
+from or1_megatron.plan.run_time import RunTime, run_time
+from or1_megatron.plan.step_time import Machine, workload_at
 from or1_megatron.report.figures.svg import document, text
 
-MORE_PROMPTS: Final = 1.25
-"""Tail batching: prompts asked in a short round over those that are kept."""
-ACCEPTED: Final = 1.7
-"""Speculation: tokens that an iteration yields; arXiv 2511.13841 publishes 30 to 50% less roll-out time, 2604.26779
-1.8 times at 8B."""
-DRAFTED: Final = 4
-"""Tokens that a response's iteration computes then."""
+SPECULATION: Final = (1.7, 4)
+"""Tokens that an iteration yields, and those that it computes for them; arXiv 2511.13841 publishes 30 to 50% less
+roll-out time, 2604.26779 1.8 times at 8B."""
 FAST_S: Final = (4.8e-3, 1.0e-4)
 """A lighter engine: the 7B's iteration_s, and a tenth of a millisecond per response."""
+GPUS: Final = 256
 
 
 @dataclass(frozen=True)
@@ -45,110 +42,85 @@ class Variant:
 
     title: str
     hidden: bool = True
-    tail: bool = False
-    speculation: bool = False
     fast: bool = False
-    trainer_share: float = 0.0
-    """Above 0: engines have GPUs of their own, and the next step is sampled while this one trains."""
-    on_policy: bool = True
+    speculation: bool = False
+    deferred: float = 0.0
+    """rollout.tail_share; 0: a step waits for its tail."""
+    staleness: int = 0
+    trainers: int = GPUS
+    """Fewer than all: engines have GPUs of their own."""
+    concurrent: int = 64
+    tensor: int = 4
+    """Of an engine."""
+
+    @property
+    def on_policy(self) -> bool:
+        return self.staleness == 0
 
 
 VARIANTS: Final = (
     Variant("as the recipe is written, with the paper's other", hidden=False),
     Variant("t_other hidden: verdicts beside decoding, head and handoff as planned"),
-    Variant("+ tail batching", tail=True),
+    Variant("+ tail batching, share 0.25", deferred=0.25),
+    Variant("+ tail batching, share 1", deferred=1.0),
+    Variant("+ engines of TP 2", tensor=2),
     Variant("+ speculation", speculation=True),
     Variant("+ a lighter engine", fast=True),
     Variant("+ speculation, a lighter engine", speculation=True, fast=True),
-    Variant("+ tail batching, a lighter engine", tail=True, fast=True),
-    Variant("staleness 1, 64 GPUs train", trainer_share=0.25, on_policy=False),
-    Variant("staleness 1, 32 GPUs train", trainer_share=0.125, on_policy=False),
-    Variant("staleness 1, 64 GPUs train, a lighter engine", trainer_share=0.25, fast=True, on_policy=False),
+    Variant("+ tail batching, share 0.25, a lighter engine", deferred=0.25, fast=True),
+    Variant("staleness 1, 48 GPUs train", staleness=1, trainers=48, concurrent=128),
+    Variant("staleness 2, 48 GPUs train", staleness=2, trainers=48, concurrent=128),
+    Variant("staleness 2, 32 GPUs train", staleness=2, trainers=32, concurrent=128),
+    Variant("staleness 2, 48 GPUs train, engines of TP 2", staleness=2, trainers=48, concurrent=64, tensor=2),
+    Variant("staleness 2, 64 GPUs train, a lighter engine", staleness=2, trainers=64, concurrent=128, fast=True),
 )  # fmt: skip
 
 
-def hours(variant: Variant) -> dict[str, float]:
-    """Return the hours of 1,000 steps by part."""
-    config, on = _config(variant), machine("32b")
-    if variant.hidden:
-        on = on.hidden()
-    if variant.fast:
-        on = replace(on, rates=replace(on.rates, iteration_s=FAST_S[0], request_s=FAST_S[1]))
-    total = dict.fromkeys(("roll_out", "update", "rest"), 0.0)
-    for index, stage in enumerate(config.stages):
-        for part, spent in _step(config, on, variant, index).items():
-            total[part] += spent * stage.steps / 3600
-    return total
+def planned(variant: Variant, stages: int = 2) -> tuple[Config, Machine, RunTime]:
+    config = _config(variant)
+    config = config.model_copy(update={"stages": config.stages[:stages]})
+    on = machine("32b", **(dict(zip(("iteration_s", "request_s"), FAST_S, strict=True)) if variant.fast else {}))
+    on = replace(on.hidden() if variant.hidden else on, speculation=SPECULATION if variant.speculation else (1.0, 1))
+    return config, on, run_time(config, on, RecipeLengths(), points=1)
+
+
+def hours(time: RunTime) -> dict[str, float]:
+    """Return the hours of all steps by part."""
+    total = sum(stage.count for stage in time.stages) / 3600
+    verbs = {verb: spent * total for verb, spent in time.step_s.items()}
+    roll_out, update = verbs.pop("roll_out", 0.0) + verbs.pop("verify", 0.0), verbs.pop("update")
+    return {"roll_out": roll_out, "update": update, "rest": sum(verbs.values())}
+
+
+def busy(time: RunTime) -> float:
+    """Return the share of the time in which an engine decodes, mean over engines."""
+    return sum(stage.hours * stage.utilisation for stage in time.stages) / sum(stage.hours for stage in time.stages)
 
 
 def _config(variant: Variant) -> Config:
     config = thirty_two_b()
-    if not variant.trainer_share:
-        return config
-    ranks = int(256 * variant.trainer_share)
-    rollout = {"engines": (256 - ranks) // 4, "placement": "separate", "max_concurrent": 128}
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"ranks": ranks}),
-            "rollout": config.rollout.model_copy(update=rollout),
-        }
-    )
+    rollout: dict[str, Any] = {"max_staleness": variant.staleness, "max_concurrent": variant.concurrent}
+    if variant.deferred:
+        rollout |= {"tail": "defer", "tail_share": variant.deferred}
+    engine_gpus = GPUS - variant.trainers or GPUS
+    rollout |= {"engines": engine_gpus // variant.tensor, "tensor_parallel": variant.tensor}
+    if engine_gpus < GPUS:
+        rollout |= {"placement": "separate"}
+    ranks = config.parallel.model_copy(update={"ranks": variant.trainers})
+    return config.model_copy(update={"parallel": ranks, "rollout": config.rollout.model_copy(update=rollout)})
 
 
-def _step(config: Config, on: Machine, variant: Variant, index: int) -> Mapping[str, float]:
-    stage, random = config.stages[index], np.random.default_rng([1, index])
-    when, lengths = Moment(config.stages, index, stage.steps / 2), RecipeLengths()
-    prompts, responses = lengths.draw(when, stage.prompts_per_step, stage.group_size, stage.max_response_tokens, random)
-    workload = Workload(prompts, responses, stage.group_size)
-    update_s = update_time(
-        config, on.shape, on.rates, kept_sequences(stage, workload, lengths.kept_share, random), 1
-    ).seconds
-    if moves.turns(config, True):
-        update_s += moves.state_move_s(config, on.shape, on.rates)
-    if variant.tail:
-        rollout_s = _tail_batched_s(config, on, variant, index, random)
-    else:
-        rollout_s = _simulate(config, on, variant, workload).judged_s
-    rest_s = on.rates.other_response_s * responses.size
-    if variant.hidden:
-        copied_s, _ = moves.save_s(config, on.shape, on.rates)
-        rest_s += moves.hand_off_s(config, on.shape, on.rates) + copied_s / config.checkpoint.every_steps
-    if variant.trainer_share:
-        return {"roll_out": max(0.0, rollout_s - update_s), "update": update_s, "rest": rest_s}
-    return {"roll_out": rollout_s, "update": update_s, "rest": rest_s}
-
-
-def _tail_batched_s(config: Config, on: Machine, variant: Variant, index: int, random: np.random.Generator) -> float:
-    """Return the seconds of a roll-out, mean over the short rounds and the long one.
-
-    A short round asks for more prompts than it keeps and ends when enough groups are complete. The others, dropped
-    whole, wait; when they are as many as a step takes, a long round samples them with the weights of its time. So every
-    response is of the current policy, and no response is preferred within a group.
+def floor_s(config: Config, on: Machine) -> float:
+    """Return the seconds of a roll-out of the first stage that no scheduling goes below: what every token costs however
+    many decode together. A token takes its response's share of an iteration, its products, and the reading of the keys
+    and values before it; weights and the fixed part of an iteration are shared by ever more responses, and count 0.
     """
-    stage = config.stages[index]
-    wanted = stage.prompts_per_step
-    asked = int(wanted * MORE_PROMPTS)
-    when = Moment(config.stages, index, stage.steps / 2)
-    prompts, responses = RecipeLengths().draw(when, asked, stage.group_size, stage.max_response_tokens, random)
-    found = _simulate(config, on, variant, Workload(prompts, responses, stage.group_size))
-    complete = found.finished_s.reshape(asked, stage.group_size).max(axis=1)
-    order = np.argsort(complete)
-    short_s = float(complete[order[wanted - 1]])
-    late = np.resize(order[wanted:], wanted)  # as many as a long round takes, of prompts as slow as these
-    slow = Workload(prompts[late], responses.reshape(asked, -1)[late].ravel(), stage.group_size)
-    rounds = wanted / (asked - wanted)  # short ones for each long one
-    return (rounds * short_s + _simulate(config, on, variant, slow).judged_s) / (rounds + 1)
-
-
-def _simulate(config: Config, on: Machine, variant: Variant, workload: Workload) -> RolloutTime:
-    clock = engine_clock(config, on.shape, on.rates)
-    if variant.speculation:
-        # An iteration yields ACCEPTED tokens, computes DRAFTED, and the cache grows as many times faster.
-        clock = replace(clock, product_s=clock.product_s * DRAFTED, token_s=clock.token_s * ACCEPTED)
-        clock = replace(clock, kv_tokens=int(clock.kv_tokens / ACCEPTED))
-        fewer = np.ceil(workload.response_tokens / ACCEPTED).astype(np.int64)
-        workload = replace(workload, response_tokens=fewer)
-    return simulate(workload, clock, config.rollout.engines, 64, on.rates.verdict_s)
+    stage, clock = config.stages[0], on.clock(config)
+    when = Moment(config.stages, 0, stage.steps / 2)
+    work = workload_at(stage, RecipeLengths(), when, np.random.default_rng([1, 0]))
+    tokens, prompts = work.response_tokens, np.repeat(work.prompt_tokens, work.group_size)
+    read = (tokens * prompts + tokens * (tokens - 1) // 2).sum()
+    return float(tokens.sum() * (clock.response_s + clock.product_s) + read * clock.token_s) / config.rollout.engines
 
 
 def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
@@ -172,15 +144,42 @@ def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
     return document(width, 56 + len(rows) * height, shapes)
 
 
+def bound() -> str:
+    """Return what the constants leave for scheduling in the first stage, worked by hand."""
+    lines = ["", "| | step, s | roll-out | of it every token's | update | at most |", "|---|---|---|---|---|---|"]
+    for variant in (VARIANTS[1], VARIANTS[5]):
+        config, on, time = planned(variant, stages=1)
+        parts = {verb: time.step_s.get(verb, 0.0) for verb in ("roll_out", "update")}
+        least, step_s = floor_s(config, on), sum(time.step_s.values())
+        shown = f"{step_s:.0f} | {parts['roll_out']:.0f} s | {least:.0f} s | {parts['update']:.0f} s"
+        ratio = step_s / (least + parts["update"])
+        lines.append(f"| {'a lighter engine' if variant.fast else 'fitted engine'} | {shown} | {ratio:.2f} times |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure there")
     arguments = parser.parse_args()
-    rows = {variant.title: (hours(variant), variant.on_policy) for variant in VARIANTS}
-    print("| | roll-out, h | update, h | rest, h | in all, h | on-policy |\n|---|---|---|---|---|---|")
-    for title, (parts, on_policy) in rows.items():
+    print("| | roll-out, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows: dict[str, tuple[dict[str, float], bool]] = {}
+    figures = {}
+    for variant in VARIANTS:
+        _, _, time = planned(variant)
+        parts = hours(time)
+        rows[variant.title] = (parts, variant.on_policy)
+        synchronous = next((found for title, (found, _) in rows.items() if title == VARIANTS[1].title), parts)
+        ratio = sum(synchronous.values()) / sum(parts.values())
         shown = " | ".join(f"{spent:.0f}" for spent in (*parts.values(), sum(parts.values())))
-        print(f"| {title} | {shown} | {'yes' if on_policy else 'no'} |")
+        policy = "yes" if variant.on_policy else "no"
+        print(f"| {variant.title} | {shown} | {ratio:.2f} | {busy(time):.0%} | {policy} |", flush=True)
+        figures[f"hours: {variant.title}"] = measured(sum(parts.values()), "h")
+        wanted = (1.8, 0.85) if variant.deferred else (2.2, 0.95) if variant.staleness == 2 else (None, None)
+        figures[f"steps per hour over synchronous: {variant.title}"] = measured(ratio, "x", at_least=wanted[0])
+        figures[f"engines busy: {variant.title}"] = measured(busy(time), "share", at_least=wanted[1])
+    print(bound())
+    write_result("plan_scaling", figures, {"gpus": GPUS})
     if arguments.figure is not None:
         arguments.figure.write_text(figure(rows))
 

@@ -20,6 +20,7 @@ from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.tail import Tail
+from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.types import Group, Message, Problem, Prompt, Request
 
@@ -76,8 +77,7 @@ def run_stage(
     policy, tail = Lengths(), None if share is None else Tail(share, None)
     rollouts = SimulatedRollouts(
         2,
-        64,
-        lambda places: 1.0 + 0.01 * places,
+        EngineClock(64, fixed_s=1.0, response_s=0.01),
         policy.length_of,
         lambda completion: float(completion.token_ids.size <= SHORT),
     )

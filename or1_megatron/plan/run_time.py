@@ -89,9 +89,13 @@ class RunTime:
         return {name: sum(s.count * s.verbs.get(name, 0.0) for s in self.stages) / total for name in names}
 
     @property
+    def longest(self) -> StageTime:
+        return max(self.stages, key=lambda stage: stage.hours)
+
+    @property
     def binds(self) -> str:
         """What takes the most time in the longest stage."""
-        return max(self.stages, key=lambda stage: stage.hours).typical.binds
+        return self.longest.typical.binds
 
 
 def run_time(

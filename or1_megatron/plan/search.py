@@ -98,7 +98,8 @@ def _trainers(
     when, random = _at(config), np.random.default_rng(1)
     stage = config.stages[when.index]
     workload = workload_at(stage, lengths, when, random)
-    sequences = kept_sequences(stage, workload, lengths.kept_share, random)
+    share = 1.0 if stage.refill_prompts else lengths.kept_share
+    sequences = kept_sequences(stage, workload.sequences[: stage.prompts_per_step], share, random)
     widest = max(size for size in _SIZES if engine_gpus % size == 0 and _divides(machine.shape, size))
     light = {"rollout.tensor_parallel": widest, "rollout.engines": engine_gpus // widest}
     found = []

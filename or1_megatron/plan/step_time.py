@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
-from or1_megatron.config.schema import Config, StageConfig
+from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
 from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock
+from or1_megatron.plan.clocks import engine_clock, speculating
 from or1_megatron.plan.lengths import Lengths, Moment
-from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate
+from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate, totals, worked
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
 from or1_megatron.rl.batch import split
+from or1_megatron.rl.supply import Supply
+from or1_megatron.rl.tail import Tail
+from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.sizing.conflicts import Device
-from or1_megatron.types import Int64Array
+from or1_megatron.types import Group, Int64Array, Prompt, RolloutReport
 from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
 """What the hardware's fit counts per response, beside the verbs."""
+_ENDLESS: Final = 1 << 30
+"""Steps left in a stage: more than deferred prompts can fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +39,18 @@ class Machine:
     covers: tuple[str, ...]
     """Verbs that ``other`` holds already."""
     device: Device = "cuda"
+    speculation: tuple[float, int] = (1.0, 1)
+    """(tokens that an iteration yields of a response, tokens that it computes for them)."""
 
     @classmethod
     def of(cls, hardware: Hardware, shape: Shape, device: Device) -> Machine:
         fit: Fit = hardware.fit_for(shape.parameters)
         rates = hardware.rates(shape.parameters)
         return cls(shape, rates, fit.covers if rates.other_response_s else (), device)
+
+    def clock(self, config: Config) -> EngineClock:
+        """Return the clock of one engine of ``config``."""
+        return speculating(engine_clock(config, self.shape, self.rates), *self.speculation)
 
     def hidden(self) -> Machine:
         """Return this machine without ``other``: the verbs that it covers count by themselves."""
@@ -63,11 +76,12 @@ class StepTime:
         """What takes the most time, in words."""
         verb = max(self.verbs, key=lambda name: self.verbs[name])
         share = f"{verb}, {self.verbs[verb] / self.seconds:.0%} of the step"
-        if verb in ("roll_out", "finish_ahead"):
+        if verb == "roll_out":
             idle = 1 - self.rollout.utilisation
             part = max(self.rollout.parts_s, key=lambda name: self.rollout.parts_s[name])
             spent = self.rollout.parts_s[part] / max(sum(self.rollout.parts_s.values()), 1e-9)
-            tail = f"engines wait {idle:.0%} of the roll-out for its longest responses; "
+            of = "step" if self.rollout.period_s > self.rollout.judged_s else "roll-out"
+            tail = f"engines wait {idle:.0%} of the {of} for the longest responses; "
             return f"{share}: {tail if idle >= 0.1 else ''}{part} take {spent:.0%} of decoding"
         if verb == "update":
             parts = {name: getattr(self.update, f"{name}_s") for name in ("compute", "bubble", "tensor", "gradients")}
@@ -78,57 +92,162 @@ class StepTime:
 def step_time(
     config: Config, machine: Machine, lengths: Lengths, when: Moment, evaluations_s: float, random: np.random.Generator
 ) -> StepTime:
-    """Return the time of the step at ``when``. ``evaluations_s``: of one evaluation within the stage."""
-    stage = config.stages[when.index]
-    shape, rates = machine.shape, machine.rates
-    workload = workload_at(stage, lengths, when, random)
-    rollout = sample(config, machine, workload)
-    sequences = kept_sequences(stage, workload, lengths.kept_share, random)
-    update = update_time(config, shape, rates, sequences, stage.reuse)
-    move_s = moves.state_move_s(config, shape, rates) if moves.turns(config, machine.device == "cuda") else 0.0
-    copied_s, written_s = moves.save_s(config, shape, rates)
-    every = config.evaluate.in_stage(stage).every_steps
-    verbs = {
-        "roll_out": rollout.decoded_s,
-        "verify": rollout.judged_s - rollout.decoded_s,
-        "score": _score_s(config, machine, sequences),
-        "update": update.seconds + move_s,
-        "hand_off": moves.hand_off_s(config, shape, rates) + move_s,
-        "evaluate": evaluations_s / every if every else 0.0,
-        "save": (copied_s + (0.0 if config.checkpoint.asynchronous else written_s)) / config.checkpoint.every_steps,
-        OTHER: rates.other_response_s * workload.response_tokens.size,
-    }
-    verbs = {name: spent for name, spent in verbs.items() if spent and name not in machine.covers}
-    if config.rollout.max_staleness:
-        sampling = verbs.pop("roll_out") + verbs.pop("verify", 0.0)
-        verbs["finish_ahead"] = max(0.0, sampling - verbs["update"] - verbs.get("score", 0.0))
-    return StepTime(verbs, rollout, update, int(workload.response_tokens.sum()))
+    """Return the time of the step at ``when``, the mean over as many as it takes to tell.
+
+    ``evaluations_s``: of one evaluation within the stage; the engines sample nothing else meanwhile.
+    """
+    return _Steps(config, machine, lengths, when, random).run(evaluations_s)
+
+
+class _Prompts:
+    """The stream of a plan: numbered prompts in order."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts, self._taken = prompts, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._prompts) - self._taken
+
+    def take(self, count: int) -> list[Prompt]:
+        self._taken += count
+        return list(self._prompts[self._taken - count : self._taken])
+
+    def find(self, problem_id: str) -> Prompt:
+        return self._prompts[int(problem_id)]
+
+    def mix(self, repeats: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def exclude(self, problem_ids: frozenset[str]) -> int:
+        raise NotImplementedError
+
+    def state(self) -> Mapping[str, Any]:
+        return {"taken": self._taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._taken = state["taken"]
+
+
+class _Steps:
+    """Steps of one stage, made of the run's scheduler and supply, with clocks for what takes time.
+
+    A synchronous step stands for itself. With deferred prompts the steps up to the first of deferred ones do, with
+    staleness four steps after those in which the engines' queues fill.
+    """
+
+    def __init__(
+        self, config: Config, machine: Machine, lengths: Lengths, when: Moment, random: np.random.Generator
+    ) -> None:
+        self.config, self.machine, self.stage, self.random = config, machine, config.stages[when.index], random
+        self.ahead, stage = config.rollout.max_staleness, self.stage
+        tail = Tail(config.rollout.tail_share, None) if config.rollout.tail == "defer" else None
+        extra = math.ceil(config.rollout.tail_share * stage.prompts_per_step - 1e-9)
+        cycle = 1 if tail is None else 1 + math.ceil(stage.prompts_per_step / extra)
+        self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, cycle)
+        prompts = (self.warm_up + self.counted + self.ahead) * (stage.prompts_per_step + stage.refill_prompts)
+        prompts += stage.prompts_per_step if tail else 0
+        drawn = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)
+        refill = bool(stage.refill_prompts)
+        kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share) if refill else ()
+        self.kept_share = 1.0 if refill else lengths.kept_share
+        self.workload = Workload(*drawn, stage.group_size, kept)
+        verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
+        self.rollouts = self.workload.on(machine.clock(config), engines, config.verify.workers, verdict_s)
+        self.supply = Supply(_Prompts(self.workload.prompts), self.rollouts, AdvantageConfig(), 0, tail)
+        self.supply.rejected_share = 1 - lengths.kept_share
+
+    def run(self, evaluations_s: float) -> StepTime:
+        """Return the mean of the counted steps."""
+        total: dict[str, float] = {}
+        busy_s, tokens, before, began_s = np.zeros(len(self.rollouts.engines)), 0, totals(self.rollouts), 0.0
+        for step in range(self.warm_up + self.counted):
+            if step == self.warm_up:
+                total, busy_s, tokens, before = {}, np.zeros(len(self.rollouts.engines)), 0, totals(self.rollouts)
+            began_s = self.rollouts.now_s
+            verbs, update, report = self._step(step, evaluations_s)
+            total = {name: total.get(name, 0.0) + spent for name, spent in verbs.items()}
+            busy_s += report.engine_busy_s
+            tokens += report.response_tokens
+        verbs = {name: spent / self.counted for name, spent in total.items()}
+        shown = {name: spent for name, spent in verbs.items() if spent and name not in self.machine.covers}
+        wait_s = verbs["roll_out"] + verbs["verify"]
+        period_s = sum(shown.values()) if self.ahead else verbs["roll_out"]
+        time = worked(
+            self.rollouts, self.counted, verbs["roll_out"], wait_s, began_s, period_s, busy_s / self.counted, before
+        )
+        return StepTime(shown, time, update, tokens // self.counted)
+
+    def _step(self, step: int, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, RolloutReport]:
+        rollouts, supply, began_s = self.rollouts, self.supply, self.rollouts.now_s
+        if not supply.asked:
+            supply.ask(supply.take(self.stage, step, _ENDLESS), self.stage, step)
+        self._ask_ahead(step, supply.asked)
+        rollouts.wait_decoded()
+        decoded_s = rollouts.now_s
+        groups, report = supply.collect()
+        judged_s = rollouts.now_s
+        self._ask_ahead(step, supply.asked + 1)
+        verbs, update = self._trainer(groups, evaluations_s)
+        waits = {"roll_out": decoded_s - began_s, "verify": judged_s - decoded_s}
+        paused = ("hand_off", "evaluate")
+        counting = {name: spent for name, spent in verbs.items() if name not in self.machine.covers}
+        rollouts.spend(sum(spent for name, spent in counting.items() if name not in paused))
+        rollouts.hand_off(step + 1, sum(counting.get(name, 0.0) for name in paused))
+        return waits | verbs, update, report
+
+    def _ask_ahead(self, step: int, first: int) -> None:
+        for ahead in range(first, self.ahead + 1):
+            if not self.supply.ask_ahead(self.stage, step + ahead):
+                return
+
+    def _trainer(self, groups: Sequence[Group], evaluations_s: float) -> tuple[dict[str, float], UpdateTime]:
+        """Return the seconds of the verbs after ``verify``."""
+        config, shape, rates = self.config, self.machine.shape, self.machine.rates
+        chosen = [number for group in groups if self._trained(number := int(group.prompt.problem.id))]
+        sequences = kept_sequences(self.stage, self.workload.sequences[chosen], self.kept_share, self.random)
+        update = update_time(config, shape, rates, sequences, self.stage.reuse)
+        cuda = self.machine.device == "cuda"
+        move_s = moves.state_move_s(config, shape, rates) if moves.turns(config, cuda) else 0.0
+        copied_s, written_s = moves.save_s(config, shape, rates)
+        every = config.evaluate.in_stage(self.stage).every_steps
+        saved_s = copied_s + (0.0 if config.checkpoint.asynchronous else written_s)
+        return {
+            "score": _score_s(config, self.machine, sequences),
+            "update": update.seconds + move_s,
+            "hand_off": moves.hand_off_s(config, shape, rates) + move_s,
+            "evaluate": evaluations_s / every if every else 0.0,
+            "save": saved_s / config.checkpoint.every_steps,
+            OTHER: rates.other_response_s * len(groups) * self.stage.group_size,
+        }, update
+
+    def _trained(self, number: int) -> bool:
+        return not self.workload.kept or self.workload.kept[number]
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> RolloutTime:
     """Return the time of a roll-out of ``workload``."""
-    clock = engine_clock(config, machine.shape, machine.rates)
-    return simulate(workload, clock, config.rollout.engines, config.verify.workers, machine.rates.verdict_s)
+    verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
+    return simulate(workload, machine.clock(config), engines, config.verify.workers, verdict_s)
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
-    prompts = stage.prompts_per_step + stage.refill_prompts
-    asked, answers = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)
-    if not stage.refill_prompts:
-        return Workload(asked, answers, stage.group_size)
-    kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share)
-    return Workload(asked, answers, stage.group_size, kept, stage.prompts_per_step)
+    """Return what one roll-out samples; with refill as many prompts as are needed on average."""
+    prompts = min(math.ceil(stage.prompts_per_step / lengths.kept_share), stage.prompts_per_step + stage.refill_prompts)
+    return Workload(*lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random), stage.group_size)
 
 
 def kept_sequences(
-    stage: StageConfig, workload: Workload, kept_share: float, random: np.random.Generator
+    stage: StageConfig, sequences: Int64Array, kept_share: float, random: np.random.Generator
 ) -> list[Int64Array]:
-    """Return the sequences' lengths of each mini-batch, of the groups that are kept."""
-    count = max(1, round(stage.prompts_per_step * (1 if stage.refill_prompts else kept_share)))
-    chosen = np.sort(random.permutation(len(workload.prompt_tokens))[:count]).tolist()
-    whole = workload.prompt_tokens[:, None] + workload.response_tokens.reshape(-1, workload.group_size)
+    """Return the sequences' lengths of each mini-batch, of the groups that are kept.
+
+    ``sequences``: tokens of prompt and response, [groups, group_size].
+    """
+    count = max(1, round(len(sequences) * kept_share))
+    chosen = np.sort(random.permutation(len(sequences))[:count]).tolist()
     parts: Sequence[list[int]] = split(chosen, stage.prompts_per_step // stage.prompts_per_update)
-    return [whole[part].ravel() for part in parts]
+    return [sequences[part].ravel() for part in parts]
 
 
 def _score_s(config: Config, machine: Machine, mini_batches: list[Int64Array]) -> float:

@@ -1,7 +1,6 @@
-"""Engines and a verifier on a simulated clock, run by the scheduler that runs the real ones.
+"""Roll-outs on a simulated clock: the scheduler that runs real engines and verifiers, with clocks in their place.
 
-What it leaves out: prefill, the time of verdicts and of messages, and that engines differ. An engine decodes all its
-responses together, one token each per iteration, and takes further ones as places become free.
+Verifiers judge beside decoding, first come first served. The time of messages is left out, and engines are alike.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from or1_megatron.rollout.request_plan import union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
+from or1_megatron.rollout.simulated_engine import Asked, EngineClock, SimulatedEngine
 from or1_megatron.types import (
     Completion,
     DeferRule,
@@ -33,98 +32,9 @@ from or1_megatron.types import (
     VersionSpan,
 )
 
-IterationSeconds = Callable[[int], float]
-"""(responses that an engine decodes at once) -> seconds of one iteration, which gives each of them one token."""
 
-
-@dataclass(order=True)
-class _Decoding:
-    """A response under way. ``last`` is the engine's count of iterations after which it has its last token."""
-
-    last: float
-    seed: int
-    first: float = field(compare=False)
-    started_s: float = field(compare=False)
-    request: Request = field(compare=False)
-    versions: list[VersionSpan] = field(compare=False)
-
-
-class SimulatedEngine:
-    """One engine. Between two events it does the same number of iterations per second."""
-
-    def __init__(self, max_concurrent: int, iteration_s: IterationSeconds) -> None:
-        self._places, self._iteration_s = max_concurrent, iteration_s
-        self._waiting: deque[tuple[Request, int]] = deque()
-        self._decoding: list[_Decoding] = []  # a heap
-        self._iterations = 0.0
-        self.now_s = 0.0
-        self.version = 0
-        self.busy_s: list[tuple[float, float]] = []
-        """(start, end) of the periods in which it decoded."""
-        self.tokens = 0.0
-        """Decoded so far, those of aborted responses included."""
-
-    @property
-    def seeds(self) -> set[int]:
-        """Those of the requests that it has."""
-        return {each.seed for each in self._decoding} | {request.seed for request, _ in self._waiting}
-
-    @property
-    def next_s(self) -> float:
-        """When its next response ends; infinite without one."""
-        if not self._decoding:
-            return math.inf
-        left = max(self._decoding[0].last - self._iterations, 0.0)
-        return self.now_s + left * self._iteration_s(len(self._decoding))
-
-    def submit(self, requests: Iterable[tuple[Request, int]]) -> None:
-        """Take requests, each with the length in tokens that its response will have."""
-        self._waiting.extend(requests)
-        self._fill()
-
-    def advance(self, to_s: float) -> None:
-        """Decode until a time that is not after ``next_s``."""
-        if self._decoding and to_s > self.now_s:
-            done = (to_s - self.now_s) / self._iteration_s(len(self._decoding))
-            self._iterations += done
-            self.tokens += done * len(self._decoding)
-            start_s = self.now_s
-            if self.busy_s and self.busy_s[-1][1] == start_s:
-                start_s = self.busy_s.pop()[0]
-            self.busy_s.append((start_s, to_s))
-        self.now_s = max(to_s, self.now_s)
-
-    def pause(self, seconds: float, version: int) -> None:
-        """Take over weights: nothing is decoded meanwhile, and what is under way goes on with them."""
-        self.now_s += seconds
-        self.version = version
-        for each in self._decoding:
-            each.versions.append(VersionSpan(version, round(self._iterations - each.first)))
-
-    def pop(self) -> tuple[Request, int, float, tuple[VersionSpan, ...]]:
-        """Take off the response that ends now: (request, tokens, when it started, versions)."""
-        ended = heapq.heappop(self._decoding)
-        self._iterations = max(self._iterations, ended.last)
-        self._fill()
-        length = round(ended.last - ended.first)
-        spans = [span for span in ended.versions if span.first_token < length]
-        return ended.request, length, ended.started_s, tuple(spans)
-
-    def abort(self, seeds: Iterable[int]) -> list[int]:
-        """Take these off; return those that it had."""
-        found = self.seeds & set(seeds)
-        self._waiting = deque(item for item in self._waiting if item[0].seed not in found)
-        self._decoding = [each for each in self._decoding if each.seed not in found]
-        heapq.heapify(self._decoding)
-        self._fill()
-        return sorted(found)
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._decoding) < self._places:
-            request, length = self._waiting.popleft()
-            begin = self._iterations
-            spans = [VersionSpan(self.version, 0)]
-            heapq.heappush(self._decoding, _Decoding(begin + length, request.seed, begin, self.now_s, request, spans))
+def not_truncated(completion: Completion) -> float:
+    return float(not completion.truncated)
 
 
 class SimulatedRollouts:
@@ -133,21 +43,30 @@ class SimulatedRollouts:
     def __init__(
         self,
         engines: int,
-        max_concurrent: int,
-        iteration_s: IterationSeconds,
+        clock: EngineClock,
         length_of: Callable[[Request], int],
-        reward_of: Callable[[Completion], float] = lambda completion: float(not completion.truncated),
+        reward_of: Callable[[Completion], float] = not_truncated,
+        verifiers: int = 1,
+        verdict_s: float = 0.0,
     ) -> None:
         """
         Args:
-            length_of: tokens of the response to a request; it is truncated if that is T or more.
+            length_of: tokens of the response to a request, 1 or more; it is truncated if that is T or more. With its
+                prompt it must fit the KV cache.
             reward_of: the verifier.
+            verdict_s: seconds that one of ``verifiers`` takes for a verdict.
         """
-        self.engines = [SimulatedEngine(max_concurrent, iteration_s) for _ in range(engines)]
-        self.scheduler = Scheduler(engines, max_concurrent)
+        self.engines = [SimulatedEngine(clock) for _ in range(engines)]
+        self.scheduler = Scheduler(engines, clock.max_running)
         self.now_s = 0.0
-        self._length_of, self._reward_of = length_of, reward_of
+        self._length_of, self._reward_of, self._verdict_s = length_of, reward_of, verdict_s
+        self._free_s = [0.0] * verifiers  # heap of when each verifier is free
+        self._engine_events: list[tuple[float, int, int]] = []  # heap of (when, engine, its stamp)
+        self._verdicts: list[tuple[float, int, Judge]] = []  # heap of (when, number)
+        self._stamps = [0] * engines
+        self._judged = 0
         self._began_s: dict[int, float] = {}  # by ticket
+        self._decoded_s: dict[int, float] = {}
         self._reported_s = 0.0
 
     def roll_out(
@@ -161,7 +80,7 @@ class SimulatedRollouts:
         urgent: bool = False,
     ) -> int:
         ticket, actions = self.scheduler.begin(prompts, group_size, sampling, seed, rule, places, urgent)
-        self._began_s[ticket] = self.now_s
+        self._began_s[ticket] = self._decoded_s[ticket] = self.now_s
         self._perform(actions)
         return ticket
 
@@ -176,11 +95,7 @@ class SimulatedRollouts:
         began_s = self._began_s.pop(ticket)
         since_s, self._reported_s = max(began_s, self._reported_s), self.now_s
         groups = self.scheduler.end(ticket).result()
-        for engine in self.engines:
-            engine.advance(self.now_s)
-        busy_s = [[(max(start, since_s), end) for start, end in e.busy_s if end > since_s] for e in self.engines]
-        for engine in self.engines:
-            engine.busy_s = []
+        busy_s = [self.busy(index, since_s, self.now_s) for index in range(len(self.engines))]
         wanted = [completion for group in groups for completion in group.completions]
         report = RolloutReport(
             decode_s=union_s([part for parts in busy_s for part in parts]),
@@ -188,7 +103,7 @@ class SimulatedRollouts:
             wall_s=self.now_s - began_s,
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
-            verify_tail_s=0.0,
+            verify_tail_s=max(0.0, self.now_s - self._decoded_s.pop(ticket)),
             verifier_retries=0,
             surplus_responses=roll_out.given - len(wanted),
             prompts=tuple(roll_out.budget.result),
@@ -203,22 +118,26 @@ class SimulatedRollouts:
     def _known(self, ticket: int | None) -> int:
         return min(self.scheduler.tickets) if ticket is None else ticket
 
+    def busy(self, index: int, start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """Return the parts of a period, up to now, in which an engine worked."""
+        parts = self.engines[index].busy_until(self.now_s)
+        return [(max(start, start_s), min(end, end_s)) for start, end in parts if end > start_s and start < end_s]
+
     def spend(self, seconds: float) -> None:
         """Let time pass, in which the trainer trains, say; engines decode what they have."""
-        end_s = self.now_s + seconds
-        self._run(lambda: False, end_s)
+        self._run(lambda: False, self.now_s + seconds)
 
     def hand_off(self, version: int, seconds: float) -> None:
         """Give all engines new weights; none decodes meanwhile."""
-        for engine in self.engines:
-            engine.advance(self.now_s)
-            engine.pause(seconds, version)
-        self.now_s += seconds
+        for index, engine in enumerate(self.engines):
+            engine.pause(seconds, version, self.now_s)
+            self._go_on(index)
+        self.spend(seconds)
 
     def lose(self, index: int) -> None:
         """Let an engine die; what it has is sampled by others, from the start."""
-        lost = self.engines[index]
-        lost.abort(lost.seeds)
+        self.engines[index].die()
+        self._go_on(index)
         self._perform(self.scheduler.lose(index))
 
     def rejoin(self, index: int) -> None:
@@ -228,54 +147,90 @@ class SimulatedRollouts:
     def _run(self, holds: Callable[[], bool], end_s: float = math.inf) -> None:
         """Let time pass until ``holds``, or to ``end_s``. RuntimeError when neither would ever come."""
         while not holds():
-            engine = min(self.engines, key=lambda each: each.next_s)
-            if engine.next_s > end_s:
-                for each in self.engines:
-                    each.advance(end_s)
+            engine_s = self._engine_events[0][0] if self._engine_events else math.inf
+            verdict_s = self._verdicts[0][0] if self._verdicts else math.inf
+            when_s = min(engine_s, verdict_s)
+            if when_s > end_s:
                 self.now_s = end_s
                 return
-            if math.isinf(engine.next_s):
+            if math.isinf(when_s):
                 raise RuntimeError("the simulated engines have nothing to decode, and the roll-out is not complete")
-            self.now_s = engine.next_s
-            engine.advance(self.now_s)
-            request, length, started_s, versions = engine.pop()
-            index = self.engines.index(engine)
-            made = _completion(request, length, started_s, self.now_s, versions, index)
-            self._perform(self.scheduler.finished(index, [made]))
+            if verdict_s <= engine_s:
+                self.now_s, _, judge = heapq.heappop(self._verdicts)
+                self._perform(self.scheduler.judged(judge.ticket, judge.key, self._verdict(judge.completion)))
+                continue
+            _, index, stamp = heapq.heappop(self._engine_events)
+            if stamp == self._stamps[index]:
+                self.now_s = when_s
+                self._at_event(index)
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _at_event(self, index: int) -> None:
+        engine = self.engines[index]
+        made = [_completion(asked, versions, self.now_s, index) for asked, versions in engine.to_event()]
+        if made:
+            self._perform(self.scheduler.finished(index, made), but=index)
+            engine.settle()
+        self._go_on(index)
+
+    def _go_on(self, index: int) -> None:
+        """Let an engine at a boundary admit what waits, and plan its next event."""
+        engine = self.engines[index]
+        self._stamps[index] += 1
+        engine.admit()
+        if engine.running:
+            heapq.heappush(self._engine_events, (engine.due_s(), index, self._stamps[index]))
+
+    def _perform(self, actions: Sequence[Action], but: int | None = None) -> None:
+        """Do what the scheduler says. Engine ``but`` is at an event: it goes on afterwards."""
         left = deque(actions)
         while left:
             match left.popleft():
                 case Submit(index, requests):
-                    self.engines[index].advance(self.now_s)
-                    self.engines[index].submit((request, self._length_of(request)) for request in requests)
+                    engine = self.engines[index]
+                    moved = index != but and engine.has_room and engine.advance_to(self.now_s)
+                    engine.submit(Asked(request, self._length(request)) for request in requests)
+                    if moved:
+                        self._go_on(index)
                 case Abort(index, seeds):
-                    self.engines[index].advance(self.now_s)
-                    left.extend(self.scheduler.aborted(index, self.engines[index].abort(seeds)))
-                case Judge(ticket, key, completion):
-                    reward = self._reward_of(completion)
-                    status: VerdictStatus = "right" if reward else "truncated" if completion.truncated else "wrong"
-                    left.extend(self.scheduler.judged(ticket, key, Verdict(reward, status, "", "", 0.0)))
+                    engine = self.engines[index]
+                    moved = index != but and engine.advance_to(self.now_s)
+                    engine.abort(seeds)
+                    if moved:
+                        engine.settle()
+                        self._go_on(index)
+                    left.extend(self.scheduler.aborted(index, seeds))
+                case Judge() as judge:
+                    self._decoded_s[judge.ticket] = self.now_s
+                    begin_s = max(heapq.heappop(self._free_s), self.now_s)
+                    heapq.heappush(self._free_s, begin_s + self._verdict_s)
+                    self._judged += 1
+                    heapq.heappush(self._verdicts, (begin_s + self._verdict_s, self._judged, judge))
+
+    def _length(self, request: Request) -> int:
+        return min(self._length_of(request), request.sampling.max_response_tokens)
+
+    def _verdict(self, completion: Completion) -> Verdict:
+        reward = self._reward_of(completion)
+        status: VerdictStatus = "right" if reward else "truncated" if completion.truncated else "wrong"
+        return Verdict(reward, status, "", "", self._verdict_s)
 
 
-def _completion(
-    request: Request, length: int, started_s: float, finished_s: float, versions: tuple[VersionSpan, ...], engine: int
-) -> Completion:
-    """Return a response of ``length`` tokens 0 of log-prob 0, which take no memory."""
-    length = min(length, request.sampling.max_response_tokens)
-    token_ids: Int32Array = np.broadcast_to(np.int32(0), length)
-    log_probs: Float32Array = np.broadcast_to(np.float32(0), length)
+def _completion(asked: Asked, versions: tuple[VersionSpan, ...], finished_s: float, engine: int) -> Completion:
+    """Return a response of tokens 0 of log-prob 0, which take no memory."""
+    request = asked.request
+    token_ids: Int32Array = np.broadcast_to(np.int32(0), asked.length)
+    log_probs: Float32Array = np.broadcast_to(np.float32(0), asked.length)
+    assert asked.started_s is not None
     return Completion(
         problem_id=request.prompt.problem.id,
         sample_index=request.sample_index,
         token_ids=token_ids,
         log_probs=log_probs,
         text="",
-        finish_reason="length" if length == request.sampling.max_response_tokens else "stop",
+        finish_reason="length" if asked.length == request.sampling.max_response_tokens else "stop",
         versions=versions,
         engine=engine,
         seed=request.seed,
-        started_s=started_s,
+        started_s=asked.started_s,
         finished_s=finished_s,
     )

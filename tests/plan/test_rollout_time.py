@@ -12,13 +12,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from or1_megatron.plan.requests import Requests
-from or1_megatron.plan.rollout_time import EngineClock, Workload, _Engine, simulate
+from or1_megatron.plan.rollout_time import Workload, simulate
+from or1_megatron.rollout.scheduler import Action, Scheduler, Submit
+from or1_megatron.rollout.simulated_engine import Asked, EngineClock, SimulatedEngine
+from or1_megatron.rollout.simulation import _completion
+from or1_megatron.types import RefillRule, Request, Sampling
 
 CLOCK = EngineClock(
     fixed_s=1.0, response_s=0.1, weights_s=0.5, product_s=0.2, token_s=0.01, prompt_token_s=0.02, prompt_pair_s=0.001,
     kv_tokens=10_000, max_running=4,
 )  # fmt: skip
+SAMPLING = Sampling(1.0, 1.0, 1000)
 
 
 def work(prompts: list[int], responses: list[int], group_size: int) -> Workload:
@@ -31,9 +35,9 @@ def test_two_responses_on_one_engine() -> None:
     found = simulate(work([10], [2, 4], 2), CLOCK, 1, 1, verdict_s=0.25)
     first = 0.3 + 2 * 1.7 + 0.01 * (20 + 22)
     second = first + 2 * 1.6 + 0.01 * (12 + 13)
-    assert found.finished_s == pytest.approx([first, second])
     assert (found.decoded_s, found.judged_s) == pytest.approx((second, second + 0.25))
     assert found.utilisation == pytest.approx(1.0) and (found.iterations, found.preempted) == (4, 0)
+    assert found.spans == (((0.0, pytest.approx(second)),),)
     assert sum(found.parts_s.values()) == pytest.approx(second)
     assert found.parts_s["prompts"] == pytest.approx(0.3)
     assert found.parts_s["keys and values"] == pytest.approx(0.01 * 67)
@@ -50,32 +54,37 @@ def test_an_engine_looks_at_new_requests_at_its_next_iteration() -> None:
     """Begun at 0.3 with 10 tokens, alone: iterations of 1.6 + 0.1 and 1.6 + 0.11 end at 2.0 and 3.71. What comes at 2.5
     waits until 3.71, what comes at 2.0 does not wait, and what comes later finds the engine's own event first."""
     for moment_s, expected_s, iterations in ((2.5, 3.71, 2), (2.0, 2.0, 1)):
-        engine = _Engine(CLOCK, work([10], [8], 1))
-        engine.waiting.append(0)
+        engine = SimulatedEngine(CLOCK)
+        (prompt,) = work([10], [8], 1).prompts
+        engine.submit([Asked(Request(prompt, 0, SAMPLING, 1), 8)])
         engine.admit()
         assert engine.advance_to(moment_s)
         assert engine.now_s == pytest.approx(expected_s) and engine.iteration == iterations
         assert not engine.advance_to(100.0) and engine.iteration == iterations
 
 
-def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> list[float]:
+def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict[tuple[int, int], float]:
     """Every iteration of every engine on its own; returns when each response ended."""
     size = workload.group_size
-    requests = Requests(len(workload.prompt_tokens), size, engines, clock.max_running, None, 0)
-    waiting: list[list[int]] = [[] for _ in range(engines)]
-    decoding: list[dict[int, int]] = [{} for _ in range(engines)]  # response tokens that each has
+    scheduler = Scheduler(engines, clock.max_running)
+    _, told = scheduler.begin(workload.prompts, size, SAMPLING, 0)
+    waiting: list[list[Request]] = [[] for _ in range(engines)]
+    decoding: list[dict[int, tuple[Request, int]]] = [{} for _ in range(engines)]  # by seed, with its tokens
     had: dict[int, int] = {}
     read: list[set[int]] = [set() for _ in range(engines)]
-    ended = [0.0] * len(workload.response_tokens)
+    ended: dict[tuple[int, int], float] = {}
     heap: list[tuple[float, int]] = []
 
+    def prompt_of(request: Request) -> int:
+        return int(request.prompt.problem.id)
+
     def context(engine: int) -> int:
-        return sum(int(workload.prompt_tokens[r // size]) + got for r, got in decoding[engine].items())
+        return sum(int(workload.prompt_tokens[prompt_of(r)]) + got for r, got in decoding[engine].values())
 
     def begin_iteration(engine: int, now: float) -> None:
         while waiting[engine] and len(decoding[engine]) < clock.max_running:
             request = waiting[engine][0]
-            prompt, got = request // size, had.get(request, 0)
+            prompt, got = prompt_of(request), had.get(request.seed, 0)
             tokens = int(workload.prompt_tokens[prompt]) + got
             if decoding[engine] and context(engine) + tokens + len(decoding[engine]) + 1 > clock.kv_tokens:
                 break
@@ -83,36 +92,37 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> list
             if got or prompt not in read[engine]:
                 now += 0.02 * tokens + 0.001 * tokens**2
             read[engine].add(prompt)
-            decoding[engine][request] = got
+            decoding[engine][request.seed] = (request, got)
         if n := len(decoding[engine]):
             seconds = clock.fixed_s + n * clock.response_s + max(clock.weights_s, n * clock.product_s)
             heapq.heappush(heap, (now + seconds + clock.token_s * context(engine), engine))
 
-    def deal(now: float, but: int | None) -> None:
-        for engine, new, _ in requests.deal():
-            idle = not decoding[engine]
-            waiting[engine].extend(new)
-            if idle and engine != but:
-                begin_iteration(engine, now)
+    def deal(actions: list[Action], now: float, but: int | None) -> None:
+        for action in actions:
+            if isinstance(action, Submit):
+                idle = not decoding[action.engine]
+                waiting[action.engine].extend(action.requests)
+                if idle and action.engine != but:
+                    begin_iteration(action.engine, now)
 
-    deal(0.0, None)
+    deal(told, 0.0, None)
     while heap:
         now, engine = heapq.heappop(heap)
         done = []
-        for request in decoding[engine]:
-            decoding[engine][request] += 1
-            if decoding[engine][request] == workload.response_tokens[request]:
+        for seed, (request, got) in decoding[engine].items():
+            decoding[engine][seed] = (request, got + 1)
+            if got + 1 == workload.length_of(request):
                 done.append(request)
         for request in done:
-            del decoding[engine][request]
-            ended[request] = now
-            requests.decoded(engine, request)
+            del decoding[engine][request.seed]
+            ended[prompt_of(request), request.sample_index] = now
         while decoding[engine] and context(engine) + len(decoding[engine]) > clock.kv_tokens:
-            request, got = decoding[engine].popitem()
-            had[request] = got
+            seed, (request, got) = decoding[engine].popitem()
+            had[seed] = got
             waiting[engine].insert(0, request)
         if done:
-            deal(now, engine)
+            made = [_completion(Asked(request, 1, 0, 0.0), (), now, engine) for request in done]
+            deal(scheduler.finished(engine, made), now, engine)
         begin_iteration(engine, now)
     return ended
 
@@ -124,15 +134,21 @@ def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
     random = np.random.default_rng(seed)
     workload = Workload(random.integers(5, 30, 10), random.integers(1, 60, 40), 4)
     clock = replace(CLOCK, kv_tokens=kv_tokens, fixed_s=float(random.uniform(0.1, 2)))
-    found = simulate(workload, clock, 3, 2, 0.5)
-    assert found.finished_s == pytest.approx(token_by_token(workload, clock, 3), rel=1e-9)
-    assert (found.preempted > 0) == (kv_tokens == 150)
+    rollouts = workload.on(clock, 3, 2, 0.5)
+    rollouts.roll_out(workload.prompts, 4, SAMPLING, 0)
+    groups, _ = rollouts.collect()
+    found = {(int(c.problem_id), c.sample_index): c.finished_s for group in groups for c in group.completions}
+    assert found == pytest.approx(token_by_token(workload, clock, 3), rel=1e-9)
+    assert (simulate(workload, clock, 3, 2, 0.5).preempted > 0) == (kv_tokens == 150)
 
 
 def test_refill_ends_with_enough_kept_groups() -> None:
     """Two groups wanted of four prompts, the second rejected: the result is three prompts, the long fourth given up."""
     lengths = np.array([2, 2, 2, 2, 2, 2, 500, 500])
-    workload = Workload(np.full(4, 5), lengths, 2, kept=(True, False, True, True), wanted=2)
-    found = simulate(workload, replace(CLOCK, max_running=8), 1, 1, 0.1)
-    assert found.prompts == 3 and np.isinf(found.finished_s[6:]).all() and np.isfinite(found.finished_s[:6]).all()
-    assert found.decoded_s < 100
+    workload = Workload(np.full(4, 5), lengths, 2, kept=(True, False, True, True))
+    rollouts = workload.on(replace(CLOCK, max_running=8), 1, 1, 0.1)
+    keeps = RefillRule(2, lambda group: bool(group.rewards.any()), 0.25)
+    rollouts.roll_out(workload.prompts, 2, SAMPLING, 0, keeps)
+    groups, _ = rollouts.collect()
+    assert [group.prompt.problem.id for group in groups] == ["0", "1", "2"]
+    assert rollouts.now_s < 100 and not rollouts.engines[0].seeds

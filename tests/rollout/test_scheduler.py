@@ -13,6 +13,7 @@ from engine_fixtures import prompt
 
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
+from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.rollout.simulation import SimulatedRollouts
 from or1_megatron.types import Completion, DeferRule, Group, Prompt, RefillRule, Request, Sampling, Verdict, VersionSpan
 
@@ -168,7 +169,7 @@ def test_deferring_takes_the_first_whole_groups() -> None:
     thrown away. At their old place p0's responses have their old seeds."""
     lengths = {("p0", 0): 2, ("p0", 1): 9, ("p1", 0): 4, ("p1", 1): 4, ("p2", 0): 3, ("p2", 1): 3}
     world = SimulatedRollouts(
-        1, 8, lambda places: 1.0, lambda request: lengths[request.prompt.problem.id, request.sample_index]
+        1, EngineClock(8, fixed_s=1.0), lambda request: lengths[request.prompt.problem.id, request.sample_index]
     )
     world.roll_out(prompts(3), 2, Sampling(1.0, 1.0, 16), 5, DeferRule(2))
     first = world.scheduler.at(1).requests
@@ -215,7 +216,7 @@ def test_what_two_lost_engines_had_does_not_stand_in_the_way() -> None:
 
 def fixed(lengths: dict[str, int]) -> SimulatedRollouts:
     """One engine with two places; an iteration takes 1 s alone, 2 s with two."""
-    return SimulatedRollouts(1, 2, float, lambda request: lengths[request.prompt.problem.id])
+    return SimulatedRollouts(1, EngineClock(2, response_s=1.0), lambda request: lengths[request.prompt.problem.id])
 
 
 def test_the_simulated_clock_by_hand() -> None:
@@ -230,7 +231,7 @@ def test_the_simulated_clock_by_hand() -> None:
     assert [(len(c.token_ids), c.truncated) for c in completions] == [(2, False), (3, False), (4, True)]
     assert (report.decode_s, report.wall_s, report.response_tokens) == (9.0, 9.0, 9)
     world.spend(5.0)
-    assert world.now_s == 14.0 and world.engines[0].tokens == 9
+    assert world.now_s == 14.0 and world.engines[0].decoded == 9
 
 
 def test_a_simulated_handoff_and_death() -> None:

@@ -1,0 +1,90 @@
+"""Steps of a plan against figures worked by hand: deferred prompts, stale roll-outs, refill.
+
+Not proven here: the engine's own times (test_rollout_time) and the trainer's (test_update_time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from or1_megatron.config.hardware import read_hardware
+from or1_megatron.config.load import load_config
+from or1_megatron.config.schema import Config
+from or1_megatron.plan import moves, step_time
+from or1_megatron.plan.lengths import Drawn, Moment
+from or1_megatron.plan.picture import timeline
+from or1_megatron.plan.step_time import Machine, StepTime
+from or1_megatron.rollout.simulated_engine import EngineClock
+from or1_megatron.weights.shape import Shape
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "quickstart.yaml"
+SHAPE = Shape(4, 64, 96, 4, 2, 16, 61, 4096, True)
+MACHINE = Machine.of(read_hardware("cpu"), SHAPE, "cpu").hidden()
+EIGHT = "rollout.max_concurrent=8"
+STAGE = "stages=[{name: a, steps: 9, max_response_tokens: 900, prompts_per_step: 4, prompts_per_update: 4, "
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Prompts of 1 token, whose responses have these lengths, in turn."""
+
+    tokens: tuple[int, ...]
+    kept_share: float = 0.5
+    source: str = "made up"
+
+    def draw(self, when: Moment, prompts: int, group_size: int, limit: int, random: np.random.Generator) -> Drawn:
+        return np.ones(prompts, np.int64), np.repeat(np.resize(self.tokens, prompts), group_size).astype(np.int64)
+
+
+def step_of(
+    monkeypatch: pytest.MonkeyPatch, lengths: Pattern, iteration_s: float, *keys: str, more: str = ""
+) -> tuple[Config, StepTime]:
+    """An engine with as many places as ``keys`` say, an iteration of ``iteration_s`` seconds, 8 responses a step."""
+    config = load_config(
+        QUICKSTART, [STAGE + f"group_size: 2{more}}}]", "rollout.engines=1", "evaluate.data=[]", *keys]
+    )
+    clock = EngineClock(config.rollout.max_concurrent, fixed_s=iteration_s)
+    monkeypatch.setattr(step_time, "engine_clock", lambda *_: clock)
+    when = Moment(config.stages, 0, 0)
+    return config, step_time.step_time(config, MACHINE, lengths, when, 0.0, np.random.default_rng(1))
+
+
+def test_deferred_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth prompt has 100 tokens, the others 10. A step asks 5, which are decoded together, and takes 4. Four
+    steps of 10 iterations defer the long ones, and the fifth takes them in 100: 28 on average."""
+    keys = ("rollout.tail=defer", "rollout.tail_share=0.25", "rollout.max_concurrent=16")
+    lengths = Pattern((10, 10, 10, 10, 100))
+    _, found = step_of(monkeypatch, lengths, 2.0, *keys)
+    assert found.verbs["roll_out"] == pytest.approx(2.0 * 28)
+    _, waiting = step_of(monkeypatch, lengths, 2.0)
+    assert waiting.verbs["roll_out"] == pytest.approx(2.0 * 10)
+    assert found.rollout.iterations == 28 and found.response_tokens == (4 * 8 * 10 + 8 * 100) // 5
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_engines_bind_or_the_trainer_does(monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
+    """All responses have 50 tokens, and the places hold one step's. If decoding takes longer, a step takes as long as
+    50 iterations and the handoff, and engines decode all the time but that; else nothing is waited for."""
+    config, found = step_of(monkeypatch, Pattern((50,)), 20.0, EIGHT, f"rollout.max_staleness={staleness}")
+    paused_s = moves.hand_off_s(config, SHAPE, MACHINE.rates)
+    assert found.seconds == pytest.approx(50 * 20.0 + paused_s, rel=1e-6)
+    assert found.rollout.busy_s.mean() == pytest.approx(50 * 20.0, rel=0.01)
+    (engine, *_) = timeline(found, 1)
+    assert engine[0] == "engine 1 of 1" and sum(end - begin for begin, end in engine[1]) == pytest.approx(
+        found.seconds - paused_s, rel=0.01
+    )
+    _, found = step_of(monkeypatch, Pattern((50,)), 1e-9, EIGHT, f"rollout.max_staleness={staleness}")
+    assert found.verbs.get("roll_out", 0.0) < 1e-6 and found.verbs["update"] > 0
+
+
+def test_a_refilled_step_trains_the_kept_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the groups are kept, so a step of four decodes eight prompts or so, of 10 tokens each in one wave of 8
+    responses: a second wave at least. The update is of the four."""
+    _, plain = step_of(monkeypatch, Pattern((10,), kept_share=1.0), 1.0, EIGHT)
+    _, refilled = step_of(monkeypatch, Pattern((10,)), 1.0, EIGHT, more=", refill_prompts: 40")
+    assert plain.verbs["roll_out"] == 10.0 and refilled.verbs["roll_out"] >= 20.0
+    assert refilled.update.rows == plain.update.rows
