@@ -45,11 +45,14 @@ def plan(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit the constants of --gpu to the metrics of run folders.")
     ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write who is busy when in one step, an .svg file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what CONFIG will need and how long it will take. Starts nothing.
 
-    Exits with status 2 if it does not fit in memory.
+    Exits with status 2 if it does not fit in memory, or on the disk of this machine.
     """
     with explained():
         from or1_megatron.commands import plan as work
@@ -65,4 +68,4 @@ def plan(
         elif what_if:
             work.compare(asked, what_if, as_json)
         else:
-            work.show(asked, fix, as_json)
+            work.show(asked, fix, picture, as_json)

@@ -20,7 +20,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.errors import USER_ERROR
 from or1_megatron.plan.lengths import Lengths, read_lengths
 from or1_megatron.plan.nearest import Change, nearest_fit
-from or1_megatron.plan.picture import picture
+from or1_megatron.plan.picture import picture, svg
 from or1_megatron.plan.run_time import RunTime, run_time
 from or1_megatron.plan.step_time import Machine
 from or1_megatron.plan.tables import as_dict, time_tables
@@ -31,7 +31,7 @@ from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.sizing.storage import disk_bytes, disk_free, node_memory
+from or1_megatron.sizing.storage import disk_short, node_memory
 
 
 @dataclass(frozen=True)
@@ -142,19 +142,24 @@ def _lacks(given: Asked, planned: Plan, there: int) -> list[str]:
                 f"a node needs about {gib(node.each)} of host memory, and has {gib(has)}; "
                 "checkpoint.asynchronous=false saves the copies"
             )
-    on_disk = sum(disk_bytes(config, shape).values())
-    if given.device == "cpu" and on_disk > (free := disk_free(config.run.folder)):
-        found.append(
-            f"the run writes up to {gib(on_disk)}, and {config.run.folder} has {gib(free)} free; lower "
-            "checkpoint.keep_last or track.rollouts_keep_bytes"
-        )
+    if _runs_here(given) and (short := disk_short(config, shape)):
+        found.append(short)
     return found
 
 
-def show(given: Asked, fix: Path | None, as_json: bool) -> None:
-    """Print one plan; exit with USER_ERROR if it does not fit."""
+def _runs_here(given: Asked) -> bool:
+    """Return whether the plan is for this machine, as far as its GPU tells: then its disk is the run's."""
+    if given.device == "cpu":
+        return True
+    return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == given.hardware
+
+
+def show(given: Asked, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
+    """Print one plan, and draw a step of it to ``drawn``; exit with USER_ERROR if it does not fit."""
     found = outcome(given)
-    change = found.nearest_fit()
+    change, typical = found.nearest_fit(), found.time.longest.typical
+    if drawn is not None:
+        write_atomically(drawn, svg(typical, given.path.stem).encode(), "the picture of a step")
     if as_json:
         nearest = None if change is None else dict(change)
         print(
@@ -163,8 +168,9 @@ def show(given: Asked, fix: Path | None, as_json: bool) -> None:
     else:
         console = Console()
         console.print(render(found.plan))
-        console.print(time_tables(given.config, found.plan, found.time, given.hardware, given.lengths))
-        console.print(picture(found.time.stages[0].typical))
+        here = _runs_here(given)
+        console.print(time_tables(given.config, found.plan, found.time, given.hardware, given.lengths, here))
+        console.print(picture(typical))
     if found.lacks:
         _refuse(given, found.lacks, change, fix, as_json)
 

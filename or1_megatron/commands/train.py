@@ -85,13 +85,19 @@ def _naming_what_makes_data(config: Path) -> Iterator[None]:
 
 
 def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
+    import torch
+
     from or1_megatron.config.recipes import find
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.plan_tables import render
+    from or1_megatron.sizing.storage import disk_short
     from or1_megatron.trainer.preflight import lacking
 
     folder = find("shape", shape) if shape else shape_folder(config)
-    Console().print(render(plan_run(config, _device(device, config), folder)))
+    planned = plan_run(config, _device(device, config), folder)
+    Console().print(render(planned))
+    if (planned.device == "cpu" or torch.cuda.is_available()) and (short := disk_short(config, planned.shape)):
+        print(f"or1: does not fit: {short}", file=sys.stderr)
     for line in () if shape else lacking(config):
         print(f"or1: not there yet: {line}", file=sys.stderr)
 

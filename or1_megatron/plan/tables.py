@@ -15,13 +15,18 @@ from or1_megatron.plan.calibrate import Calibration
 from or1_megatron.plan.lengths import Lengths
 from or1_megatron.plan.run_time import RunTime
 from or1_megatron.plan.search import Candidate
-from or1_megatron.sizing.memory import PHASES, ProcessMemory, gib, phase_bytes
+from or1_megatron.sizing.memory import PHASES, ProcessMemory, phase_bytes
 from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.sizing.storage import disk_bytes, node_memory
+from or1_megatron.sizing.storage import disk_bytes, disk_line, node_memory
 
 
-def time_tables(config: Config, plan: Plan, time: RunTime, hardware: Hardware, lengths: Lengths) -> RenderableType:
-    """Return seconds per verb and stage, what binds, the run's hours, memory by phase, disk, and what it rests on."""
+def time_tables(
+    config: Config, plan: Plan, time: RunTime, hardware: Hardware, lengths: Lengths, here: bool
+) -> RenderableType:
+    """Return seconds per verb and stage, what binds, the run's hours, memory by phase, disk, and what it rests on.
+
+    ``here``: the plan is for this machine.
+    """
     stages = Table(title="Time of a step, s", title_justify="left", box=None, padding=(0, 2))
     for heading in ("", *(stage.name for stage in time.stages)):
         stages.add_column(heading, justify="right" if heading else "left")
@@ -41,10 +46,7 @@ def time_tables(config: Config, plan: Plan, time: RunTime, hardware: Hardware, l
         ("hardware", f"{hardware.title}; {hardware.fit_for(plan.shape.parameters).update_share.source}"),
         ("lengths", lengths.source),
     ]
-    on_disk = disk_bytes(config, plan.shape)
-    rows.append(
-        ("disk", f"{gib(sum(on_disk.values()))}: " + ", ".join(f"{k} {gib(v)}" for k, v in on_disk.items() if v))
-    )
+    rows.append(("disk", disk_line(config, plan.shape, here)))
     if plan.device == "cuda":
         rows.append(("host of a node", str(node_memory(config, plan.shape, int(hardware.node_devices.value)))))
     return Group(Padding(stages, (0, 0, 1, 0)), _phases(config, plan), _pairs("Run", rows))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.sizing.memory import ProcessMemory, stage_weights
+from or1_megatron.sizing.memory import ProcessMemory, gib, stage_weights
 from or1_megatron.weights.shape import BYTES, Shape
 
 _PROCESS_BYTES: Final = 4 << 30
@@ -42,6 +42,31 @@ def disk_free(folder: Path) -> int:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder if folder.exists() else Path(".")).free
+
+
+def disk_room(folder: Path) -> int:
+    """Return the bytes that a run may have in ``folder``: those that are free, and those that it holds."""
+    held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+    return disk_free(folder) + held
+
+
+def disk_short(config: Config, shape: Shape) -> str:
+    """Return in words what the run folder's disk lacks; empty if the run fits."""
+    needed, room = sum(disk_bytes(config, shape).values()), disk_room(config.run.folder)
+    if needed <= room:
+        return ""
+    return (
+        f"the run writes up to {gib(needed)}, and {config.run.folder} has room for {gib(room)}; lower "
+        "checkpoint.keep_last or track.rollouts_keep_bytes"
+    )
+
+
+def disk_line(config: Config, shape: Shape, here: bool) -> str:
+    """Return what the run writes, by kind; ``here``: and what its folder has room for on this machine."""
+    sizes = disk_bytes(config, shape)
+    kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size)
+    room = f"; {config.run.folder} has room for {gib(disk_room(config.run.folder))}" if here else ""
+    return f"up to {gib(sum(sizes.values()))}: {kinds}{room}"
 
 
 def node_memory(config: Config, shape: Shape, node_devices: int) -> ProcessMemory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -59,8 +60,11 @@ def test_json() -> None:
     assert found["binds"].split(",")[0] in found["step_s"]
 
 
-def test_tables_and_two_plans_beside_each_other() -> None:
-    stdout, _ = run("or1_7b", "--gpu", "h800", *SMALL_OPTIONS)
+def test_tables_and_two_plans_beside_each_other(tmp_path: Path) -> None:
+    drawn = tmp_path / "step.svg"
+    stdout, _ = run("or1_7b", "--gpu", "h800", "--picture", str(drawn), *SMALL_OPTIONS)
+    labels = [found.text or "" for found in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert "engine 1 of 32" in labels and "engine 32 of 32" in labels and {"update", "other"} <= set(labels)
     for part in ("Time of a step, s", "Memory of a GPU by phase", "GPU-hours", "One step of", "binds", "disk"):
         assert part in stdout
     what_if = ["--what-if", "parallel.recompute=selective", "--what-if", "rollout.max_concurrent=64"]

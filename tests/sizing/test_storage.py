@@ -11,7 +11,8 @@ import pytest
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
-from or1_megatron.sizing.storage import checkpoint_bytes, disk_bytes, disk_free, node_memory
+from or1_megatron.sizing import storage
+from or1_megatron.sizing.storage import checkpoint_bytes, disk_bytes, disk_free, disk_line, disk_short, node_memory
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -51,3 +52,17 @@ def test_the_host_of_a_node() -> None:
 
 def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert disk_free(tmp_path / "a" / "b") == pytest.approx(disk_free(tmp_path), rel=0.05)
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder holds 40 of the bytes that the run writes; it fits with as many free as are left, and no fewer.
+    Both sizes are told."""
+    config = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"dir": tmp_path})})
+    (config.run.folder / "old").write_bytes(bytes(40))
+    needed = sum(disk_bytes(config, LARGE).values())
+    for free, fits in ((needed - 40, True), (needed - 41, False)):
+        monkeypatch.setattr(storage, "disk_free", lambda folder, free=free: free)
+        assert (disk_short(config, LARGE) == "") == fits
+    assert str(config.run.folder) in disk_short(config, LARGE) and "checkpoint.keep_last" in disk_short(config, LARGE)
+    assert "has room for" in disk_line(config, LARGE, here=True)
+    assert "has room for" not in disk_line(config, LARGE, here=False)
