@@ -4,7 +4,8 @@
 
 A policy of one number, simulated engines, the scheduler and the supply of a run. Prints the level (log of a length)
 after a stage of 64 steps of plain sampling and of ``rollout.tail: defer``, mean over 4 seeds: where every step's sum of
-gradients is divided by the same number, and where it is divided by the step's own number of kept responses.
+gradients is divided by the same number, by the step's own number of kept responses (``loss.divisor: own``), and by the
+mean of that over the last steps (``running``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from or1_megatron.config.schema import AdvantageConfig, StageConfig
 from or1_megatron.data.stream import MixtureStream, PromptSource
 from or1_megatron.rl.advantage import assign_advantages, reject
+from or1_megatron.rl.divisor import RunningDivisor
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.tail import Tail
 from or1_megatron.rollout.simulated_engine import EngineClock
@@ -26,6 +29,9 @@ from or1_megatron.types import Group, Message, Problem, Prompt, Request
 
 STEPS, PROBLEMS, T = 64, 64, 400
 SHORT = 100
+Divisor = Literal["same", "own", "running"]
+RATES: dict[Divisor, float] = {"same": 0.04, "own": 0.01, "running": 0.01}
+"""Learning rates, such that about as much is learnt."""
 STAGE = StageConfig(
     name="lengths", steps=STEPS, max_response_tokens=T, prompts_per_step=16, prompts_per_update=16, group_size=4
 )
@@ -37,6 +43,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self.level = 4.0
+        self.divisor = RunningDivisor()
 
     def drawn(self, seed: int) -> float:
         """In deviations."""
@@ -46,10 +53,10 @@ class Lengths:
         hard = random.Random(int(request.prompt.token_ids[0])).gauss()
         return int(min(max(math.exp(self.level + 0.7 * hard + 0.7 * self.drawn(request.seed)), 1), T))
 
-    def learn(self, groups: Sequence[Group], rate: float, own_count: bool) -> None:
+    def learn(self, groups: Sequence[Group], rate: float, divided_by: Divisor) -> None:
         """GRPO: the gradient of a length's log-probability with respect to ``level`` is its drawn part / 0.7.
 
-        ``own_count``: a step's sum is divided by the number of its kept responses; else by all of them.
+        A step's sum is divided by all its responses ("same"), as many in every step, or by those that are kept.
         """
         kept, _ = reject(assign_advantages(groups, AdvantageConfig()), AdvantageConfig())
         terms = [
@@ -57,8 +64,9 @@ class Lengths:
             for each in kept
             for advantage, completion in zip(each.advantages, each.group.completions, strict=True)
         ]
-        count = len(terms) if own_count else sum(len(group.completions) for group in groups)
-        self.level += rate * math.fsum(terms) / max(count, 1)
+        count = max(sum(len(group.completions) for group in groups) if divided_by == "same" else len(terms), 1)
+        (share,) = self.divisor.shares([count]) if divided_by == "running" else (1.0,)
+        self.level += rate * share * math.fsum(terms) / count
 
 
 def prompt(index: int) -> Prompt:
@@ -67,7 +75,7 @@ def prompt(index: int) -> Prompt:
 
 
 def run_stage(
-    share: float | None, seed: int, rate: float = 0.0, own_count: bool = False, new_seeds: bool = False
+    share: float | None, seed: int, rate: float = 0.0, divided_by: Divisor = "own", new_seeds: bool = False
 ) -> tuple[list[list[Group]], float]:
     """Return the groups of each step of a stage, and the level after it.
 
@@ -90,22 +98,22 @@ def run_stage(
             supply._places = None
         supply.ask(prompts, STAGE, step)
         groups, _ = supply.collect()
-        policy.learn(groups, rate, own_count)
+        policy.learn(groups, rate, divided_by)
         rollouts.hand_off(step + 1, 1.0)
         found.append(groups)
     return found, policy.level
 
 
-def mean_level(share: float | None, rate: float, own_count: bool, seeds: int) -> float:
-    return float(np.mean([run_stage(share, seed, rate, own_count)[1] for seed in range(seeds)]))
+def mean_level(share: float | None, rate: float, divided_by: Divisor, seeds: int) -> float:
+    return float(np.mean([run_stage(share, seed, rate, divided_by)[1] for seed in range(seeds)]))
 
 
 def main() -> None:
     print("| divided by | learnt by plain sampling, nats | share 0.25 | share 0.5 |\n|---|---|---|---|")
-    for own_count, rate in ((False, 0.04), (True, 0.01)):
-        plain, *others = (4 - mean_level(share, rate, own_count, 4) for share in (None, 0.25, 0.5))
+    for divided_by, rate in RATES.items():
+        plain, *others = (4 - mean_level(share, rate, divided_by, 4) for share in (None, 0.25, 0.5))
         cells = " | ".join(f"{learnt:.3f} ({learnt / plain - 1:+.1%})" for learnt in others)
-        print(f"| {'its own kept responses' if own_count else 'the same number'} | {plain:.3f} | {cells} |")
+        print(f"| {divided_by} | {plain:.3f} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,11 @@ class LossConfig(Section):
     Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
     and 9)."""
 
+    divisor: Literal["own", "running"] = "own"
+    """With token_mean, what a mini-batch's sum is divided by. own: its own tokens T_k; running: the mean T_k of the
+    last 16 rollout steps, so that a token counts the same in a step of long responses as in one of short ones. For
+    rollout.tail=defer, where such steps alternate (docs/stages.md). Recipe: own."""
+
     @model_validator(mode="after")
     def _steered_within_bounds(self) -> Self:
         control = self.clip_high_control
