@@ -92,7 +92,7 @@ def _with_memory(config: Config, hardware: Hardware, device: Device) -> Config:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """A plan with its time, and why it does not fit."""
 
     plan: Plan
@@ -110,12 +110,12 @@ class Outcome:
         return nearest_fit(config, self.plan.shape, device, self.there)
 
 
-def outcome(given: Asked) -> Outcome:
+def outcome(given: Asked) -> PlanOutcome:
     """Plan ``given``. Raises PlanError for a configuration that cannot work at all."""
     planned, config = given.planned(), given.config
     machine = Machine.of(given.hardware, planned.shape, given.device)
     there = _there(given)
-    return Outcome(
+    return PlanOutcome(
         planned, run_time(config, machine, given.lengths, planned.held_out), tuple(_lacks(given, planned, there)), there
     )
 

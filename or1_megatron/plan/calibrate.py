@@ -31,7 +31,7 @@ class RunError(UserError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """What one run took, mean over its steps but the first."""
 
     name: str
@@ -61,7 +61,7 @@ class Calibration:
     free_parameters: int = len(CONSTANTS)
 
 
-def read_run(folder: Path) -> Measured:
+def read_run(folder: Path) -> MeasuredRun:
     """Read a run folder. Raises RunError where it has no configuration, metrics or two steps."""
     metrics = folder / "metrics.jsonl"
     for needed in (folder / "config.yaml", metrics):
@@ -76,10 +76,10 @@ def read_run(folder: Path) -> Measured:
     whole = float(np.mean([row["time/step"] for row in steps]))
     seconds = {"roll_out": means["roll_out"], "update": means["update"], OTHER: whole - sum(means.values())}
     shape = Shape.of(read_hf_config(config.model.hf))
-    return Measured(str(folder), config, shape, read_lengths(folder), {k: max(v, 1e-4) for k, v in seconds.items()})
+    return MeasuredRun(str(folder), config, shape, read_lengths(folder), {k: max(v, 1e-4) for k, v in seconds.items()})
 
 
-def predicted(run: Measured, hardware: Hardware) -> dict[str, float]:
+def predicted(run: MeasuredRun, hardware: Hardware) -> dict[str, float]:
     """Return the plan's seconds for ``run``: its lengths, its configuration, without evaluations."""
     machine = Machine.of(hardware, run.shape, "cpu" if not hardware.match else "cuda")
     index = (run.config.run.stage or 1) - 1
@@ -88,7 +88,7 @@ def predicted(run: Measured, hardware: Hardware) -> dict[str, float]:
     return {verb: found.verbs.get(verb, 0.0) for verb in _FITTED}
 
 
-def calibrate(runs: Sequence[Measured], hardware: Hardware) -> Calibration:
+def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
     """Return ``hardware`` with one fit, to ``runs``, and what is left of each figure."""
     size = float(np.exp(np.mean([np.log(run.shape.parameters) for run in runs])))
     names = ", ".join(run.name for run in runs)

@@ -32,11 +32,11 @@ _PLACES: Final = (64, 128, 256, 512)
 _TIMED: Final = 4
 """Combinations that are timed as a whole run, for each split of the GPUs."""
 _SHARES: Final = (0.25, 0.5, 0.75)
-"""Of the GPUs, for the trainer, where engines have their own."""
+"""Share of the GPUs that the trainer gets, where engines have their own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RankedLayout:
     """A layout that fits."""
 
     change: Change
@@ -46,10 +46,10 @@ class Candidate:
     engines: str
 
 
-def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None = None) -> list[Candidate]:
+def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None = None) -> list[RankedLayout]:
     """Return the best layouts on ``gpus`` devices (as many as ``config`` takes), fastest first; empty: none fits."""
     count = gpus or config.parallel.ranks
-    found: list[Candidate] = []
+    found: list[RankedLayout] = []
     for ranks, engine_gpus in _splits(config, count):
         trainers = _trainers(config, machine, lengths, ranks, engine_gpus)
         engines = _engines(config, machine, lengths, ranks, engine_gpus)
@@ -60,7 +60,7 @@ def search(config: Config, machine: Machine, lengths: Lengths, gpus: int | None 
             if made is not None:
                 timed += 1
                 time = run_time(made, machine, lengths, points=1)
-                found.append(Candidate(change, time.hours, time.binds, _trainer(made), _engine(made)))
+                found.append(RankedLayout(change, time.hours, time.binds, _trainer(made), _engine(made)))
     return sorted(found, key=lambda each: each.hours)
 
 
@@ -181,7 +181,7 @@ def _engine(config: Config) -> str:
     return f"{rollout.engines} x TP {rollout.tensor_parallel}, {rollout.max_concurrent} at once, {rollout.placement}"
 
 
-def layout_yaml(best: Candidate, title: str, config: Config) -> bytes:
+def layout_yaml(best: RankedLayout, title: str, config: Config) -> bytes:
     """Return a layout file with the change of ``best``."""
     sections: dict[str, dict[str, Any]] = {"parallel": {}, "rollout": {}}
     for key, value in best.change.items():

@@ -14,7 +14,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.plan.calibrate import Calibration
 from or1_megatron.plan.lengths import Lengths
 from or1_megatron.plan.run_time import RunTime
-from or1_megatron.plan.search import Candidate
+from or1_megatron.plan.search import RankedLayout
 from or1_megatron.sizing.memory import PHASES, ProcessMemory, phase_bytes
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.sizing.storage import disk_bytes, disk_line, node_memory
@@ -116,7 +116,7 @@ def side_by_side(sides: Mapping[str, tuple[RunTime, Sequence[str]]]) -> Table:
     return table
 
 
-def ranking(found: Sequence[Candidate]) -> Table:
+def ranking(found: Sequence[RankedLayout]) -> Table:
     """Return the layouts of a search, fastest first."""
     table = Table(title="Layouts that fit, fastest first", title_justify="left", box=None, padding=(0, 2))
     for heading in ("hours", "trainer", "engines", "binds"):

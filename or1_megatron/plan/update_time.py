@@ -29,13 +29,13 @@ class StageWork:
     """Operations of one pipeline stage, forward pass alone."""
 
     layer_token: float
-    """Of the layers, per token."""
+    """The layers', per token."""
     mlp_token: float
-    """Of these, the MLPs'."""
+    """The MLPs' part of these."""
     pair: float
-    """Of attention: a sequence of L tokens takes L * L times this."""
+    """Attention's: a sequence of L tokens takes L * L times this."""
     head_token: float
-    """Of the output layer, per token; 0 but on the last stage."""
+    """The output layer's, per token; 0 but on the last stage."""
     layers: int
 
 

@@ -17,7 +17,7 @@ from or1_megatron.commands.app import app
 from or1_megatron.config.hardware import hardware_of, hardware_yaml, known, read_hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
-from or1_megatron.plan.calibrate import CONSTANTS, Measured, calibrate, predicted
+from or1_megatron.plan.calibrate import CONSTANTS, MeasuredRun, calibrate, predicted
 from or1_megatron.plan.fit import fit
 from or1_megatron.plan.lengths import MeasuredLengths, Moment, RecipeLengths, read_lengths
 from or1_megatron.plan.nearest import changed, fits, nearest_fit
@@ -215,8 +215,8 @@ def test_calibration_recovers_a_machine() -> None:
     lengths = MeasuredLengths((np.arange(5, 60),), np.array([20]), 0.5, "made up")
     for engines in (1, 2):
         config = load_config(ROOT / "examples" / "quickstart" / "quickstart.yaml", [f"rollout.engines={engines}"])
-        run_ = Measured(f"{engines} engines", config, shape, lengths, {})
-        runs.append(Measured(run_.name, config, shape, lengths, predicted(run_, machine)))
+        run_ = MeasuredRun(f"{engines} engines", config, shape, lengths, {})
+        runs.append(MeasuredRun(run_.name, config, shape, lengths, predicted(run_, machine)))
     found = calibrate(runs, true)
     assert found.free_parameters == 4 and len(found.rows) == 6
     assert max(abs(row.error) for row in found.rows) < 0.01
