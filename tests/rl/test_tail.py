@@ -1,6 +1,6 @@
 """Tail batching: what a step asks and defers, on counts alone, in the riddle world, and on simulated engines.
 
-Not proven here: that real engines are faster with it (benchmarks/tail.py has the forecast).
+Not proven here: that real engines are faster with it (benchmarks/plan_scaling.py has the forecast).
 """
 
 from __future__ import annotations
