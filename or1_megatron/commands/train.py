@@ -105,7 +105,7 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
 def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, check_only: bool) -> None:
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.plan_tables import render
-    from or1_megatron.trainer.preflight import check_inputs, check_room
+    from or1_megatron.trainer.preflight import check_inputs, check_room, no_room_in_memory
 
     planned = plan_run(config, _device(device))
     if check_only:
@@ -117,6 +117,9 @@ def _start(config: Config, path: Path, overrides: Sequence[str], device: Device 
         print(f"or1: warning: {warning}", file=sys.stderr)
     check_inputs(config)
     check_room(planned)
+    if (lacking := no_room_in_memory(planned)) is not None:
+        print(f"or1: warning: {lacking}", file=sys.stderr)
+        overrides = [*overrides, "checkpoint.in_memory=false"]
     raise typer.Exit(_keep_running(config, [str(path), *(part for key in overrides for part in ("--set", key))]))
 
 
@@ -124,9 +127,11 @@ def _keep_running(config: Config, arguments: Sequence[str]) -> int:
     """Run the ranks, and again after what can be mended; return the exit code for the shell."""
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
+    from or1_megatron.runtime.memory_folder import bring_to_disk
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts
-    from or1_megatron.runtime.run_folder import RunFolder
+    from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
+    from or1_megatron.trainer.preflight import checkpoint_keeper
 
     folder = RunFolder(config.run.folder)
 
@@ -140,7 +145,14 @@ def _keep_running(config: Config, arguments: Sequence[str]) -> int:
             monitor=Monitor(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
         )
 
-    return Restarts(folder, config.run.max_restarts).run(attempt)
+    def leave_memory() -> None:
+        try:
+            with folder.lock():
+                bring_to_disk(checkpoint_keeper(config, folder))
+        except RunFolderBusy:
+            pass  # another trainer goes on with the run
+
+    return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
 
 
 def _device(named: Device | None, planned: Config | None = None) -> Device:

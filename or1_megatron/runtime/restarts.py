@@ -18,6 +18,7 @@ from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.launch import Ended
+from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
 
 PAUSES_S: Final = (1.0, 5.0, 25.0)
@@ -57,20 +58,25 @@ class Restarts:
         self._faults = FaultRecord(folder.root)
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
-    def run(self, launch: Callable[[], Ended]) -> int:
-        """Launch, again and again; return the exit code for the shell."""
+    def run(self, launch: Callable[[], Ended], at_the_end: Callable[[], None] = lambda: None) -> int:
+        """Launch, again and again; return the exit code for the shell.
+
+        ``at_the_end``: called before the last words, when nothing is launched any more.
+        """
         furthest, in_a_row = self._last_step(), 0
         before: _Failure | None = None
         while True:
             started_s = time.time()
             ended = launch()
             if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
+                at_the_end()
                 return ended.code
             step = self._last_step()
             if step > furthest:
                 furthest, in_a_row = step, 0
             failure = _Failure(ended.rank_code == _RAISED, step, self._why(ended, started_s))
             if failure.repeats(before) or in_a_row >= self._max:
+                at_the_end()
                 self._say(self._last_words(failure, failure.repeats(before), in_a_row))
                 return ended.code
             before = failure
@@ -105,8 +111,10 @@ class Restarts:
         )
 
     def _saved(self) -> str:
-        steps = checkpoint_steps(self._folder.checkpoints)
-        return f"the checkpoint of step {steps[-1]} in {self._folder.checkpoints}" if steps else "nothing"
+        places = (self._folder.checkpoints, memory_folder(self._folder.checkpoints))
+        found = [(checkpoint_steps(place)[-1:], place) for place in places if place is not None]
+        steps, place = max(found)
+        return f"the checkpoint of step {steps[0]} in {place}" if steps else "nothing"
 
     def _last_step(self) -> int:
         """Return the last step with a row of metrics; -1 if there is none."""

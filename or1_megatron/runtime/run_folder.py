@@ -5,8 +5,8 @@
     faults.jsonl       what died or stalled and was mended (runtime.faults)
     rollouts/          step_000012.parquet
     tail.jsonl         which prompts each step asked and which it took, with rollout.tail: defer
-    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; damaged ones are renamed to
-                       step_000008.damaged
+    checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; in_memory (memory_folder);
+                       damaged ones are renamed to step_000008.damaged
     dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
     hf/                the exported model
     summary.json       the outcome of the run
@@ -36,7 +36,7 @@ from typing import Any, Final, Self
 from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows
-from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, check_manifest, sync
+from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
 
 logger = logging.getLogger(__name__)
 
@@ -219,8 +219,17 @@ class CheckpointKeeper:
     """Finds the checkpoints of a run. Deletes all but the newest ``keep_last``, the best by evaluation (if
     ``keep_best``), and those of every ``keep_every_steps``-th step (0: no such rule)."""
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        keep_best: bool,
+        keep_every_steps: int = 0,
+        memory: CheckpointKeeper | None = None,
+    ) -> None:
+        """``memory``: the run's checkpoints in shared memory. They count as the run's where they are the newest."""
         self.folder = folder
+        self.memory = memory
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.keep_every_steps = keep_every_steps
@@ -236,7 +245,8 @@ class CheckpointKeeper:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint without comparing its files; None if there is none."""
-        return next(reversed(self.complete()), None)
+        found = self.complete()[-1:] + (self.memory.complete()[-1:] if self.memory is not None else [])
+        return max(found, key=lambda path: step_of(path) or 0, default=None)
 
     def newest_intact(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were saved; None if nothing was ever saved.
@@ -248,6 +258,8 @@ class CheckpointKeeper:
             CheckpointDamaged: there are checkpoints, but none is intact. All are left as they are.
             CheckpointUnreadable: the newest one that is not damaged cannot be read now, or has another format.
         """
+        if (found := self._intact_in_memory()) is not None:
+            return found
         damaged: list[tuple[Path, CheckpointDamaged]] = []
         for folder in reversed(self._saved()):
             try:
@@ -268,6 +280,22 @@ class CheckpointKeeper:
                 f"they are there: {listed}. Put back what is missing, or remove the folder to start from scratch"
             )
         return None
+
+    def _intact_in_memory(self) -> Path | None:
+        """Return the newest intact checkpoint in memory if it is newer than all on disk; delete the others there."""
+        on_disk = max((step_of(path) or 0 for path in self.complete()), default=-1)
+        newest: Path | None = None
+        for folder in reversed(self.memory._saved() if self.memory is not None else []):
+            if newest is None and (step_of(folder) or 0) > on_disk:
+                try:
+                    if folder != self._intact:
+                        check_manifest(folder)
+                    newest = self._intact = folder
+                    continue
+                except (CheckpointDamaged, CheckpointUnreadable) as why:
+                    logger.warning("%s. It was in memory, and is deleted", why)
+            shutil.rmtree(folder)
+        return newest
 
     def best(self) -> Path | None:
         """Return the checkpoint that ``best`` points to; None if it is not complete."""
@@ -295,6 +323,8 @@ class CheckpointKeeper:
 
         Only the process that holds the run's lock may call this, and not while it saves.
         """
+        if self.memory is not None:
+            self.memory.clean()
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             if path.name.endswith(_REPLACED_SUFFIX):
                 successor = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))

@@ -190,7 +190,7 @@ METRICS: tuple[Metric, ...] = (
         Metric(f"faults/{name}", "", f"{text}, since the run began; only after a first fault")
         for name, text in FAULTS.items()
     ),
-    Metric("checkpoint/write_s", "s", "writing a checkpoint during training; in the row after it was complete"),
+    Metric("checkpoint/write_s", "s", "writing a checkpoint to disk during training; in the row after it was complete"),
     *(Metric(f"time/{verb}", "s", text) for verb, text in VERBS.items()),
     Metric(
         "time/step", "s", "wall time since the previous row; the verbs' times add up to it (save: of the step before)"

@@ -16,6 +16,7 @@ from or1_megatron.kernels.estimate import Gpu, estimate
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.memory import gib, needed
 from or1_megatron.sizing.run_plan import Evaluation, Plan
+from or1_megatron.sizing.storage import in_memory_bytes
 
 Row = tuple[str, str]
 
@@ -200,3 +201,5 @@ def _memory_rows(found: Plan) -> Iterator[Row]:
         yield each.process, str(each)
     if found.device == "cpu":
         yield "at one time", gib(needed(found.config, found.memory, found.device))
+    if in_memory := in_memory_bytes(found.config, found.shape):
+        yield "checkpoints in memory", f"{gib(in_memory)} of the host's, where it has so much more"

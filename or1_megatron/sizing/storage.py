@@ -20,6 +20,12 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
     return shape.parameters * (12 if config.model.dtype == "float32" else 14)
 
 
+def in_memory_bytes(config: Config, shape: Shape) -> int:
+    """Return the shared memory that the two generations of checkpoints in memory take; 0 where the run makes none."""
+    makes_them = config.checkpoint.in_memory and config.checkpoint.every_steps > 1 and config.cluster.nodes == 1
+    return 2 * checkpoint_bytes(config, shape) if makes_them else 0
+
+
 def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
     """Return the most that a run has on disk at a time, by kind.
 

@@ -18,10 +18,12 @@ from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
+from or1_megatron.runtime.memory_folder import SHARED_MEMORY, memory_keeper
 from or1_megatron.runtime.run_folder import LOOP_STATE, CheckpointKeeper, RunFolder, step_of
-from or1_megatron.sizing.memory import check_memory
+from or1_megatron.sizing.memory import check_memory, gib, needed
 from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
+from or1_megatron.sizing.storage import disk_free, in_memory_bytes, node_memory
 from or1_megatron.trainer.prompts import abilities_of, load_prompts, read_problems
 from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.weights.families import ModelError, read_hf_config
@@ -83,6 +85,24 @@ def check_room(planned: Plan) -> None:
             return
         there = min(sizes)
     check_memory(planned.config, planned.shape, planned.device, there)
+
+
+def no_room_in_memory(planned: Plan) -> str | None:
+    """Return why this machine has no room for checkpoints in memory; None: it has, or the run makes none."""
+    config = planned.config
+    if not (wanted := in_memory_bytes(config, planned.shape)):
+        return None
+    rest = needed(config, planned.memory, "cpu")
+    if planned.device == "cuda":
+        rest = node_memory(config, planned.shape, torch.cuda.device_count()).each
+    here, free = disk_free(SHARED_MEMORY), host_memory().free
+    if wanted <= here and (wanted + rest <= free or not config.cluster.check_memory):
+        return None
+    return (
+        f"no checkpoints in memory, which would take {gib(wanted)}: {SHARED_MEMORY} has {gib(here)} free, and of this "
+        f"machine's {gib(free)} of free memory the run itself needs about {gib(rest)}. After the loss of a rank the "
+        "run goes back to its newest checkpoint on disk"
+    )
 
 
 def check_gpus_here(config: Config, gpus: int) -> None:
@@ -186,4 +206,5 @@ def check_resumable(config: Config, folder: RunFolder) -> None:
 
 def checkpoint_keeper(config: Config, folder: RunFolder) -> CheckpointKeeper:
     keep = config.checkpoint
-    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps)
+    memory = memory_keeper(folder.checkpoints)
+    return CheckpointKeeper(folder.checkpoints, keep.keep_last, keep.keep_best, keep.keep_every_steps, memory)

@@ -51,6 +51,7 @@ from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.launch import is_launched, threads_of_rank
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
+from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
@@ -62,8 +63,15 @@ from or1_megatron.schemas.fields import check_summary
 from or1_megatron.sizing.dry_run import plan_run
 from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
+from or1_megatron.sizing.storage import in_memory_bytes
 from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.preflight import begin_of, check_resumable, check_room, checkpoint_keeper
+from or1_megatron.trainer.preflight import (
+    begin_of,
+    check_resumable,
+    check_room,
+    checkpoint_keeper,
+    no_room_in_memory,
+)
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
 from or1_megatron.weights.families import read_hf_config
@@ -111,8 +119,7 @@ def dump_store(config: Config, folder: RunFolder) -> DumpStore:
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     """Build this rank's mesh and its share of the policy; end the process group afterwards."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks))  # torchrun sets it
-    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_here))
+    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_here(config)))
     start_process_group(config.cluster.verb_timeout_s)
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
@@ -120,6 +127,11 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
     finally:
         stop_process_group()
+
+
+def ranks_here(config: Config) -> int:
+    """Return how many of the ranks are on this node; torchrun knows."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks))
 
 
 def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
@@ -198,6 +210,13 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     check_resumable(config, folder)
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
     begin = begin_of(config, folder, whole=True)
+    if in_memory_bytes(config, planned.shape) and ranks_here(config) == config.parallel.ranks:
+        lacking = None if is_launched() else no_room_in_memory(planned)  # `or1 train` has looked
+        if lacking is None:
+            make_memory_folder(folder.checkpoints)
+            keeper.memory = memory_keeper(folder.checkpoints)
+        else:
+            log.warning(lacking)
     folder.write_config(resolved_yaml(config))
     return keeper, begin
 
@@ -325,6 +344,7 @@ def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -
     summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
     check_summary(summary)
     folder.write_summary(summary)
+    remove_memory_folder(folder.checkpoints)  # all is on disk
     shown.finished(summary)
     return 0 if result.finished else STOPPED
 

@@ -40,6 +40,7 @@ from or1_megatron.parallel.sharded_state import local_shards
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.runtime.memory_folder import memory_keeper
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
@@ -111,9 +112,11 @@ class Run:
         rollouts: Path,
         seed: int,
         stages: Sequence[StageConfig] = STAGES,
+        every_steps: int = 1,
         **changes: Any,
     ) -> None:
-        """``changes``: to the LoopConfig."""
+        """``every_steps``: of checkpoints on disk; others are in memory, if the folder leads there. ``changes``: to the
+        LoopConfig."""
         parallel_state.destroy_model_parallel()
         parallel = ParallelConfig(**layout)
         self.mesh: Mesh = build_mesh(parallel, seed=seed)
@@ -130,7 +133,7 @@ class Run:
                 stages=tuple(stages),
                 algorithm=AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01)),
                 evaluation=EvaluationConfig(),
-                checkpoint=CheckpointConfig(every_steps=1, keep_last=10),
+                checkpoint=CheckpointConfig(every_steps=every_steps, keep_last=10),
                 layout=BatchLayout(self.mesh.data, budget_tokens=64, alignment=4),
                 max_error_fraction=0.05,
                 export_folder=folder / "hf",
@@ -143,7 +146,9 @@ class Run:
                 evaluator=None,
                 observer=self.diary,
                 tracker=self.diary,
-                keeper=CheckpointKeeper(folder / "checkpoints", keep_last=10, keep_best=True),
+                keeper=CheckpointKeeper(
+                    folder / "checkpoints", keep_last=10, keep_best=True, memory=memory_keeper(folder / "checkpoints")
+                ),
                 timer=StepTimer(),
                 stop=lambda: False,
             ),

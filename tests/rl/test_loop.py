@@ -26,6 +26,7 @@ from or1_megatron.config.schema import (
     SafetyConfig,
     StageConfig,
 )
+from or1_megatron.errors import AgreedError
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
@@ -56,6 +57,7 @@ class World:
     folder: Path
     stages: Sequence[StageConfig] = TWO_STAGES
     every_steps: int = 1000
+    in_memory: bool = False
     evaluate_every: int = 2
     evaluated: bool = True
     stopped: bool = False
@@ -108,7 +110,12 @@ class World:
                 evaluator=held_out if self.evaluated else None,
                 observer=self.diary,
                 tracker=self.diary,
-                keeper=CheckpointKeeper(self.folder / "checkpoints", keep_last=2, keep_best=True),
+                keeper=CheckpointKeeper(
+                    self.folder / "checkpoints",
+                    keep_last=2,
+                    keep_best=True,
+                    memory=CheckpointKeeper(self.folder / "memory", 1, False) if self.in_memory else None,
+                ),
                 timer=StepTimer(self.clock),
                 stop=lambda: self.stopped,
                 tail_record=TailRecord(self.folder / "tail.jsonl"),
@@ -294,6 +301,63 @@ def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int)
     assert second.diary.resumed_at == [result.steps]
     compare(second, whole)
     assert second.loop.result().before == whole.loop.result().before is not None
+
+
+class Killed(BaseException):
+    """The end of the process, in the place of SIGKILL."""
+
+
+@pytest.mark.parametrize("killed_in", range(2, 7))
+def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -> None:
+    """With a checkpoint on disk after each fourth step, and in memory after the others. The best evaluation is on disk,
+    too. Not proven here: that a checkpoint is whole (tests/parallel/test_memory_checkpoints.py)."""
+    whole = World(tmp_path / "whole")
+    whole.loop.run()
+    first = World(tmp_path / "run", every_steps=4, in_memory=True)
+    assign, steps = first.loop.assign_advantages, iter(range(1, 7))
+
+    def killed(*arguments: Any) -> Any:
+        if next(steps) == killed_in:
+            raise Killed
+        return assign(*arguments)
+
+    first.loop.assign_advantages = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.loop.run()
+    second = World(tmp_path / "run", every_steps=4, in_memory=True, diary=first.diary)
+    assert second.loop.run().finished
+    assert second.diary.resumed_at == [killed_in - 1]
+    compare(second, whole)
+    assert second.loop.saving.saved_at == 6 and (tmp_path / "run/checkpoints/step_000006/manifest.json").is_file()
+
+
+def test_a_stop_brings_to_disk_what_was_in_memory(tmp_path: Path) -> None:
+    """The resumed run is asked to stop before it has made a step: nobody looks into the memory after that."""
+    first = World(tmp_path, in_memory=True)
+    first.rollouts.stop_at, first.rollouts.on_stop = 6, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.loop.run()
+    second = World(tmp_path, in_memory=True, diary=first.diary)
+    second.stop()
+    steps = second.loop.run().steps
+    assert second.diary.resumed_at == [steps] and steps > 0
+    assert World(tmp_path).loop.ports.keeper.newest() == tmp_path / "checkpoints" / f"step_{steps:06d}"
+
+
+def test_a_run_goes_on_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory is full: no step is lost for that, and the run's own checkpoints are made."""
+    world = World(tmp_path, every_steps=2, in_memory=True)
+    save, asked = world.policy.save, []
+
+    def full(folder: Path, state: Mapping[str, Any]) -> None:
+        asked.append(folder.parent.name)
+        if folder.parent.name == "memory":
+            raise AgreedError("the disk is full")
+        save(folder, state)
+
+    monkeypatch.setattr(world.policy, "save", full)
+    assert world.loop.run().finished
+    assert asked.count("memory") == 1 and asked.count("checkpoints") >= 3
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -31,7 +31,7 @@ from or1_megatron.sizing.memory import (
     stage_weights,
 )
 from or1_megatron.sizing.plan_tables import render
-from or1_megatron.sizing.run_plan import plan
+from or1_megatron.sizing.run_plan import Plan, plan
 from or1_megatron.trainer import preflight
 from or1_megatron.weights.shape import Shape
 
@@ -143,14 +143,18 @@ def test_the_quickstart_is_not_refused_on_8_gib(monkeypatch: pytest.MonkeyPatch)
     assert "rollout.engines=1 saves" in refusal(monkeypatch, quickstart(), model, 3)
 
 
-def test_the_dry_run_shows_the_same_numbers() -> None:
+def shown(planned: Plan) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(render(plan(quickstart(), HALF_B)))
-    shown = console.export_text()
+    console.print(render(planned))
+    return console.export_text()
+
+
+def test_the_dry_run_shows_the_same_numbers() -> None:
+    text = shown(plan(quickstart(), HALF_B))
     processes = process_memory(quickstart(), Shape.of(HALF_B), "cpu")
     for process in processes:
-        assert re.search(rf"{process.process} +{re.escape(str(process))}", shown), process
-    assert re.search(rf"at one time +{needed(quickstart(), processes, 'cpu') / GIB:.2f} GiB", shown)
+        assert re.search(rf"{process.process} +{re.escape(str(process))}", text), process
+    assert re.search(rf"at one time +{needed(quickstart(), processes, 'cpu') / GIB:.2f} GiB", text)
 
 
 def test_what_is_not_held_at_one_time() -> None:
@@ -215,3 +219,22 @@ def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, gpu_gib: tuple
         return
     with pytest.raises(NotEnoughMemory, match=r"a GPU here has 10\.00 GiB"):
         preflight.check_room(planned)
+
+
+@pytest.mark.parametrize(("shared_gib", "free_gib", "room"), [(64, 64, True), (1, 64, False), (64, 14, False)])
+def test_room_for_checkpoints_in_memory(
+    monkeypatch: pytest.MonkeyPatch, shared_gib: int, free_gib: int, room: bool
+) -> None:
+    """0.5B in fp32: 2 * 12 bytes per parameter are 11 GiB, beside what the run itself needs, which is more than 3 GiB.
+
+    In the plan they have a line of their own, and the run is not refused for them.
+    """
+    monkeypatch.setattr(preflight, "disk_free", lambda folder: shared_gib * GIB)
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(free_gib * GIB, free_gib * GIB))
+    planned = plan(quickstart(), HALF_B, device="cpu")
+    reason = preflight.no_room_in_memory(planned)
+    assert (reason is None) == room
+    if reason is not None:
+        assert "would take 11.04 GiB" in reason and f"{free_gib}.00 GiB of free memory" in reason
+    assert preflight.no_room_in_memory(plan(quickstart("checkpoint.in_memory=false"), HALF_B, device="cpu")) is None
+    assert "11.04 GiB of the host's" in shown(planned)

@@ -12,7 +12,15 @@ import pytest
 from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import named
 from or1_megatron.sizing import storage
-from or1_megatron.sizing.storage import checkpoint_bytes, disk_bytes, disk_free, disk_line, disk_short, node_memory
+from or1_megatron.sizing.storage import (
+    checkpoint_bytes,
+    disk_bytes,
+    disk_free,
+    disk_line,
+    disk_short,
+    in_memory_bytes,
+    node_memory,
+)
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -48,6 +56,16 @@ def test_the_host_of_a_node() -> None:
     assert found["offloaded state"] == pytest.approx(LARGE.parameters * (2 + 12 / 16), rel=1e-4)
     assert found["copies for checkpoints"] == pytest.approx(8 * 2 * 14 * LARGE.parameters / 128, rel=1e-4)
     assert found["processes"] == 16 * 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("keys", "generations"),
+    [([], 2), (["checkpoint.in_memory=false"], 0), (["checkpoint.every_steps=1"], 0), (["cluster.nodes=2"], 0)],
+)
+def test_checkpoints_in_memory(keys: list[str], generations: int) -> None:
+    """Two generations on one node; none where every step is on disk anyway."""
+    config = load_config(named("recipe")["or1_32b"], ["cluster.nodes=1", "checkpoint.every_steps=5", *keys])
+    assert in_memory_bytes(config, LARGE) == generations * 14 * LARGE.parameters
 
 
 def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
