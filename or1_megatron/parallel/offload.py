@@ -21,6 +21,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
+from or1_megatron.errors import PartLost
+from or1_megatron.parallel.bit_sum import bit_sum
+
 SLAB_BYTES = 256 << 20
 """Host memory is allocated in slabs of this size: torch rounds page-locked memory up to a power of two, which for one
 buffer of all parameters could be nearly twice what they need."""
@@ -28,8 +31,12 @@ buffer of all parameters could be nearly twice what they need."""
 Thing = Literal["parameters", "gradients", "optimizer"]
 
 
+class HostCopyDamaged(PartLost, RuntimeError):
+    """What came back from the host is not what went there."""
+
+
 class HostCopy:
-    """Holds the bytes of storages that are away from the device.
+    """Holds the bytes of storages that are away from the device, and compares their sums when they are back.
 
     The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them.
 
@@ -41,6 +48,7 @@ class HostCopy:
         self._slab_bytes, self._drop = slab_bytes, drop
         self._slabs: list[Tensor] = []  # uint8
         self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
+        self._sums: list[int] = []  # of their bits
         self._first: dict[int, int] = {}  # of each storage that is away, where in the slabs its bytes begin
 
     def __bool__(self) -> bool:
@@ -53,6 +61,7 @@ class HostCopy:
         torch.cuda.synchronize()  # until no stream writes to them any more
         if not self._drop:
             self._grow(sum(sizes))
+            self._sums = _bit_sums(storages)
             for on_device, on_host in self._pieces(storages):
                 on_host.copy_(on_device, non_blocking=True)
             torch.cuda.synchronize()
@@ -65,7 +74,11 @@ class HostCopy:
         return sum(sizes)
 
     def give_back(self) -> int:
-        """Make the storages anew on the device and fill them as they were; return the bytes moved."""
+        """Make the storages anew on the device and fill them as they were; return the bytes moved.
+
+        Raises:
+            HostCopyDamaged: they are not what they were.
+        """
         storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
             storage.resize_(size)
@@ -75,7 +88,13 @@ class HostCopy:
             for on_device, on_host in self._pieces(storages):
                 on_device.copy_(on_host, non_blocking=True)
             torch.cuda.synchronize()  # the slabs may be overwritten when this returns
-        self._away, self._first = [], {}
+            damaged = sum(a != b for a, b in zip(self._sums, _bit_sums(storages), strict=True))
+            if damaged:
+                raise HostCopyDamaged(
+                    f"{damaged} of {len(storages)} storages came back from the host with other bits than they had: "
+                    "look at this machine's memory (ECC errors)"
+                )
+        self._away, self._first, self._sums = [], {}, []
         return sum(storage.nbytes() for storage in storages)
 
     def read(self, tensor: Tensor) -> Tensor | None:
@@ -219,6 +238,10 @@ def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 def _bytes(storage: UntypedStorage) -> Tensor:
     """Return all of a storage as uint8 [n bytes], sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bit_sums(storages: Sequence[UntypedStorage]) -> list[int]:
+    return torch.stack([bit_sum(_bytes(storage)) for storage in storages]).tolist() if storages else []
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

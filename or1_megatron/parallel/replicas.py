@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.errors import AgreedError, PartLost
+from or1_megatron.parallel.bit_sum import bit_sum
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 
@@ -24,16 +25,12 @@ class ReplicasDiffer(AgreedError, PartLost):
 
 
 def bit_sums(policy: MegatronPolicy) -> dict[str, int]:
-    """Return the sum of each local parameter's bits, read as 32-bit integers (16-bit for bf16), by Megatron's name.
-
-    Any single flipped bit changes the sum. One pass over the parameters, on their device; one copy to the host.
-    """
+    """Return the ``bit_sum`` of each local parameter by Megatron's name. One pass over them, on their device."""
     names, sums = [], []
     for number, chunk in enumerate(policy.networks):
         for name, parameter in chunk.named_parameters():
-            words = torch.int32 if parameter.element_size() == 4 else torch.int16
             names.append(f"{number}.{name}")
-            sums.append(parameter.detach().view(words).sum(dtype=torch.int64))
+            sums.append(bit_sum(parameter.detach()))
     return dict(zip(names, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 

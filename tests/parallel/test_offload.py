@@ -93,3 +93,10 @@ def test_use_while_away_is_refused(seen: Any) -> None:
     assert rank["away"] == ["gradients", "optimizer", "parameters"]
     assert rank["refusal"] == "an update needs the parameters and optimizer, offloaded to the host: restore first"
     assert rank["refused when back"] == ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bit_that_flips_on_the_host_is_found(seen: Any, case: str) -> None:
+    for rank in seen[case]:
+        for said in rank["damaged"].values():
+            assert "1 of" in said and "storages came back from the host with other bits" in said
