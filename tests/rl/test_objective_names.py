@@ -227,6 +227,7 @@ def test_faults_are_named(fault: str, scope: str, expected: str) -> None:
     found = list(faults(Faulty(fault, scope)))
     assert any(expected in line for line in found) if expected else not found, found
     assert all(line.startswith("Faulty") for line in found)
+    assert all("finite" in line for line in found) or "nan" not in fault
 
 
 def test_the_probes_tokens_are_the_same_every_time() -> None:

@@ -104,7 +104,9 @@ def faults(objective: Objective) -> Iterator[str]:
         yield f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         return
     yield from _not_finite(name, whole)
-    if torch.isfinite(whole[0]) and (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
+    if not all(torch.isfinite(values).all() for values in (whole[0], whole[2], *whole[1].values())):
+        return  # and cannot be compared
+    if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
         yield (
             f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
             "twice as many of the same; expected a sum over tokens. The policy divides once, by the batch's tokens"
