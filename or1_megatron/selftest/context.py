@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from or1_megatron.errors import Or1Error
 from or1_megatron.selftest.figures import figure, shown
@@ -58,6 +58,13 @@ class Outcome:
         ]
 
 
+class Limit(TypedDict, total=False):
+    """What a figure should keep: one of the two, or neither."""
+
+    at_most: float | None
+    at_least: float | None
+
+
 class Context:
     """One check's surroundings. What it has found is on disk at once, so that a check that is killed leaves it."""
 
@@ -72,29 +79,13 @@ class Context:
         self.machine, self.folder, self.out, self.long = machine, folder, out, long
         self._outcome, self._path = outcome, path
 
-    def measure(
-        self,
-        name: str,
-        value: float | int | str,
-        unit: str = "",
-        *,
-        at_most: float | None = None,
-        at_least: float | None = None,
-    ) -> None:
+    def measure(self, name: str, value: float | int | str, unit: str = "", **limit: Unpack[Limit]) -> None:
         """Note a figure beside what is expected of it. A speed that is missed does not fail the check."""
-        self._note(name, figure(value, unit, at_most=at_most, at_least=at_least))
+        self._note(name, figure(value, unit, **limit))
 
-    def require(
-        self,
-        name: str,
-        value: float | int | bool,
-        unit: str = "",
-        *,
-        at_most: float | None = None,
-        at_least: float | None = None,
-    ) -> None:
+    def require(self, name: str, value: float | int | bool, unit: str = "", **limit: Unpack[Limit]) -> None:
         """Note a figure whose limit must be met, else the check fails once it has ended."""
-        self._note(name, {**figure(value, unit, at_most=at_most, at_least=at_least), "required": True})
+        self._note(name, {**figure(value, unit, **limit), "required": True})
 
     def _note(self, name: str, entry: dict[str, Any]) -> None:
         self._outcome.figures[name] = entry

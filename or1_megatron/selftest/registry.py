@@ -101,7 +101,7 @@ CHECKS: Final[tuple[Check, ...]] = (
         "log-probs",
         "the log-probs of what an engine samples are the policy's",
         "or1_megatron/rollout/engine.py",
-        ("megatron", "vllm"),
+        ("megatron", "ray", "vllm"),
         limit_s=180.0,
     ),
     Check(

@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from or1_megatron.selftest.registry import CHECKS
 from tools.gpu_lock import read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,8 @@ def test_the_wheels_are_of_tested_versions_and_complete() -> None:
 PROGRAMS = [
     "commands.app",
     "selftest.run",
-    *(f"selftest.checks.{name}" for name in ("devices", "kernels", "layouts", "offload")),
+    "parallel.check_parity",
+    *(check.place.removeprefix("or1_megatron.") for check in CHECKS if set(check.needs) <= {"cuda", "megatron"}),
 ]
 """What run.sh starts on such a machine, in or1_megatron."""
 

@@ -8,8 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +18,7 @@ from or1_megatron.config.hardware import hardware_of
 from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.selftest.timing import copy_gb_per_s, matmul_tflops, mean_seconds
 
 _SHARE: Final = {"compute": 0.65, "memory": 0.75, "host": 0.6, "link": 0.6}
 """What a healthy device reaches of its datasheet; less is worth a look at clocks, slots and topology."""
@@ -46,7 +45,8 @@ def one_device(context: Context, index: int, size: int) -> None:
     if cuda:
         torch.cuda.set_device(index)
         context.measure(f"{name}: memory", torch.cuda.get_device_properties(index).total_memory / 2**30, "GiB")
-    copied = 2 * gb_per_s(size, _copy("cuda" if cuda else "cpu", "cuda" if cuda else "cpu", size))  # read and written
+    here = "cuda" if cuda else "cpu"
+    copied = 2 * copy_gb_per_s(here, here, size)  # read and written
     expected = card.memory_bytes_per_s.value / 1e9 * _SHARE["memory"] if card else None
     context.measure(f"{name}: copy within its memory", copied, "GB/s", at_least=expected)
     expected = card.bf16_flops.value / 1e12 * _SHARE["compute"] if card else None
@@ -55,7 +55,7 @@ def one_device(context: Context, index: int, size: int) -> None:
     if cuda:
         expected = card.host_bytes_per_s.value / 1e9 * _SHARE["host"] if card else None
         for way, ends in (("to the host", ("cuda", "host")), ("from the host", ("host", "cuda"))):
-            context.measure(f"{name}: copy {way}", gb_per_s(size, _copy(*ends, size)), "GB/s", at_least=expected)
+            context.measure(f"{name}: copy {way}", copy_gb_per_s(*ends, size), "GB/s", at_least=expected)
 
 
 def pairs(context: Context, size: int) -> None:
@@ -65,7 +65,7 @@ def pairs(context: Context, size: int) -> None:
         other = (index + 1) % count
         card = hardware_of(torch.cuda.get_device_name(index))
         expected = card.link_bytes_per_s.value / 1e9 * _SHARE["link"] if card else None
-        rate = gb_per_s(size, _copy(f"cuda:{index}", f"cuda:{other}", size))
+        rate = copy_gb_per_s(f"cuda:{index}", f"cuda:{other}", size)
         context.measure(f"GPU {index} to GPU {other}", rate, "GB/s", at_least=expected)
 
 
@@ -87,46 +87,6 @@ def topology() -> None:
     subprocess.run(["nvidia-smi", "topo", "-m"], check=False)
 
 
-def matmul_tflops(size: int) -> float:
-    """Return the bf16 rate of one square matrix product: the ceiling on this device, now."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b) / 1e12
-
-
-def gb_per_s(size: int, work: Callable[[], object]) -> float:
-    return size / _seconds(work) / 1e9
-
-
-def _copy(source: str, target: str, size: int) -> Callable[[], object]:
-    """Return a copy of ``size`` bytes; "host" is page-locked."""
-
-    def memory(where: str) -> torch.Tensor:
-        if where == "host":
-            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-        return torch.zeros(size, dtype=torch.uint8, device=where)
-
-    there, here = memory(target), memory(source)
-    return lambda: there.copy_(here, non_blocking=True)
-
-
-def _seconds(work: Callable[[], object], times: int = 10) -> float:
-    for _ in range(3):
-        work()
-    _sync_all()
-    started_s = time.perf_counter()
-    for _ in range(times):
-        work()
-    _sync_all()
-    return (time.perf_counter() - started_s) / times
-
-
-def _sync_all() -> None:
-    """Wait for every GPU: a copy between two runs on a stream of either."""
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        torch.cuda.synchronize(index)
-
-
 def main() -> int:
     """One rank of the all-reduce."""
     size, found = int(sys.argv[1]), Path(sys.argv[2])
@@ -140,7 +100,7 @@ def main() -> int:
     right = bool((values == ranks * (ranks + 1) / 2).all())
     values.zero_()
     dist.barrier()
-    seconds = _seconds(lambda: dist.all_reduce(values))
+    seconds = mean_seconds(lambda: dist.all_reduce(values))
     if rank == 0:
         found.write_text(json.dumps({"right": right, "seconds": seconds}))
     dist.destroy_process_group()

@@ -28,9 +28,10 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineGroup
 from or1_megatron.rollout.pool import EnginePlace, EnginePool
 from or1_megatron.selftest.context import Context
-from or1_megatron.selftest.models import add_tokenizer, free_bytes, random_qwen2
+from or1_megatron.selftest.models import add_tokenizer, random_qwen2
 from or1_megatron.selftest.plans import ENGINE_TOKENS, handoff_config, placements_for, small_shape
 from or1_megatron.selftest.ranks import on_ranks
+from or1_megatron.selftest.timing import free_bytes
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.trainer.placement import engine_places
 from or1_megatron.trainer.run import trainer_rank

@@ -1,14 +1,14 @@
 """Offload of parameters, gradients and optimizer state: bit-exactness, bytes freed, GB/s against a plain copy.
 
-The plain copy moves as many bytes between a piece of page-locked memory and one on the device, in turn with ours.
+Plain copies of a piece of page-locked memory, in turn with ours, show what the link carries.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,39 +17,17 @@ from or1_megatron.parallel.mesh import stop_process_group
 from or1_megatron.parallel.offload import Offload, Thing
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.selftest.context import Context
-from or1_megatron.selftest.models import OBJECTIVE, batch_of, free_bytes, make_policy, one_rank, random_qwen2, sync
+from or1_megatron.selftest.models import OBJECTIVE, batch_of, make_policy, one_rank, random_qwen2
+from or1_megatron.selftest.timing import copy_gb_per_s, free_bytes, seconds_of
 
 PIECE_BYTES = 1 << 30
 
 
 def timed(move: Callable[[], int]) -> tuple[float, int]:
     """Return (seconds, bytes) of one move."""
-    sync()
-    started_s = time.perf_counter()
-    moved = move()
-    sync()
-    return time.perf_counter() - started_s, moved
-
-
-class PlainCopy:
-    """Copies between a piece of page-locked memory and one on the device, until all bytes are copied."""
-
-    def __init__(self, piece_bytes: int) -> None:
-        pinned = torch.cuda.is_available()
-        self._host = torch.zeros(piece_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._device = torch.zeros(piece_bytes, dtype=torch.uint8, device="cuda" if pinned else "cpu")
-
-    def out(self, total: int) -> int:
-        return self._copy(self._host, self._device, total)
-
-    def back(self, total: int) -> int:
-        return self._copy(self._device, self._host, total)
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor, total: int) -> int:
-        for start in range(0, total, to.numel()):
-            n = min(to.numel(), total - start)
-            to[:n].copy_(source[:n], non_blocking=True)
-        return total
+    moved: list[int] = []
+    seconds = seconds_of(lambda: moved.append(move()))
+    return seconds, moved[0]
 
 
 def trained(policy: MegatronPolicy) -> MegatronPolicy:
@@ -81,16 +59,17 @@ def first_turn(policy: MegatronPolicy, offload: Offload) -> dict[str, Any]:
     return {"seconds": seconds, "held": held, "freed": freed, "exact": exact}
 
 
-def rates(offload: Offload, plain: PlainCopy, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return, by thing and direction, GB/s of (its move, a plain copy of as many bytes) for each round."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def rates(mover: Offload, piece_bytes: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return, by thing and direction, GB/s of (its move, plain copies of a piece) for each round."""
+    device, host = ("cuda", "host") if torch.cuda.is_available() else ("cpu", "cpu")
+    ways = (("offload", mover.offload, (device, host)), ("restore", mover.restore, (host, device)))
     things: tuple[Thing, ...] = ("parameters", "optimizer")
+    found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        for thing in things:
-            for way, move, copy in (("offload", offload.offload, plain.out), ("restore", offload.restore, plain.back)):
-                seconds, moved = timed(partial(move, thing))
-                plain_seconds, _ = timed(partial(copy, moved))
-                found.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, moved / plain_seconds / 1e9))
+        for thing, (way, move, ends) in product(things, ways):
+            seconds, moved = timed(partial(move, thing))
+            plain = copy_gb_per_s(*ends, piece_bytes, times=3)
+            found.setdefault(f"{thing} {way}", []).append((moved / seconds / 1e9, plain))
     return found
 
 
@@ -104,7 +83,7 @@ def offload(context: Context) -> None:
     context.require("bit-exact", first["exact"])
     if cuda:
         context.require("freed on the device / held", first["freed"] / first["held"], "share", at_least=0.95)
-    by_move = rates(mover, PlainCopy(PIECE_BYTES if cuda else 1 << 20), rounds)
+    by_move = rates(mover, PIECE_BYTES if cuda else 1 << 20, rounds)
     for name, moves in by_move.items():
         context.measure(name, statistics.median(ours for ours, _ in moves), "GB/s")
         if cuda:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 
 from or1_megatron.config.hardware import hardware_of
 from or1_megatron.parallel.mesh import Mesh, stop_process_group
-from or1_megatron.selftest.checks.devices import matmul_tflops
 from or1_megatron.selftest.context import Context
 from or1_megatron.selftest.models import (
     OBJECTIVE,
@@ -27,8 +25,8 @@ from or1_megatron.selftest.models import (
     make_policy,
     one_rank,
     random_qwen2,
-    sync,
 )
+from or1_megatron.selftest.timing import matmul_tflops, seconds_of
 
 VARIANTS = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
 
@@ -37,14 +35,12 @@ def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: 
     """Make a policy; return the median seconds of an update, and peak bytes."""
     policy = make_policy(hf, mesh, micro_batch_tokens=row_tokens, **parallel)
     batch = batch_of(lengths, row_tokens, policy.hf["vocab_size"])
-    seconds = []
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(1 + updates):
-        sync()
-        started_s = time.perf_counter()
-        policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)
-        sync()
-        seconds.append(time.perf_counter() - started_s)
+
+    def update() -> object:
+        return policy.update(batch.ranks[0], OBJECTIVE, batch.token_count)
+
+    seconds = [seconds_of(update) for _ in range(1 + updates)]
     return {"seconds": statistics.median(seconds[1:]), "peak_bytes": torch.cuda.max_memory_allocated()}
 
 

@@ -26,8 +26,8 @@ from or1_megatron.handoff.transport.group import join_store, open_group, open_st
 from or1_megatron.handoff.transport.links import Links, Location
 from or1_megatron.handoff.transport.status_store import StatusStore
 from or1_megatron.selftest.context import CheckFailed, Context
-from or1_megatron.selftest.models import sync
 from or1_megatron.selftest.plans import DEADLINE_S, transports_for
+from or1_megatron.selftest.timing import copy_gb_per_s
 from or1_megatron.weights.holdings import Holding
 
 HANDOFFS = 4
@@ -134,25 +134,12 @@ def hand_off(transport: str, trainers: int, engines: int, tensors: int, rows: in
         return seconds[1:]
 
 
-def copy_seconds(size_bytes: int) -> float:
-    """Return the seconds of one copy on the device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(4):
-        started = time.perf_counter()
-        target.copy_(source)
-        sync()
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
 def transports(context: Context) -> None:
     cuda, devices = context.machine.cuda, context.machine.devices
     tensors, rows, bucket_bytes = (16, 1 << 17, 512 << 20) if cuda else (4, 4099, 4 << 20)
     size = tensors * rows * COLUMNS * 2
-    context.measure("copy on the device", size / copy_seconds(size) / 1e9, "GB/s")
+    here = "cuda" if cuda else "cpu"
+    context.measure("copy on the device", copy_gb_per_s(here, here, size), "GB/s")
     for kind in transports_for(cuda, devices):
         ranks = max(1, devices // 2) if kind == "nccl" or not cuda else devices
         seconds = hand_off(kind, ranks, ranks, tensors, rows, bucket_bytes)

@@ -1,0 +1,54 @@
+"""Times work on this process's device: copies, matrix products; and its free memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def sync() -> None:
+    """Wait for every GPU: a copy between two runs on a stream of either."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.cuda.synchronize(index)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds of one call, what it starts on a GPU included."""
+    sync()
+    started_s = time.perf_counter()
+    work()
+    sync()
+    return time.perf_counter() - started_s
+
+
+def mean_seconds(work: Callable[[], object], times: int = 10) -> float:
+    """Return the seconds of one call, the mean of some after three that warm up."""
+    for _ in range(3):
+        work()
+    return seconds_of(lambda: [work() for _ in range(times)]) / times
+
+
+def copy_gb_per_s(source: str, target: str, size: int, times: int = 10) -> float:
+    """Return the rate of copies of ``size`` bytes between devices; "host" is page-locked memory."""
+
+    def memory(where: str) -> torch.Tensor:
+        if where == "host":
+            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(size, dtype=torch.uint8, device=where)
+
+    there, here = memory(target), memory(source)
+    return size / mean_seconds(lambda: there.copy_(here, non_blocking=True), times) / 1e9
+
+
+def matmul_tflops(size: int) -> float:
+    """Return the bf16 rate of one square matrix product: the ceiling on this device, now."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / mean_seconds(lambda: a @ b) / 1e12
+
+
+def free_bytes() -> int:
+    """Return the free bytes of this process's device; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
