@@ -13,7 +13,7 @@ from or1_megatron.selftest.provenance import ROOT, installed
 
 @dataclass(frozen=True)
 class Check:
-    """One check. Its function has its name, with _ for -; the module of ``checks`` has it too, if none is given."""
+    """One check. ``one.check_function`` returns what makes it."""
 
     name: str
     proves: str
@@ -24,20 +24,7 @@ class Check:
     limit_s: float = 120.0
     only_long: bool = False
     """Left out without --long, unless it is named."""
-    module: str = ""
-    """Of its function, where that has another name than the function."""
 
-    @property
-    def function(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def place(self) -> str:
-        """The whole name of its module."""
-        return self.module or _HERE + self.function
-
-
-_HERE: Final = "or1_megatron.selftest.checks."
 
 CHECKS: Final[tuple[Check, ...]] = (
     Check(
@@ -87,7 +74,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "or1_megatron/handoff/shard/trainer.py",
         ("megatron", "ray", "vllm"),
         limit_s=300.0,
-        module=_HERE + "engines",
     ),
     Check(
         "sleep",
@@ -95,7 +81,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "or1_megatron/trainer/synced_policy.py",
         ("cuda", "megatron", "ray", "vllm"),
         limit_s=180.0,
-        module=_HERE + "engines",
     ),
     Check(
         "log-probs",
@@ -116,7 +101,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "or1_megatron/trainer/run.py",
         ("megatron", "ray", "vllm", "math-verify", "examples"),
         limit_s=300.0,
-        module=_HERE + "training",
     ),
     Check(
         "train-separate",
@@ -124,7 +108,6 @@ CHECKS: Final[tuple[Check, ...]] = (
         "or1_megatron/trainer/placement.py",
         ("2 devices", "cuda", "megatron", "ray", "vllm", "math-verify", "examples"),
         limit_s=300.0,
-        module=_HERE + "training",
     ),
     Check(
         "throughput",

@@ -32,6 +32,7 @@ from or1_megatron.selftest.provenance import ROOT, commit, versions
 from or1_megatron.selftest.registry import RESULTS, Check, lacking
 from or1_megatron.verify.child_process import describe_exit
 
+_ONE_CHECK: Final = "or1_megatron.selftest.one"
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
 _LAST_LINES: Final = 15
 _LEAST_S: Final = 5.0
@@ -142,7 +143,7 @@ class _Runner:
         folder.mkdir()
         outcome, log = folder / "outcome.json", self._out / "logs" / f"{name}.log"
         task = {
-            "check": asdict(check) if check else None,
+            "check": check.name if check else None,
             "machine": asdict(machine) if machine else None,
             "devices": self._devices,
             "folder": str(folder),
@@ -155,7 +156,7 @@ class _Runner:
         started_s = time.monotonic()
         with log.open("wb") as file:
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "or1_megatron.selftest.one", str(folder / "task.json")],
+                [sys.executable, "-P", "-m", _ONE_CHECK, str(folder / "task.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

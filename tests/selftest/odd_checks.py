@@ -1,6 +1,7 @@
 """Checks that pass, fail, crash, hang and leave a process behind; as a script, a self-test of those that it is given.
 
 odd_checks.py OUT NAME[=LIMIT_S] ...
+odd_checks.py TASK.json: makes one of them, as ``or1_megatron.selftest.one`` makes the real ones.
 """
 
 from __future__ import annotations
@@ -50,14 +51,28 @@ def hangs(context: Any) -> None:
     time.sleep(3600)
 
 
+CHECKS = {
+    "crashes": crashes,
+    "falls-short": falls_short,
+    "hangs": hangs,
+    "not-here": not_here,
+    "passes": passes,
+    "raises": raises,
+}
+
+
 def main() -> int:
+    from or1_megatron.selftest import one, run
+
+    if sys.argv[1].endswith(".json"):
+        one.check_function = CHECKS.__getitem__
+        return one.main()
     out = Path(sys.argv[1])
     checks = []
     for name, _, limit in (argument.partition("=") for argument in sys.argv[2:]):
-        checks.append(Check(name, f"that it {name}", "odd_checks.py", module="odd_checks", limit_s=float(limit or 600)))
+        checks.append(Check(name, f"that it {name}", "odd_checks.py", limit_s=float(limit or 600)))
+    run._ONE_CHECK = "odd_checks"
     # the machine's devices are not asked for: that would import torch
-    from or1_megatron.selftest import run
-
     run._Runner.machine = lambda self: Machine(False, 2, "a machine")  # type: ignore[method-assign]
     try:
         report = run_checks(checks, out, meeting=Meeting(0, 1, {}), tell=lambda check, outcome: None)

@@ -5,6 +5,8 @@ Not proven here: a GPU's figures and branches beyond their plans; the whole run 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections import Counter
 from dataclasses import asdict
@@ -19,6 +21,7 @@ from or1_megatron.config.load import load_config
 from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice
 from or1_megatron.selftest.context import Context, Machine, Outcome, unmet
+from or1_megatron.selftest.one import check_function
 from or1_megatron.selftest.plans import (
     SHAPES,
     handoff_config,
@@ -45,11 +48,20 @@ def context(machine: Machine, folder: Path) -> tuple[Context, Outcome]:
 
 def test_registry() -> None:
     """Every check's function, and the file to look at, are there. Read: importing Megatron would alter this process."""
-    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    imports = {
+        case.pattern.value.value: case.body[0]
+        for case in ast.walk(ast.parse(inspect.getsource(check_function)))
+        if isinstance(case, ast.match_case) and isinstance(case.pattern, ast.MatchValue)
+    }
+    assert list(imports) == [check.name for check in CHECKS]
     for check in CHECKS:
         assert (ROOT / check.look_at).is_file(), check.look_at
-        source = (ROOT / check.place.replace(".", "/")).with_suffix(".py").read_text()
-        assert f"\ndef {check.function}(context: Context) -> None:" in source
+        line = imports[check.name]
+        assert line.names[0].name == check.name.replace("-", "_")
+        source = (ROOT / line.module.replace(".", "/")).with_suffix(".py").read_text()
+        assert f"\ndef {line.names[0].name}(context: Context) -> None:" in source
+    with pytest.raises(KeyError, match="kernel"):
+        check_function("kernel")
 
 
 def test_choice_by_name_and_what_a_machine_lacks() -> None:
