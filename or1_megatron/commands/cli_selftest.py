@@ -12,7 +12,7 @@ from rich.console import Console
 from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
-    from or1_megatron.selftest.context import Outcome
+    from or1_megatron.selftest.context import CheckOutcome
     from or1_megatron.selftest.registry import Check
 
 _MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "not possible": "[yellow]not possible here[/]"}
@@ -38,7 +38,7 @@ def selftest(
     with explained():
         from or1_megatron.selftest.meeting import extra_process, meet
         from or1_megatron.selftest.registry import chosen
-        from or1_megatron.selftest.run import Stopped, run_checks
+        from or1_megatron.selftest.run import Interrupted, run_checks
 
         wanted = chosen(checks or (), long)
         if list_checks:
@@ -60,7 +60,7 @@ def selftest(
                 minutes=minutes,
                 tell=lambda check, outcome: _tell(console, check, outcome),
             )
-        except Stopped as stop:
+        except Interrupted as stop:
             console.print(f"stopped; what was found until then: {folder / 'selftest.md'}", soft_wrap=True)
             raise typer.Exit(128 + stop.number) from None
     console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
@@ -69,7 +69,7 @@ def selftest(
     raise typer.Exit(1 if report.failed else 0)
 
 
-def _tell(console: Console, check: Check, outcome: Outcome) -> None:
+def _tell(console: Console, check: Check, outcome: CheckOutcome) -> None:
     from or1_megatron.selftest.figures import shown
 
     seconds = f"  {outcome.seconds:.1f} s" if outcome.seconds else ""

@@ -37,9 +37,9 @@ class Fit(Section):
     model_parameters: PositiveFloat
     """Size of the model they were fitted on. Unit: parameters."""
     iteration_s: Constant
-    """Of a decoding iteration: what depends neither on the batch nor on the model's bytes."""
+    """Part of a decoding iteration's time that depends neither on the batch nor on the model's bytes."""
     request_s: Constant
-    """Of a decoding iteration: for each response in it, beside its arithmetic and its keys and values."""
+    """Part of a decoding iteration's time for each response in it, beside its arithmetic and its keys and values."""
     update_share: Constant
     """Share of ``bf16_flops`` that the update's arithmetic reaches."""
     other_response_s: Constant

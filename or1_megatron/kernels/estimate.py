@@ -41,7 +41,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class HeadEstimate:
     """The estimate for one forward and backward pass with bf16 inputs."""
 
     tiles: int
@@ -70,7 +70,7 @@ def wave_efficiency(rows: int, columns: int, sms: int) -> float:
 
 def estimate(
     tokens: int, hidden: int, vocab_local: int, tile_tokens: int, block_rows: int, mode: Mode, gpu: Gpu
-) -> Estimate:
+) -> HeadEstimate:
     """Estimate a head call in tiles of ``tile_tokens`` t by ``block_rows`` v; sizes are 1 or more.
 
     Example: 32,768 tokens, H 5,120, V 152,064, on H200. recompute in tiles of 8,192 x 8,448: 283 ms, 91% of the floor;
@@ -90,7 +90,7 @@ def estimate(
     epilogue_bytes = tokens * vocab_local * (4 + 4 + 2)
     weight_sum_bytes = 8 * vocab_local * hidden * token_tiles
     hidden_sum_bytes = 8 * tokens * hidden * blocks
-    return Estimate(
+    return HeadEstimate(
         tiles=tiles,
         floor_s=2 * (logits_products + 2) * tokens * hidden * vocab_local / gpu.flops,
         epilogue_bytes=epilogue_bytes,

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from or1_megatron.errors import Or1Error
 from or1_megatron.selftest.figures import figure, shown
 
-Status = Literal["passed", "failed", "not possible"]
+CheckStatus = Literal["passed", "failed", "not possible"]
 
 
 class NotPossible(Or1Error):
@@ -24,29 +24,29 @@ class CheckFailed(Or1Error):
 
 
 @dataclass(frozen=True)
-class Machine:
+class CheckedMachine:
     """The devices that the checks use: GPUs, or on a machine without any, processes on its CPU."""
 
     cuda: bool
     devices: int
     name: str
-    """Of its GPUs or its processor."""
+    """Names its GPUs or its processor."""
     nodes: int = 1
     """Machines on which the self-test runs at the same time."""
 
 
 @dataclass
-class Outcome:
+class CheckOutcome:
     """The result of one check."""
 
     name: str
-    status: Status
+    status: CheckStatus
     reason: str = ""
     seconds: float = 0.0
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name: ``figures.figure``, and ``required`` where the check fails unless the limit is met."""
     last_lines: tuple[str, ...] = ()
-    """Of its output, if it failed."""
+    """The end of its output, if it failed."""
 
     @property
     def slower(self) -> list[str]:
@@ -68,7 +68,9 @@ class Limit(TypedDict, total=False):
 class Context:
     """One check's surroundings. What it has found is on disk at once, so that a check that is killed leaves it."""
 
-    def __init__(self, machine: Machine, folder: Path, out: Path, long: bool, outcome: Outcome, path: Path) -> None:
+    def __init__(
+        self, machine: CheckedMachine, folder: Path, out: Path, long: bool, outcome: CheckOutcome, path: Path
+    ) -> None:
         """
         Args:
             folder: for what the check writes; removed afterwards.

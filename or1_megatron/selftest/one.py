@@ -16,7 +16,15 @@ from typing import Any
 
 from or1_megatron.errors import Or1Error
 from or1_megatron.runtime.signals import die_with_parent
-from or1_megatron.selftest.context import CheckFailed, Context, Machine, NotPossible, Outcome, unmet, write_json
+from or1_megatron.selftest.context import (
+    CheckedMachine,
+    CheckFailed,
+    CheckOutcome,
+    Context,
+    NotPossible,
+    unmet,
+    write_json,
+)
 from or1_megatron.selftest.provenance import device
 
 
@@ -62,24 +70,24 @@ def check_function(name: str) -> Callable[[Context], None]:
     return function
 
 
-def this_machine(devices: int | None) -> Machine:
+def this_machine(devices: int | None) -> CheckedMachine:
     """Return the GPUs, or two processes on CPU; ``devices``: at most so many GPUs, or so many processes."""
     import torch
 
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        return Machine(True, min(devices or count, count), f"{count} x {device()}")
-    return Machine(False, devices or 2, device())
+        return CheckedMachine(True, min(devices or count, count), f"{count} x {device()}")
+    return CheckedMachine(False, devices or 2, device())
 
 
-def perform(name: str, task: dict[str, Any]) -> Outcome:
+def perform(name: str, task: dict[str, Any]) -> CheckOutcome:
     """Make the check of this name; write its outcome as it goes on."""
     path = Path(task["outcome"])
     # A kill from outside leaves this file as it is: until the check has passed, it has failed.
-    outcome = Outcome(name, "failed", "it did not end")
+    outcome = CheckOutcome(name, "failed", "it did not end")
     try:
         folder, out = Path(task["folder"]), Path(task["out"])
-        context = Context(Machine(**task["machine"]), folder, out, task["long"], outcome, path)
+        context = Context(CheckedMachine(**task["machine"]), folder, out, task["long"], outcome, path)
         check_function(name)(context)
         wrong = unmet(outcome.figures)
         outcome.status, outcome.reason = ("failed", "; ".join(wrong)) if wrong else ("passed", "")

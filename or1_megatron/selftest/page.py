@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.selftest.context import Outcome
+from or1_megatron.selftest.context import CheckOutcome
 from or1_megatron.selftest.figures import shown
 from or1_megatron.selftest.registry import Check
 
@@ -25,7 +25,7 @@ class Report:
     versions: Mapping[str, str]
     checks: list[Check]
     """Those that were asked for; there is an outcome for each that has ended, in their order."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[CheckOutcome] = field(default_factory=list)
 
     @property
     def failed(self) -> list[str]:
@@ -73,7 +73,7 @@ def page(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(check: Check, outcome: Outcome | None) -> tuple[str, ...]:
+def _row(check: Check, outcome: CheckOutcome | None) -> tuple[str, ...]:
     if outcome is None:
         return check.name, "not run yet", "", check.proves
     status = "not possible here" if outcome.status == "not possible" else outcome.status
@@ -82,13 +82,13 @@ def _row(check: Check, outcome: Outcome | None) -> tuple[str, ...]:
     return check.name, f"**{status}**" if status == "failed" else status + reason, seconds, check.proves
 
 
-def _failure(check: Check, outcome: Outcome) -> str:
+def _failure(check: Check, outcome: CheckOutcome) -> str:
     lines = "\n".join(outcome.last_lines)
     output = f"\n\n```\n{lines}\n```" if lines else ""
     return f"## {outcome.name} failed\n\n{outcome.reason}. Look at {check.look_at}.{output}"
 
 
-def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
+def _figures(outcome: CheckOutcome) -> list[tuple[str, ...]]:
     return [
         (name, shown(entry["value"], entry["unit"]), entry.get("limit", ""), _met(entry))
         for name, entry in outcome.figures.items()

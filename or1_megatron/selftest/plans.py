@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from or1_megatron.config.schema import Config
-from or1_megatron.selftest.context import Machine
+from or1_megatron.selftest.context import CheckedMachine
 from or1_megatron.selftest.provenance import ROOT
 
 QUICKSTART: Final = ROOT / "examples" / "quickstart"
 DEADLINE_S: Final = 1800.0
-"""Of every wait of one process for another. The check's own limit comes first, and ends all of them."""
+"""Limit of every wait of one process for another. The check's own limit comes first, and ends all of them."""
 ENGINE_TOKENS: Final = 128
 """Longest sequence of the engines that are handed weights."""
 
@@ -115,7 +115,7 @@ def handoff_config(model: Path, placement: str, ranks: int, engines: int, cuda: 
     return Config.model_validate(values)
 
 
-def training_values(machine: Machine, placement: str, run: Path, data: Path) -> dict[str, Any]:
+def training_values(machine: CheckedMachine, placement: str, run: Path, data: Path) -> dict[str, Any]:
     """Return what differs from the quickstart: 20 steps on GPUs; on CPU 5, with few problems each."""
     model = str(QUICKSTART / "base_model")
     values: dict[str, Any] = {

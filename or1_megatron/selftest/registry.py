@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from or1_megatron.errors import UserError
-from or1_megatron.selftest.context import Machine
+from or1_megatron.selftest.context import CheckedMachine
 from or1_megatron.selftest.provenance import ROOT, installed
 
 
@@ -130,17 +130,17 @@ RESULTS: Final = "OR1_SELFTEST_RESULTS"
 """Environment variable: how the checks before that of the nodes ended here."""
 
 
-def _package(*names: str) -> Callable[[Machine], str]:
+def _package(*names: str) -> Callable[[CheckedMachine], str]:
     """Return the test whether one of these packages is installed."""
     return lambda machine: "" if any(map(installed, names)) else f"{names[0]} is not installed"
 
 
-def _examples(machine: Machine) -> str:
+def _examples(machine: CheckedMachine) -> str:
     path = ROOT / "examples" / "quickstart" / "quickstart.yaml"
     return "" if path.is_file() else "the quickstart is not part of this installation: run it from a checkout"
 
 
-NEEDS: Final[dict[str, Callable[[Machine], str]]] = {
+NEEDS: Final[dict[str, Callable[[CheckedMachine], str]]] = {
     "cuda": lambda machine: "" if machine.cuda else "there is no GPU",
     "2 devices": lambda machine: "" if machine.devices > 1 else "there is one device",
     "several nodes": lambda machine: "" if machine.nodes > 1 else "there is one node (--nodes)",
@@ -154,7 +154,7 @@ NEEDS: Final[dict[str, Callable[[Machine], str]]] = {
 """By name: returns why the machine lacks it, empty where it does not."""
 
 
-def lacking(check: Check, machine: Machine) -> str:
+def lacking(check: Check, machine: CheckedMachine) -> str:
     """Return why a check is not possible on a machine; empty: it is."""
     return "; ".join(reason for need in check.needs if (reason := NEEDS[need](machine)))
 

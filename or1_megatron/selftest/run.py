@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import psutil
 
-from or1_megatron.selftest.context import Machine, Outcome, write_json
+from or1_megatron.selftest.context import CheckedMachine, CheckOutcome, write_json
 from or1_megatron.selftest.meeting import Meeting, without_torchrun
 from or1_megatron.selftest.page import Report, write_page
 from or1_megatron.selftest.provenance import ROOT, commit, versions
@@ -50,7 +50,7 @@ SETTINGS: Final = {
 """Environment of every check."""
 
 
-class Stopped(BaseException):
+class Interrupted(BaseException):
     """A signal ended the self-test."""
 
     def __init__(self, number: int) -> None:
@@ -65,7 +65,7 @@ def run_checks(
     devices: int | None = None,
     long: bool = False,
     minutes: float = 10.0,
-    tell: Callable[[Check, Outcome], None],
+    tell: Callable[[Check, CheckOutcome], None],
 ) -> Report:
     """Run the checks; after each, write ``selftest.json`` and ``selftest.md`` in ``out``. Main thread only.
 
@@ -77,7 +77,7 @@ def run_checks(
         tell: called after each check.
 
     Raises:
-        Stopped: by SIGINT, SIGTERM or SIGHUP. Nothing that was started is left.
+        Interrupted: by SIGINT, SIGTERM or SIGHUP. Nothing that was started is left.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report(
@@ -94,7 +94,7 @@ def run_checks(
         runner = _Runner(scratch, out, meeting, devices, long, patience=minutes / 10.0)
         machine = runner.machine()
         for check in checks:
-            if isinstance(machine, Machine):
+            if isinstance(machine, CheckedMachine):
                 report.machine = machine.name
                 outcome = runner.outcome(check, machine, end_s)
             else:
@@ -117,26 +117,30 @@ class _Runner:
         self._devices, self._long, self._patience = devices, long, patience
         self._ended: list[str] = []
 
-    def machine(self) -> Machine | Outcome:
-        """Ask a process for this machine's devices; an Outcome says why it has not answered."""
+    def machine(self) -> CheckedMachine | CheckOutcome:
+        """Ask a process for this machine's devices; a CheckOutcome says why it has not answered."""
         outcome = self._run(None, None, 300.0)
-        return outcome if isinstance(outcome, Outcome) else replace(Machine(**outcome), nodes=self._meeting.nodes)
+        if isinstance(outcome, CheckOutcome):
+            return outcome
+        return replace(CheckedMachine(**outcome), nodes=self._meeting.nodes)
 
-    def outcome(self, check: Check, machine: Machine, end_s: float) -> Outcome:
+    def outcome(self, check: Check, machine: CheckedMachine, end_s: float) -> CheckOutcome:
         """Make one check, unless it is not possible or there is no time left."""
         if reason := lacking(check, machine):
-            return Outcome(check.name, "not possible", reason)
+            return CheckOutcome(check.name, "not possible", reason)
         left_s = end_s - time.monotonic()
         if "several nodes" in check.needs:
             left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
         elif left_s < _LEAST_S:
-            return Outcome(check.name, "failed", "not started: no time was left (--minutes)")
+            return CheckOutcome(check.name, "failed", "not started: no time was left (--minutes)")
         found = self._run(check, machine, min(check.limit_s * self._patience, left_s))
-        assert isinstance(found, Outcome)
+        assert isinstance(found, CheckOutcome)
         self._ended.append(f"{check.name}={found.status}")
         return found
 
-    def _run(self, check: Check | None, machine: Machine | None, limit_s: float) -> dict[str, Any] | Outcome:
+    def _run(
+        self, check: Check | None, machine: CheckedMachine | None, limit_s: float
+    ) -> dict[str, Any] | CheckOutcome:
         """Run ``one``; return what it wrote, or what became of it."""
         name = check.name if check else "machine"
         folder = self._scratch / name
@@ -191,9 +195,9 @@ class _Runner:
 
 def _judged(
     name: str, found: Mapping[str, Any] | None, status: int | None, seconds: float, limit_s: float, log: Path
-) -> Outcome:
+) -> CheckOutcome:
     """Return the outcome that a check wrote, or a failure that says how its process ended."""
-    outcome = Outcome(**found) if found and "status" in found else Outcome(name, "failed")
+    outcome = CheckOutcome(**found) if found and "status" in found else CheckOutcome(name, "failed")
     outcome.seconds = round(seconds, 2)
     if status is None:
         outcome.status, outcome.reason = "failed", f"it took longer than {limit_s:.0f} s and was ended"
@@ -229,14 +233,14 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise Stopped on a signal; adopt orphans, and end all processes at the end."""
+    """Raise Interrupted on a signal; adopt orphans, and end all processes at the end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, _frame: FrameType | None) -> None:
         for each in handled:  # once is enough
             signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
+        raise Interrupted(number)
 
     previous = {number: signal.signal(number, stop) for number in handled}
     try:

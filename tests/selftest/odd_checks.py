@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.selftest.context import Machine, NotPossible
+from or1_megatron.selftest.context import CheckedMachine, NotPossible
 from or1_megatron.selftest.meeting import Meeting
 from or1_megatron.selftest.registry import Check
-from or1_megatron.selftest.run import Stopped, run_checks
+from or1_megatron.selftest.run import Interrupted, run_checks
 
 
 def passes(context: Any) -> None:
@@ -73,10 +73,10 @@ def main() -> int:
         checks.append(Check(name, f"that it {name}", "odd_checks.py", limit_s=float(limit or 600)))
     run._ONE_CHECK = "odd_checks"
     # the machine's devices are not asked for: that would import torch
-    run._Runner.machine = lambda self: Machine(False, 2, "a machine")  # type: ignore[method-assign]
+    run._Runner.machine = lambda self: CheckedMachine(False, 2, "a machine")  # type: ignore[method-assign]
     try:
         report = run_checks(checks, out, meeting=Meeting(0, 1, {}), tell=lambda check, outcome: None)
-    except Stopped as stop:
+    except Interrupted as stop:
         return 128 + stop.number
     return len(report.failed)
 

@@ -20,7 +20,7 @@ from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
 from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice
-from or1_megatron.selftest.context import Context, Machine, Outcome, unmet
+from or1_megatron.selftest.context import CheckedMachine, CheckOutcome, Context, unmet
 from or1_megatron.selftest.one import check_function
 from or1_megatron.selftest.plans import (
     SHAPES,
@@ -41,8 +41,8 @@ from or1_megatron.weights.shape import Shape
 GPUS = [1, 2, 4, 8]
 
 
-def context(machine: Machine, folder: Path) -> tuple[Context, Outcome]:
-    outcome = Outcome("a check", "failed")
+def context(machine: CheckedMachine, folder: Path) -> tuple[Context, CheckOutcome]:
+    outcome = CheckOutcome("a check", "failed")
     return Context(machine, folder, folder, False, outcome, folder / "outcome.json"), outcome
 
 
@@ -70,7 +70,7 @@ def test_choice_by_name_and_what_a_machine_lacks() -> None:
     with pytest.raises(UserError, match="no check 'kernel'; there are: devices, kernels,"):
         chosen(("kernel",), long=False)
     by_name = {check.name: check for check in CHECKS}
-    cpu, one, two = Machine(False, 2, ""), Machine(True, 1, ""), Machine(True, 2, "")
+    cpu, one, two = CheckedMachine(False, 2, ""), CheckedMachine(True, 1, ""), CheckedMachine(True, 2, "")
     assert lacking(by_name["sleep"], cpu) == "there is no GPU"
     assert lacking(by_name["train-separate"], one) == "there is one device"
     assert lacking(by_name["train-separate"], two) == "" == lacking(by_name["handoff"], one)
@@ -140,7 +140,7 @@ def test_training_plans_for_gpus(devices: int, placement: str, tmp_path: Path) -
     for name in ("train", "heldout"):
         (data / f"{name}.jsonl").write_text("".join(f'{{"prompt": "1+{n}?", "answer": "2"}}\n' for n in range(128)))
     path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(training_values(Machine(True, devices, ""), placement, tmp_path / "run", data)))
+    path.write_text(json.dumps(training_values(CheckedMachine(True, devices, ""), placement, tmp_path / "run", data)))
     config = load_config(path, [])
     plan_run(config, "cuda")
     assert config.total_steps == 20
@@ -152,7 +152,7 @@ def test_kernels_pass_and_a_wrong_head_fails(tmp_path: Path, monkeypatch: pytest
     """The mutant adds 1e-3 to every log-prob of the recomputing head; the figures that see it are named."""
     from or1_megatron.selftest.checks import kernels
 
-    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
     kernels.against_float64(given, "torch")
     assert outcome.figures and not unmet(outcome.figures)
     right = kernels.log_probs_and_entropies
@@ -187,7 +187,7 @@ def test_training_is_judged_by_its_metrics(apart: float, steps: int, wrong: list
     rows += [{"time/step": 3.0, "mismatch/mean_abs": apart}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "summary.json").write_text('{"finished": true, "accuracy_before": 0.5, "accuracy_after": null}')
-    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
     note(given, tmp_path, 5, 1e-4)
     assert set(wrong) <= set(unmet(outcome.figures))
     assert bool(wrong) == bool(unmet(outcome.figures))
@@ -200,7 +200,7 @@ def test_sandbox_that_confines_nothing_fails(tmp_path: Path) -> None:
     from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxUnavailable
     from or1_megatron.verify.sandbox.sandbox import Sandbox
 
-    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
     try:
         with Sandbox(SandboxLimits(cpu_s=30.0, wall_s=60.0), "weak") as opened:
             one_tier(given, "weak", opened)
@@ -210,7 +210,7 @@ def test_sandbox_that_confines_nothing_fails(tmp_path: Path) -> None:
 
 
 def test_not_a_number_is_not_met(tmp_path: Path) -> None:
-    given, outcome = context(Machine(False, 2, ""), tmp_path)
+    given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
     given.require("difference", float("nan"), at_most=1.0)
     assert unmet(outcome.figures) == ["difference is nan, expected ≤ 1.000"]
     assert json.loads((tmp_path / "outcome.json").read_text())["figures"]["difference"]["value"] == "nan"

@@ -50,13 +50,13 @@ SCRIPT = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from or1_megatron.selftest.context import Context, Machine, Outcome
+from or1_megatron.selftest.context import CheckedMachine, CheckOutcome, Context
 from or1_megatron.selftest.checks import {module}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    outcome = Outcome("a check", "failed")
-    context = Context(Machine(False, 2, ""), folder, folder, False, outcome, folder / "outcome.json")
+    outcome = CheckOutcome("a check", "failed")
+    context = Context(CheckedMachine(False, 2, ""), folder, folder, False, outcome, folder / "outcome.json")
     {call}
     (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
 """

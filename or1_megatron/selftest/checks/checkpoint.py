@@ -67,7 +67,7 @@ def save_and_kill(arguments: list[str], ranks: int) -> None:
         launcher.wait()
 
 
-class Rank:
+class CheckpointRank:
     """One rank's policy at a layout."""
 
     def __init__(self, model: str, layout: str) -> None:
@@ -87,7 +87,7 @@ class Rank:
 
 def save(model: str, layout: str, folder: Path, out: Path) -> None:
     """Save after two updates; go on; save again after four; write what six came to, and wait to be killed."""
-    rank = Rank(model, layout)
+    rank = CheckpointRank(model, layout)
     keeper = CheckpointKeeper(folder, 2, False)
     saver = CheckpointSaver(rank.policy)
     updates = [rank.update(), rank.update()]
@@ -105,7 +105,7 @@ def save(model: str, layout: str, folder: Path, out: Path) -> None:
 
 def load(model: str, layout: str, folder: Path, out: Path) -> None:
     """Load the newest checkpoint that is intact, and update twice."""
-    rank = Rank(model, layout)
+    rank = CheckpointRank(model, layout)
     newest: list[Any] = [CheckpointKeeper(folder, 2, False).newest_intact() if rank.mesh.rank == 0 else None]
     torch.distributed.broadcast_object_list(newest, src=0, group=rank.mesh.control)
     state = checkpoints.load(rank.policy, newest[0], digests=False)

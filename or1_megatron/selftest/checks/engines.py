@@ -77,7 +77,7 @@ def run(
     return told
 
 
-class Rank:
+class EngineRank:
     """One trainer rank; rank 0 also holds the engines."""
 
     def __init__(self, config: Config, mesh: Mesh, policy: MegatronPolicy, engines: EngineGroup | None) -> None:
@@ -200,7 +200,7 @@ def main() -> int:
             dist.all_reduce(torch.zeros(1))  # over gloo: wait for the engines, without NCCL's buffers
         held = free - free_bytes()
         mesh, policy = stack.enter_context(trainer_rank(config))
-        rank = Rank(config, mesh, policy, engines)
+        rank = EngineRank(config, mesh, policy, engines)
         if task["sleep"]:
             found = {"sleep": rank.sleep_and_wake(task["transports"][0], held)}
         else:

@@ -35,8 +35,8 @@ Pointwise = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A problem to be compared with float64."""
+class HeadCase:
+    """Inputs to be compared with float64."""
 
     tokens: int
     hidden: int
@@ -48,11 +48,11 @@ class Case:
 
 
 CASES: Final = {
-    "tails everywhere": Case(301, 136, 5003),
-    "temperature 0.6": Case(256, 128, 4096, temperature=0.6),
-    "one token": Case(1, 64, 777),
-    "padded rows": Case(130, 64, 1000, padded_rows=24),
-    "all logits very negative": Case(65, 64, 1501, shift=-1e4),
+    "tails everywhere": HeadCase(301, 136, 5003),
+    "temperature 0.6": HeadCase(256, 128, 4096, temperature=0.6),
+    "one token": HeadCase(1, 64, 777),
+    "padded rows": HeadCase(130, 64, 1000, padded_rows=24),
+    "all logits very negative": HeadCase(65, 64, 1501, shift=-1e4),
 }
 
 
@@ -65,9 +65,9 @@ def kernels(context: Context) -> None:
         for mode, limit_bytes in (("recompute", 350e6), ("one_pass", 2.6e9)):
             context.require(f"{mode}: workspace", workspace_bytes(mode) / 1e6, "MB", at_most=limit_bytes / 1e6)
     size = FULL if cuda else SMALL
-    problem = Problem(size, "cuda" if cuda else "cpu")
-    variants, absent = problem.variants(epilogues, others=context.long)
-    found = measure(problem, variants, 7 if context.long else 3, absent)
+    inputs = TimedInputs(size, "cuda" if cuda else "cpu")
+    variants, absent = inputs.variants(epilogues, others=context.long)
+    found = measure(inputs, variants, 7 if context.long else 3, absent)
     note_times(context, size, found, epilogues[0])
     for name, why in absent.items():
         context.measure(f"time, {name}", why)
@@ -79,14 +79,16 @@ def against_float64(context: Context, epilogue: Any) -> None:
     for mode in MODES:
         worst: dict[str, float] = {"log-prob and entropy": 0.0, "gradients": 0.0}
         for case in CASES.values():
-            scores, gradients = Comparison(case, torch.float32, device).differences(mode, epilogue)
+            scores, gradients = HeadComparison(case, torch.float32, device).differences(mode, epilogue)
             worst["log-prob and entropy"] = _larger(worst["log-prob and entropy"], scores)
             worst["gradients"] = _larger(worst["gradients"], gradients)
         name = f"{mode}, {epilogue}"
         explained = worst["log-prob and entropy"]
         context.require(f"{name}: log-prob and entropy, fp32, error / what rounding explains", explained, at_most=1.0)
         context.require(f"{name}: gradients relative to their norm, fp32", worst["gradients"], at_most=1e-4)
-        scores, gradients = Comparison(CASES["tails everywhere"], torch.bfloat16, device).differences(mode, epilogue)
+        scores, gradients = HeadComparison(CASES["tails everywhere"], torch.bfloat16, device).differences(
+            mode, epilogue
+        )
         context.require(f"{name}: log-prob and entropy, bf16", scores, at_most=1e-3)
         context.require(f"{name}: gradients relative to their norm, bf16", gradients, at_most=1e-2)
 
@@ -96,10 +98,10 @@ def _larger(a: float, b: float) -> float:
     return a if a >= b or a != a else b
 
 
-class Comparison:
+class HeadComparison:
     """One case's inputs, and the head's results for them in float64: the loss is sum(a log p) + sum(c H)."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, case: HeadCase, dtype: torch.dtype, device: str) -> None:
         generator = torch.Generator(device).manual_seed(case.tokens + case.vocabulary)
         options: dict[str, Any] = {"generator": generator, "device": device}
         hidden = torch.randn(case.tokens, case.hidden, **options)
@@ -219,7 +221,7 @@ FULL: Final = Size(32768, 5120, 152064, 16384)
 SMALL: Final = Size(256, 128, 4096, 1024)
 
 
-class Problem:
+class TimedInputs:
     """Inputs on the device, and the variants as passes forward and backward."""
 
     def __init__(self, size: Size, device: str) -> None:
@@ -323,13 +325,13 @@ def peak_bytes(work: Callable[[], None], clear: Callable[[], None]) -> int:
 
 
 def measure(
-    problem: Problem, variants: dict[str, Callable[[], None]], rounds: int, absent: dict[str, str]
+    inputs: TimedInputs, variants: dict[str, Callable[[], None]], rounds: int, absent: dict[str, str]
 ) -> dict[str, tuple[float, int]]:
     """Return median seconds and peak bytes; ``absent`` names the variants that fail at their warm-up."""
     peaks: dict[str, int] = {}
     for name, work in variants.items():
         try:
-            peaks[name] = peak_bytes(work, problem.clear)
+            peaks[name] = peak_bytes(work, inputs.clear)
         except Exception as error:
             if name not in ("verl", "Liger"):
                 raise
