@@ -35,7 +35,7 @@ from or1_megatron.sizing.storage import disk_short, node_memory
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan is asked for."""
 
     path: Path
@@ -47,16 +47,18 @@ class Asked:
     device: Device
     lengths: Lengths
 
-    def with_overrides(self, more: Sequence[str]) -> Asked:
+    def with_overrides(self, more: Sequence[str]) -> PlanRequest:
         overrides = (*self.overrides, *more)
         config = _with_memory(load_config(self.path, overrides), self.hardware, self.device)
-        return Asked(self.path, overrides, config, self.folder, self.hardware, self.device, self.lengths)
+        return PlanRequest(self.path, overrides, config, self.folder, self.hardware, self.device, self.lengths)
 
     def planned(self) -> Plan:
         return plan_run(self.config, self.device, self.folder)
 
 
-def asked(config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path | None, shape: Path | None) -> Asked:
+def asked(
+    config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path | None, shape: Path | None
+) -> PlanRequest:
     """Read what the options name. Raises ConfigError, LengthsError and ModelError for what cannot be read."""
     path = config_file(config)
     loaded = load_config(path, overrides)
@@ -64,7 +66,7 @@ def asked(config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path
     device: Device = "cuda" if hardware.match else "cpu"
     folder = find("shape", shape) if shape else shape_folder(loaded)
     loaded = _with_memory(loaded, hardware, device)
-    return Asked(path, tuple(overrides), loaded, folder, hardware, device, read_lengths(lengths))
+    return PlanRequest(path, tuple(overrides), loaded, folder, hardware, device, read_lengths(lengths))
 
 
 def _hardware_for(config: Config) -> Hardware:
@@ -110,7 +112,7 @@ class PlanOutcome:
         return nearest_fit(config, self.plan.shape, device, self.there)
 
 
-def outcome(given: Asked) -> PlanOutcome:
+def outcome(given: PlanRequest) -> PlanOutcome:
     """Plan ``given``. Raises PlanError for a configuration that cannot work at all."""
     planned, config = given.planned(), given.config
     machine = Machine.of(given.hardware, planned.shape, given.device)
@@ -120,7 +122,7 @@ def outcome(given: Asked) -> PlanOutcome:
     )
 
 
-def _there(given: Asked) -> int:
+def _there(given: PlanRequest) -> int:
     """Return the bytes that a GPU has, or that are free on the host."""
     if given.device == "cpu":
         return host_memory().free
@@ -128,7 +130,7 @@ def _there(given: Asked) -> int:
     return int(given.config.cluster.gpu_memory_gb * 1e9)
 
 
-def _lacks(given: Asked, planned: Plan, there: int) -> list[str]:
+def _lacks(given: PlanRequest, planned: Plan, there: int) -> list[str]:
     """Return what is lacking: memory of a GPU or the host, of a node, disk."""
     config, shape, found = given.config, planned.shape, []
     if (wanted := needed(config, planned.memory, given.device)) > there:
@@ -147,14 +149,14 @@ def _lacks(given: Asked, planned: Plan, there: int) -> list[str]:
     return found
 
 
-def _runs_here(given: Asked) -> bool:
+def _runs_here(given: PlanRequest) -> bool:
     """Return whether the plan is for this machine, as far as its GPU tells: then its disk is the run's."""
     if given.device == "cpu":
         return True
     return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == given.hardware
 
 
-def show(given: Asked, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
+def show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
     """Print one plan, and draw a step of it to ``drawn``; exit with USER_ERROR if it does not fit."""
     found = outcome(given)
     change, typical = found.nearest_fit(), found.time.longest.typical
@@ -175,7 +177,7 @@ def show(given: Asked, fix: Path | None, drawn: Path | None, as_json: bool) -> N
         _refuse(given, found.lacks, change, fix, as_json)
 
 
-def _refuse(given: Asked, lacks: Sequence[str], change: Change | None, fix: Path | None, as_json: bool) -> None:
+def _refuse(given: PlanRequest, lacks: Sequence[str], change: Change | None, fix: Path | None, as_json: bool) -> None:
     if not as_json:
         for line in lacks:
             note(f"does not fit: {line}")
@@ -192,7 +194,7 @@ def _set(change: Mapping[str, Any]) -> str:
     return " ".join(f"--set {key}={json.dumps(value)}" for key, value in change.items())
 
 
-def write_fix(given: Asked, change: Change, path: Path) -> None:
+def write_fix(given: PlanRequest, change: Change, path: Path) -> None:
     """Write a configuration that changes ``given`` so; its base is the file that was planned."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in change.items():
@@ -203,7 +205,7 @@ def write_fix(given: Asked, change: Change, path: Path) -> None:
     write_atomically(path, ("\n".join(lines) + "\n").encode(), "the fixed configuration")
 
 
-def compare(given: Asked, what_if: Sequence[str], as_json: bool) -> None:
+def compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
     """Print two plans side by side."""
     from or1_megatron.plan.tables import side_by_side
 
@@ -218,7 +220,7 @@ def compare(given: Asked, what_if: Sequence[str], as_json: bool) -> None:
     Console().print(side_by_side({name: (each.time, each.lacks) for name, each in sides.items()}))
 
 
-def search_layouts(given: Asked, gpus: int | None, out: Path | None, as_json: bool) -> None:
+def search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_json: bool) -> None:
     """Print the layouts that fit, fastest first, and write the best to ``out``."""
     from or1_megatron.plan.search import layout_yaml, search
     from or1_megatron.plan.tables import ranking
