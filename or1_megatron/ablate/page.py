@@ -23,7 +23,18 @@ from or1_megatron.ablate.statistics import estimate
 from or1_megatron.report.figures.svg import Axes, band, document, legend, path, ticks
 from or1_megatron.runtime.files import write_atomically
 
-_COLOURS = ("#2f6fde", "#d9480f", "#0b8a6f", "#7048c6", "#c2255c", "#b08900", "#495057", "#1098ad")
+_COLOURS = (
+    "#2f6fde",
+    "#d9480f",
+    "#0b8a6f",
+    "#7048c6",
+    "#c2255c",
+    "#b08900",
+    "#495057",
+    "#1098ad",
+    "#868e96",
+    "#5c940d",
+)
 _OF_THE_REPORT = 12
 """Ablations up to this number are from the report; those with a higher number are ours."""
 _WIDTH, _HEIGHT = 480, 260

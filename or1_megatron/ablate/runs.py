@@ -7,7 +7,7 @@ ablations share are run once.
 from __future__ import annotations
 
 import json
-import logging
+import os
 import signal
 import subprocess
 import sys
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from or1_megatron.ablate.ablation import Arm, Arms
+from or1_megatron.ablate.spent import Spent
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
-
-logger = logging.getLogger(__name__)
+from or1_megatron.runtime.signals import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +63,38 @@ def entry_runs(chosen: Arms, arms: Sequence[Arm], out: Path) -> list[ArmRun]:
     return runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out)
 
 
-def run_all(runs: Sequence[ArmRun]) -> Iterator[tuple[ArmRun, int]]:
-    """Run what is not finished, one after another, and yield (run, exit status) as each ends, failed ones too."""
+def run_all(runs: Sequence[ArmRun], spent: Spent) -> Iterator[tuple[ArmRun, int]]:
+    """Run what is not finished, one after another, and yield (run, exit status) as each ends, failed ones too.
+
+    Once the budget is used up no further run begins.
+    """
     for run in runs:
         if run.finished:
             continue
+        if spent.used_up:
+            return
         run.dir.parent.mkdir(parents=True, exist_ok=True)
         (run.dir.parent / f"{run.dir.name}.json").write_text(
             json.dumps({"arm": run.arm.name, "seed": run.seed, "set": list(run.arm.overrides)}, indent=2) + "\n"
         )
-        with run.log.open("a") as log:
-            status = _run_to_its_end(run.command(), log)
+        with run.log.open("a") as log, spent.measured(run.dir.name):
+            status = run_to_its_end(run.command(), log)
         yield run, status
 
 
-def _run_to_its_end(command: list[str], log: TextIO) -> int:
-    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process."""
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+def run_to_its_end(command: list[str], log: TextIO) -> int:
+    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process.
+
+    If this process is killed, the command gets SIGTERM. It finds this environment's programs before others.
+    """
+    parent, path = os.getpid(), f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    process = subprocess.Popen(
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PATH": path},
+        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+    )
     received = []
 
     def forward(number: int, _: object) -> None:

@@ -6,8 +6,10 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console
@@ -16,8 +18,9 @@ from rich.table import Table
 from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
-    from or1_megatron.ablate.ablation import Arms
+    from or1_megatron.ablate.ablation import Ablation, Arm, Arms, Scale
     from or1_megatron.ablate.runs import ArmRun
+    from or1_megatron.ablate.spent import Spent
 
 
 def ablate(
@@ -38,65 +41,136 @@ def ablate(
         bool, typer.Option("--commands", help="Only print the commands of the runs, for a cluster.")
     ] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="One step of every stage, the first seed only.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All ablations of campaign.yaml, the most important first.")
+    ] = False,
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Begin no run once the runs in OUT, of earlier calls too, have taken so many hours."
+        ),
+    ] = None,
     background: Annotated[bool, typer.Option("--background", help="Run in the background, with OUT/NN.log.")] = False,
 ) -> None:
     """Run the arms of an ablation seed by seed, and write its page. Running it again does not repeat finished runs.
 
-    An ablation may have conditions of entry, which a run measures first; unless they are met, the arms do not run.
-    Exits with 1 if a run failed, in which case the other runs continue, or if a condition is not met.
+    What the arms begin with is made first where it is missing. An ablation may have conditions of entry, which a run
+    measures first; unless they are met, the arms do not run. Exits with 1 if a run failed, in which case the other runs
+    continue, if a condition is not met, or if the hours are used up.
     """
-    from or1_megatron.ablate.ablation import arms_of, differences, load_ablations
-    from or1_megatron.ablate.outcome import measure
-    from or1_megatron.ablate.page import write_page
-    from or1_megatron.ablate.runs import entry_runs, runs_of
+    from or1_megatron.ablate.ablation import differences, load_ablations
+    from or1_megatron.ablate.campaign import load_campaign
+    from or1_megatron.ablate.spent import Spent
     from or1_megatron.config.recipes import CONFIGS
 
     console = Console()
     with explained():
-        found = load_ablations(folder or CONFIGS / "ablations")
-        if number is None:
+        place = folder or CONFIGS / "ablations"
+        found = load_ablations(place)
+        campaign = load_campaign(place, found)
+        if number is None and not every:
             rows = [[str(n), a.title, ", ".join(a.small.arms), ", ".join(a.paper.arms)] for n, a in found.items()]
             _print_table(console, ["", "ablation", "arms (small)", "arms (paper)"], rows)
             return
-        if number not in found:
-            raise typer.BadParameter(f"no ablation {number}; there are {sorted(found)}", param_hint="NUMBER")
+        if number is not None and (every or number not in found):
+            wrong = f"{number} and --all: give one of the two" if every else f"no ablation {number}"
+            raise typer.BadParameter(f"{wrong}; there are {sorted(found)}", param_hint="NUMBER")
         if background:
-            _in_background(out / f"{number:02d}.log", console)
+            _in_background(out / ("campaign.log" if every else f"{number:02d}.log"), console)
             return
-        ablation = found[number]
-        arms = arms_of(ablation, scale, _extra(overrides), smoke)
-        seeds = ablation.at(scale).seeds[: 1 if smoke else None]
-        runs = runs_of(arms, seeds, out / "smoke" if smoke else out)
-        entry = [] if smoke else entry_runs(ablation.at(scale), arms, out)
+        numbers = campaign.order if every or number is None else [number]
+        todo = [_Todo.of(found[n], scale, out, _extra(overrides), smoke) for n in numbers]
         if commands:
-            for run in [*entry, *runs]:
-                print(shlex.join(["or1", *run.command()[3:]]))
+            runs: dict[Path, ArmRun] = {}
+            for run in (run for each in todo for run in [*each.entry, *each.runs]):
+                runs.setdefault(run.dir, run)
+            missing = campaign.missing([arm for each in todo for arm in each.arms])
+            print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
             return
-        differing = [[key, *values] for key, values in differences(arms).items()]
-        _print_table(console, ["key", *(arm.name for arm in arms)], differing, "What differs between the arms")
-        done = page_only or _run_all(ablation.at(scale), entry, runs, number, console)
-        measured = measure(ablation.at(scale), _finished(entry))
-        finished = {arm.name: {run.seed: run.rows() for run in runs if run.arm is arm and run.finished} for arm in arms}
-        command = f"or1 ablate {number}" + ("" if scale == "small" else f" --scale {scale}")
-        command += "".join(f" --set {override}" for override in overrides or ())
-        pages = out / ("smoke/pages" if smoke else "pages")
-        console.print(f"{write_page(ablation, scale, arms, finished, pages, command, measured)}")
+        spent, done = Spent(out, hours), True
+        for each in todo:
+            differing = [[key, *values] for key, values in differences(each.arms).items()]
+            _print_table(console, ["key", *(arm.name for arm in each.arms)], differing, "What differs between the arms")
+            if not page_only:
+                done &= _made(campaign.missing(each.arms), out, spent, console) and _run_all(each, spent, console)
+            command = f"or1 ablate {each.ablation.number}" + ("" if scale == "small" else f" --scale {scale}")
+            command += "".join(f" --set {override}" for override in overrides or ())
+            console.print(f"{each.write_page(scale, out / ('smoke/pages' if smoke else 'pages'), command)}")
+        if every:
+            _print_table(console, ["", "ablation", "runs finished"], [each.row() for each in todo], "Campaign")
+            console.print(f"{spent.seconds / 3600:.2f} machine-hours in {out}")
     raise typer.Exit(0 if done else 1)
 
 
-def _run_all(chosen: Arms, entry: list[ArmRun], runs: list[ArmRun], number: int, console: Console) -> bool:
+@dataclass(frozen=True)
+class _Todo:
+    """An ablation at a scale, with its runs."""
+
+    ablation: Ablation
+    chosen: Arms
+    arms: list[Arm]
+    entry: list[ArmRun]
+    runs: list[ArmRun]
+
+    @classmethod
+    def of(cls, ablation: Ablation, scale: Scale, out: Path, extra: Mapping[str, Any], smoke: bool) -> Self:
+        """Raises ConfigError when an arm's configuration is wrong."""
+        from or1_megatron.ablate.ablation import arms_of
+        from or1_megatron.ablate.runs import entry_runs, runs_of
+
+        chosen, arms = ablation.at(scale), arms_of(ablation, scale, extra, smoke)
+        if smoke:
+            return cls(ablation, chosen, arms, [], runs_of(arms, chosen.seeds[:1], out / "smoke"))
+        return cls(ablation, chosen, arms, entry_runs(chosen, arms, out), runs_of(arms, chosen.seeds, out))
+
+    def write_page(self, scale: Scale, folder: Path, command: str) -> Path:
+        from or1_megatron.ablate.outcome import measure
+        from or1_megatron.ablate.page import write_page
+
+        finished = {
+            arm.name: {run.seed: run.rows() for run in self.runs if run.arm is arm and run.finished}
+            for arm in self.arms
+        }
+        measured = measure(self.chosen, _finished(self.entry))
+        return write_page(self.ablation, scale, self.arms, finished, folder, command, measured)
+
+    def row(self) -> list[str]:
+        finished = sum(run.finished for run in self.runs)
+        return [str(self.ablation.number), self.ablation.title, f"{finished} of {len(self.runs)}"]
+
+
+def _made(missing: Mapping[str, str], out: Path, spent: Spent, console: Console) -> bool:
+    """Make what the arms begin with, and return whether all of it exists; say what does not."""
+    from or1_megatron.ablate.campaign import make
+
+    for path, command in missing.items():
+        if spent.used_up:
+            print(f"or1: the hours are used up; {path} is not made", file=sys.stderr)
+            return False
+        console.print(f"making {path}: {command}", soft_wrap=True)
+        if not make(path, command, out, spent):
+            print(f"or1: {path} was not made by: {command}; see {out / 'makes.log'}", file=sys.stderr)
+            return False
+    return True
+
+
+def _run_all(todo: _Todo, spent: Spent, console: Console) -> bool:
     """Run what is not finished: first what measures the conditions of entry, then, if they are met, the arms.
 
     Return whether all has been run; say what has not.
     """
     from or1_megatron.ablate.outcome import measure
 
-    failed = _run(entry, console)
-    unmet = [each for each in measure(chosen, _finished(entry)) if entry and not each.met]
+    number = todo.ablation.number
+    failed = _run(todo.entry, spent, console)
+    unmet = [each for each in measure(todo.chosen, _finished(todo.entry)) if todo.entry and not each.met]
     if not unmet:
-        failed += _run(runs, console)
+        failed += _run(todo.runs, spent, console)
     for run in failed:
         print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
+    if spent.used_up and not all(run.finished for run in [*todo.entry, *todo.runs]):
+        print(f"or1: ablation {number}: the hours are used up; what is not finished is left out", file=sys.stderr)
+        return False
     for each in unmet:
         print(f"or1: ablation {number}: {each}; its arms are not run", file=sys.stderr)
     return not failed and not unmet
@@ -106,12 +180,12 @@ def _finished(entry: list[ArmRun]) -> dict[str, list[dict[str, Any]]]:
     return {run.arm.name: run.rows() for run in entry if run.finished}
 
 
-def _run(runs: list[ArmRun], console: Console) -> list[ArmRun]:
+def _run(runs: list[ArmRun], spent: Spent, console: Console) -> list[ArmRun]:
     """Run what is not finished, and return the runs that failed."""
     from or1_megatron.ablate.runs import run_all
 
     failed = []
-    for done, (run, status) in enumerate(run_all(runs), start=1):
+    for done, (run, status) in enumerate(run_all(runs, spent), start=1):
         console.print(f"{done}: {run.arm.name}, seed {run.seed}: {f'exit status {status}' if status else 'done'}")
         if status:
             failed.append(run)

@@ -28,6 +28,7 @@ from or1_megatron.ablate.ablation import (
     load_ablation,
     load_ablations,
 )
+from or1_megatron.ablate.campaign import load_campaign
 from or1_megatron.ablate.outcome import (
     ELAPSED,
     ArmComparison,
@@ -41,9 +42,11 @@ from or1_megatron.ablate.outcome import (
 )
 from or1_megatron.ablate.page import write_page
 from or1_megatron.ablate.runs import ArmRun, run_all, runs_of
+from or1_megatron.ablate.spent import Spent
 from or1_megatron.ablate.statistics import estimate, holm, p_value, quantile
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError
+from or1_megatron.rl.objectives.registry import objective_conflicts
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/ablations"
@@ -62,6 +65,13 @@ def test_every_ablation_of_the_report_has_arms_at_both_scales(found: dict[int, A
         for scale in ("paper", "small"):
             assert len(arms_of(ablation, scale)) >= 2  # type: ignore[arg-type]  # and each is a valid configuration
         assert len(set(ablation.small.seeds)) >= 3
+
+
+def test_the_objective_of_every_arm_can_be_computed(found: dict[int, Ablation]) -> None:
+    for ablation in found.values():
+        for arm in [*arms_of(ablation, "paper"), *arms_of(ablation, "small")]:
+            for stage in arm.config.stages:
+                assert not list(objective_conflicts(arm.config.algorithm, stage)), (ablation.number, arm.name)
 
 
 def test_arms_differ_in_what_they_name_and_nothing_else(found: dict[int, Ablation]) -> None:
@@ -275,7 +285,7 @@ def test_finished_runs_are_not_repeated_and_a_failure_stops_no_other(
     runs = runs_of(arms, (1,), tmp_path)
     runs[0].dir.mkdir(parents=True)
     (runs[0].dir / "summary.json").write_text(json.dumps({"finished": True}))
-    ended = list(run_all(runs))
+    ended = list(run_all(runs, Spent(tmp_path)))
     assert [(run.arm.name, status) for run, status in ended] == [(arms[1].name, 2)]
     assert "does not exist" in runs[1].log.read_text()
 
@@ -315,9 +325,10 @@ import sys
 from pathlib import Path
 from or1_megatron.ablate.ablation import arms_of, load_ablation
 from or1_megatron.ablate.runs import ArmRun, run_all, runs_of
+from or1_megatron.ablate.spent import Spent
 ArmRun.command = lambda run: [sys.executable, '-c', sys.argv[1]]
 arms = arms_of(load_ablation(Path(sys.argv[2])), 'small')
-for run, status in run_all(runs_of(arms, (1,), Path(sys.argv[3]))):
+for run, status in run_all(runs_of(arms, (1,), Path(sys.argv[3])), Spent(Path(sys.argv[3]))):
     print('went on', status, flush=True)
 """
 RUN = """
@@ -328,19 +339,101 @@ time.sleep(60)
 """
 
 
-def test_a_campaign_that_is_ended_ends_its_run_first(tmp_path: Path) -> None:
-    """The run has time to save; no other run starts."""
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_campaign_that_is_ended_ends_its_run(how: signal.Signals, tmp_path: Path) -> None:
+    """The run has time to save; no other run starts. On SIGTERM the campaign waits for it and counts its seconds."""
     arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path)]
     campaign = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE_S
-    while not any("begun" in log.read_text() for log in tmp_path.glob("runs/*.log")):
+
+    def logged(text: str) -> bool:
+        return any(text in log.read_text() for log in tmp_path.glob("runs/*.log"))
+
+    while not logged("begun"):
         assert time.monotonic() < deadline and campaign.poll() is None
         time.sleep(0.05)
-    campaign.terminate()
+    campaign.send_signal(how)
     output, _ = campaign.communicate(timeout=PATIENCE_S)
-    assert (campaign.returncode, output) == (128 + signal.SIGTERM, "")
+    killed = how == signal.SIGKILL
+    assert (campaign.returncode, output) == (-how if killed else 128 + how, "")
+    while killed and not logged("saved"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     (log,) = tmp_path.glob("runs/*.log")
     assert log.read_text() == "begun\nsaved\n"
+    assert (tmp_path / "spent.jsonl").exists() is not killed
+
+
+def test_a_campaign_makes_what_its_arms_name(
+    found: dict[int, Ablation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ablation 5 begins with a drifted policy, 6 with the model of one wording, and 1 needs all three sets of data."""
+    campaign = load_campaign(FOLDER, found)
+    assert set(campaign.order) >= {1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16}
+    monkeypatch.chdir(tmp_path)
+    needed = {number: set(campaign.missing(arms_of(found[number], "small"))) for number in (1, 5, 6)}
+    data = "runs/ablation_data/heldout.jsonl"
+    assert needed[1] == {data, "runs/quickstart_data/train.jsonl", "runs/ablation_loose/train.jsonl"}
+    assert needed[5] == {data, "runs/ablations/drifted/hf"} and needed[6] == {data, "runs/ablation_base"}
+    assert not campaign.missing(arms_of(found[6], "paper"))
+    (tmp_path / data).parent.mkdir(parents=True)
+    (tmp_path / data).touch()
+    assert set(campaign.missing(arms_of(found[6], "small"))) == {"runs/ablation_base"}
+
+
+def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ablations that share an arm, in the file's order, through the command; programs stand in for the training and
+    for the model's making. Without hours left nothing begins; with an hour everything runs, once, and an hour that is
+    spent by earlier calls is not there any more."""
+    for name in ("10_clip_higher.yaml", "14_steered_clip_high.yaml", "one_wording.yaml", "small.yaml", "paper.yaml"):
+        text = (FOLDER / name).read_text()
+        (tmp_path / name).write_text(text.replace("../recipes/or1_7b.yaml", "or1_7b"))
+    made, order = tmp_path / "makes", tmp_path / "order"
+    (tmp_path / "campaign.yaml").write_text(
+        f"order: [14, 10]\nmakes: {{runs/ablation_base: mkdir -p runs/ablation_base; echo made >> {made}}}\n"
+    )
+    writes = (
+        "import json, pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True); "
+        "row = {'step': 1, 'policy/clip_fraction_high': 0.02, 'entropy/sampled': 0.01}; "
+        "open(sys.argv[2], 'a').write(folder.name + chr(10)); "
+        "(folder / 'metrics.jsonl').write_text(json.dumps(row) + chr(10)); "
+        "(folder / 'summary.json').write_text(json.dumps({'finished': True}))"
+    )
+    monkeypatch.setattr(ArmRun, "command", lambda run: [sys.executable, "-S", "-c", writes, str(run.dir), str(order)])
+    monkeypatch.chdir(tmp_path)
+    told = ["ablate", "--all", "--folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    printed = CliRunner().invoke(app, [*told, "--commands"]).stdout.splitlines()
+    assert len(printed) == 1 + 24 and printed[0].startswith("mkdir") and "_seed_101" in printed[1]
+    refused = CliRunner().invoke(app, [*told, "--hours", "0"])
+    assert (refused.exit_code, order.exists(), made.exists()) == (1, False, False)
+    assert "the hours are used up" in refused.stderr
+    ended = CliRunner().invoke(app, [*told, "--hours", "1"])
+    assert ended.exit_code == 0, ended.output
+    names = order.read_text().split()
+    assert len(names) == len(set(names)) == 1 + 3 * 3 + (4 * 5 - 2 * 3) == 24  # two arms are in both, with seeds 1 to 3
+    first = arms_of(load_ablation(tmp_path / "14_steered_clip_high.yaml"), "small")
+    assert names[0] == f"{first[0].key}_seed_101"
+    assert set(names[1:10]) == {run.dir.name for run in runs_of(first, (1, 2, 3), tmp_path)}
+    assert made.read_text() == "made\n" and "20 of 20" in ended.stdout and "9 of 9" in ended.stdout
+    spent = [json.loads(line)["run"] for line in (tmp_path / "out/spent.jsonl").read_text().splitlines()]
+    assert spent == ["runs/ablation_base", *names]
+    (tmp_path / "out/spent.jsonl").write_text(json.dumps({"run": "before", "seconds": 3600.0}) + "\n")
+    (tmp_path / "out/runs" / names[-1] / "summary.json").unlink()
+    assert CliRunner().invoke(app, [*told, "--hours", "1"]).exit_code == 1
+    assert len(order.read_text().split()) == len(names)
+
+
+def test_what_is_wrong_with_a_campaign_is_said(tmp_path: Path) -> None:
+    assert load_campaign(tmp_path, [3, 1]).order == (3, 1)
+    for text, expected in (
+        ("order: [6, 99]", r"order: \[6, 99\]; expected some of \[6, 9\], each once"),
+        ("order: [6, 6]", "each once"),
+        ("order: []", "order"),
+        ("ordre: [6]", "ordre"),
+    ):
+        (tmp_path / "campaign.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=f"campaign.yaml: .*{expected}|campaign.yaml: {expected}"):
+            load_campaign(tmp_path, [6, 9])
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
@@ -375,8 +468,10 @@ def test_the_command_lists_prints_and_refuses() -> None:
     assert "clip-higher" in runner.invoke(app, ["ablate", *where]).stdout
     printed = runner.invoke(app, ["ablate", "10", "--scale", "paper", "--commands", *where]).stdout.splitlines()
     assert len(printed) == 4 * 3
-    printed_small = runner.invoke(app, ["ablate", "10", "--commands", *where]).stdout.splitlines()
+    small = runner.invoke(app, ["ablate", "10", "--commands", *where]).stdout.splitlines()
+    printed_small = [line for line in small if line.startswith("or1 train ")]  # after what makes what is missing
     assert len(printed_small) == 1 + 4 * 5 and "run.seed=101" in printed_small[0]  # the condition of entry comes first
     assert all(line.startswith("or1 train ") and "run.seed=" in line for line in printed)
     assert "no ablation 99" in runner.invoke(app, ["ablate", "99", *where]).stderr
+    assert "10 and --all: give one of the two" in runner.invoke(app, ["ablate", "10", "--all", *where]).stderr
     assert "'big' is not one of" in runner.invoke(app, ["ablate", "10", "--scale", "big", *where]).stderr

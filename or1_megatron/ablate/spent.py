@@ -1,0 +1,41 @@
+"""The machine-hours of a folder of ablations, and their budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+
+
+class Spent:
+    """The seconds that runs have taken, by OUT/spent.jsonl, in which each that ended has a row; and their budget.
+
+    The seconds of a run that was killed with its campaign are lost.
+    """
+
+    def __init__(self, out: Path, hours: float | None = None) -> None:
+        """``hours``: of all runs of ``out``, those of earlier calls included; None: no bound."""
+        self._path, self._hours = out / "spent.jsonl", hours
+        rows = read_rows(self._path) if self._path.is_file() else ()
+        self.seconds = sum(float(row["seconds"]) for row in rows)
+
+    @property
+    def used_up(self) -> bool:
+        return self._hours is not None and self.seconds >= 3600 * self._hours
+
+    @contextmanager
+    def measured(self, what: str) -> Iterator[None]:
+        """Add the block's seconds, however it ends."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begun_s
+            self.seconds += seconds
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            rows = JsonlWriter(self._path, "the campaign's seconds")
+            rows.write({"run": what, "seconds": round(seconds, 1)})
+            rows.close()
