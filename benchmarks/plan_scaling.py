@@ -19,8 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 from plan_paper import machine, thirty_two_b
-from result import figure as measured
-from result import write_result
 
 from or1_megatron.config.schema import Config
 from or1_megatron.plan.lengths import Moment, RecipeLengths
@@ -164,7 +162,6 @@ def main() -> None:
     print("| | roll-out, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
     print("|---|---|---|---|---|---|---|---|")
     rows: dict[str, tuple[dict[str, float], bool]] = {}
-    figures = {}
     synchronous = sum(hours(planned(VARIANTS[1])[2]).values())
     for variant in VARIANTS:
         _, _, time = planned(variant)
@@ -174,12 +171,7 @@ def main() -> None:
         shown = " | ".join(f"{spent:.0f}" for spent in (*parts.values(), sum(parts.values())))
         policy = "yes" if variant.on_policy else "no"
         print(f"| {variant.title} | {shown} | {ratio:.2f} | {busy(time):.0%} | {policy} |", flush=True)
-        figures[f"hours: {variant.title}"] = measured(sum(parts.values()), "h")
-        wanted = (1.8, 0.85) if variant.deferred else (2.2, 0.95) if variant.staleness == 2 else (None, None)
-        figures[f"steps per hour over synchronous: {variant.title}"] = measured(ratio, "x", at_least=wanted[0])
-        figures[f"engines busy: {variant.title}"] = measured(busy(time), "share", at_least=wanted[1])
     print(bound())
-    write_result("plan_scaling", figures, {"gpus": GPUS})
     if arguments.figure is not None:
         arguments.figure.write_text(figure(rows))
 

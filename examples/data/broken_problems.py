@@ -143,6 +143,6 @@ BROKEN = (
         "\\frac{7}{22",
         "$\\frac{7}{12}\\cdot\\frac{6}{11} = \\boxed{\\frac{7}{22}}$.",
         "answers",
-        "answer_unparsable",
+        "answer_not_comparable",
     ),
 )

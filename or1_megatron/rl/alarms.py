@@ -224,7 +224,10 @@ class PlateauRule(_TrendRule):
 
 
 class StragglerRule(AlarmRule):
-    """The same rank is the slowest in STRAGGLER_STEPS steps in a row, by STRAGGLER_SHARE of the time in each."""
+    """The same rank is the slowest in STRAGGLER_STEPS steps in a row, by STRAGGLER_SHARE of the time in each.
+
+    A resume begins the count anew: a checkpoint holds nothing that depends on the clock.
+    """
 
     def __init__(self) -> None:
         self._rank, self._steps = -1, 0
@@ -244,12 +247,6 @@ class StragglerRule(AlarmRule):
             "look at its node: other programs, the clocks and temperature of its GPU (nvidia-smi -q -d PERFORMANCE), "
             "its links; under tensor or pipeline parallelism at the nodes of its whole replica"
         )
-
-    def state(self) -> Any:
-        return [self._rank, self._steps]
-
-    def restore(self, state: Any) -> None:
-        self._rank, self._steps = state
 
 
 class Alarms:

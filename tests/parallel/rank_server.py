@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.util import _exit_function
 from pathlib import Path
 from typing import Any
@@ -90,10 +92,17 @@ def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
     return [ends[pid] for pid in pids]
 
 
+def listen() -> socket.socket:
+    """Listen on a port that no connection is given by chance: rank 0 may use it after this socket is closed."""
+    while True:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", 15_000 + secrets.randbelow(15_000)))
+
+
 def run(job: dict[str, Any]) -> None:
     """Run a job and write its result beside its ranks' outputs."""
     Path(job["folder"]).mkdir(parents=True, exist_ok=True)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen()
     port = listener.getsockname()[1]
     if not job["watched"]:
         listener.close()  # rank 0 hosts the store

@@ -16,7 +16,7 @@ import pytest
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests", ROOT / "tests" / "rl")))
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 """A hang is reported after this long; no test depends on how long its ranks take."""
 
 _servers: dict[str, subprocess.Popen[str]] = {}

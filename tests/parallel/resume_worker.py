@@ -167,7 +167,7 @@ class Run:
             digest.update(shard.tensor().numpy().tobytes())
         digests: list[str] = [""] * self.mesh.world
         dist.all_gather_object(digests, digest.hexdigest())
-        timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/tokens_per_s")
+        timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/")
         rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
         state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
         return {"rows": rows, "state": state, "digests": digests, "steps": self.policy.sgd_steps}

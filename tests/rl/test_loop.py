@@ -57,7 +57,6 @@ class World:
     folder: Path
     stages: Sequence[StageConfig] = TWO_STAGES
     every_steps: int = 1000
-    in_memory: bool = False
     evaluate_every: int = 2
     evaluated: bool = True
     stopped: bool = False
@@ -70,6 +69,7 @@ class World:
     """To the LoopConfig."""
     safety: SafetyConfig = SafetyConfig()
     diary: Diary = field(default_factory=Diary)
+    in_memory: bool = False
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
