@@ -100,7 +100,7 @@ def step_time(
 
 
 class _Prompts:
-    """The stream of a plan: numbered prompts in order."""
+    """The stream of a plan: numbered prompts in order, which are neither mixed nor filtered."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts, self._taken = prompts, 0
