@@ -265,7 +265,7 @@ def _no_cluster(address: str, error: Exception | str) -> str:
 def _start_reaper(session: str) -> None:
     global _reaper
     _reaper = subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session],
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), session, str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """Ends what is left of an embedded Ray cluster after its driver was killed: a process of its own, without packages.
 
-    python -I reaper.py SESSION_FOLDER
+    python -I reaper.py SESSION_FOLDER PID_OF_THE_DRIVER
 
 Ray ends most of its processes itself, but after ``kill -9`` of the driver its two agents stay for another minute,
 trying to report the death to a server that died with it. A process belongs to the session when it has a file open under
@@ -36,9 +36,8 @@ def session_processes(session: Path) -> list[int]:
     return found
 
 
-def main(session: Path) -> None:
-    driver = os.getppid()
-    while os.getppid() == driver:
+def main(session: Path, driver: int) -> None:
+    while os.getppid() == driver:  # a driver that died before this was asked is no parent any more
         time.sleep(POLL_S)
     time.sleep(GRACE_S)
     deadline = time.monotonic() + GIVE_UP_S
@@ -52,4 +51,4 @@ def main(session: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), int(sys.argv[2]))

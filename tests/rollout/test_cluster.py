@@ -68,6 +68,17 @@ def test_no_process_survives_the_driver(how: str) -> None:
     wait_until(lambda: not reaper.session_processes(session), "the processes of the session to end")
 
 
+def test_the_reaper_works_when_the_driver_died_before_it_began(tmp_path: Path) -> None:
+    """As on a loaded machine: by then its parent is another process."""
+    with (tmp_path / "open").open("w") as held:
+        left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=held)
+    driver = subprocess.Popen([sys.executable, "-c", ""])
+    driver.wait(timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-I", reaper.__file__, str(tmp_path), str(driver.pid)], timeout=PATIENCE_S)
+    assert done.returncode == 0
+    assert left.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+
+
 def test_actors_have_the_priority_of_the_driver(ray_cluster: None) -> None:
     """At Ray's default niceness of 15 engines nearly stop beside any other busy program."""
 
