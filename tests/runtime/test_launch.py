@@ -30,10 +30,11 @@ helper = subprocess.Popen(
 heard = []
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, lambda n, _: heard.append(n))
-open(f"{folder}/{rank}.up", "w").write(f"{os.getpid()} {helper.pid}")
+open(f"{folder}/{rank}.part", "w").write(f"{os.getpid()} {helper.pid}")
+os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}.up")
 while not heard:
     time.sleep(0.05)
-    if rank == "1" and what.startswith("exit"):
+    if rank == "1" and what.startswith("exit") and os.path.exists(f"{folder}/0.up"):
         sys.exit(int(what[4:]))
     if what == "done":
         sys.exit(0)
@@ -94,7 +95,7 @@ class Launched:
 
     def wait_up(self) -> None:
         give_up = time.monotonic() + PATIENCE_S
-        while not all(self._up(rank).is_file() and self._up(rank).read_text() for rank in (0, 1)):
+        while not all(self._up(rank).is_file() for rank in (0, 1)):
             assert time.monotonic() < give_up, "the ranks did not start"
             assert self.process.poll() is None, self.process.stderr.read()  # type: ignore[union-attr]
             time.sleep(0.05)
