@@ -66,14 +66,19 @@ MORE = [
     "TP2 SP one_pass response_mean",
 ]
 MORE_TIED = ["PP2", "PP2 VPP2 distopt", "one_pass overlap"]
-SCOPED = {
+OBJECTIVES = {
     "gspo": ({"clip_low": 0.03, "clip_high": 0.03}, ["CP2 PP2 shuffled response_mean", "DP2", "TP2 one_pass"]),
     "clip_cov": (
         {"share": 0.2, "lowest": 0.05, "highest": 2.0, "seed": 3},
         ["CP2 PP2 shuffled", "TP2 DP2 one_pass response_mean"],
     ),
+    "kl_cov": ({"share": 0.2, "penalty": 0.5}, ["CP2 PP2 shuffled", "TP2 DP2 one_pass"]),
+    "cispo": ({"clip_low": 0.1, "clip_high": 0.1}, ["TP2 SP CP2"]),
+    "dr_grpo": ({"length_share": 0.3}, ["PP2 one_pass"]),
+    "dapo": ({"clip_high": 0.28}, ["DP2 CP2"]),
 }
-"""Objectives of a sequence or of the batch, with parameters that let their clips act on the probe, by layout."""
+"""Parameters that let each objective's own part act on the probe, and layouts. gspo needs whole sequences, clip_cov and
+kl_cov the whole batch."""
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -121,10 +126,10 @@ def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def scoped(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The rows of each objective by layout, likewise."""
-    folder = tmp_path_factory.mktemp("scoped")
-    plan = [(name, str(tiny_qwen2), layouts, [], 16, 32, name, args) for name, (args, layouts) in SCOPED.items()]
+    folder = tmp_path_factory.mktemp("by_objective")
+    plan = [(name, str(tiny_qwen2), layouts, [], 16, 32, name, args) for name, (args, layouts) in OBJECTIVES.items()]
     found: dict[str, dict[str, Any]] = ranks.run_json(
         "family_worker.py", 4, folder / "out.json", json.dumps(plan), str(folder)
     )
@@ -157,13 +162,13 @@ def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dic
     assert_equal(measured["tied"][layout])
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, at) for name, (_, layouts) in SCOPED.items() for at in layouts])
-def test_objectives_of_sequences_and_of_the_batch_equal_transformers(
-    name: str, layout: str, scoped: dict[str, dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, at) for name, (_, layouts) in OBJECTIVES.items() for at in layouts]
+)
+def test_objectives_equal_transformers(name: str, layout: str, by_objective: dict[str, dict[str, Any]]) -> None:
     """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
-    The reference sees all tokens at once; ``test_the_reference_of_...`` compares it with another."""
-    assert_equal(scoped[name][layout])
+    The reference sees all tokens at once; ``test_the_reference_of_each_objective...`` compares it with another."""
+    assert_equal(by_objective[name][layout])
 
 
 def test_status_and_table(tiny_qwen2: Path, tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
         numbers = transformers_numbers(network, samples, probe_objective("float32"), by_response)
         log_probs, gradient = own_reference(tiny_qwen2, samples, by_response)
         for found, expected in zip(numbers.log_probs, log_probs, strict=True):
-            np.testing.assert_allclose(found, expected.numpy(), atol=5e-6)
+            np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
         assert gradient.keys() == numbers.gradient.keys()
         for name, expected in gradient.items():
             torch.testing.assert_close(numbers.gradient[name].double(), expected, rtol=1e-4, atol=1e-6)
@@ -295,10 +300,10 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
         assert numbers.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
 
 
-def scoped_reference(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute the gradient of GSPO and Clip-Cov in float64 from their papers, without the package's objectives.
+def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Compute the gradient of an objective in float64 from its paper, without the package's objectives.
 
-    Both with the probe's correction by token, KL and bonus. Which candidates Clip-Cov draws is told by ``drawn``.
+    All with the probe's correction by token, KL and bonus, and the clipped ones with its dual clip.
     """
     from transformers import Qwen2ForCausalLM
 
@@ -314,27 +319,45 @@ def scoped_reference(folder: Path, samples: list[Sample], name: str, args: dict[
             rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
     of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
     new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
-    a, old = torch.tensor(advantage), torch.tensor(policy)
-    low, high = 1 - args.get("clip_low", 0.2), 1 + args.get("clip_high", 0.2)
-    if name == "gspo":
-        ratio = torch.stack([(new - old)[torch.tensor(of == i)].mean().exp() for i in of])
-        term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
-        closed = (term < ratio * a).double().mean()
-        assert 0 < closed < 1, "the clip decides nothing"
-    else:
-        ratio = (new - old).exp()
-        term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
-        term = torch.where(torch.tensor(drawn(new.detach().numpy(), policy, advantage, args)), term.detach(), term)
+    term = reference_term(name, args, new, policy, advantage, of)
     w = np.exp(policy - engine)
     w = np.where((w >= 1 / 1.5) & (w <= 1.5), w, 0.0)
     behind = torch.tensor(reference) - new
     loss = (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy).mean()
-    loss.backward()
+    (args.get("length_share", 1.0) * loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def reference_term(
+    name: str, args: dict[str, Any], new: torch.Tensor, policy: Any, advantage: Any, sequence: Any
+) -> torch.Tensor:
+    """Return each token's J from its paper, and see that what the objective adds decides something on the probe."""
+    a, old = torch.tensor(advantage), torch.tensor(policy)
+    low, high = 1 - args.get("clip_low", 0.2), 1 + args.get("clip_high", 0.2)
+    ratio = (new - old).exp()
+    if name == "gspo":
+        ratio = torch.stack([(new - old)[torch.tensor(sequence == i)].mean().exp() for i in sequence])
+    if name == "cispo":
+        assert 0 < (ratio < low).sum() + (ratio > high).sum() < len(new), "the clip decides nothing"
+        return ratio.detach().clamp(low, high) * a * new
+    if name == "kl_cov":
+        covariance = (new.detach() - new.detach().mean()) * (a - a.mean())
+        count = int(args["share"] * len(new))
+        chosen = covariance >= covariance.sort(descending=True).values[count - 1]
+        assert 0 < chosen.sum() == count, "the share decides nothing, or two tokens are equal"
+        return ratio * a - args["penalty"] * chosen * (new - old).abs()
+    term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+    closed = (term < ratio * a).double().mean()
+    assert 0 < closed < 1, "the clip decides nothing"
+    if name == "clip_cov":
+        return torch.where(torch.tensor(drawn(new.detach().numpy(), policy, advantage, args)), term.detach(), term)
+    if name in ("dr_grpo", "dapo"):
+        return torch.where(a < 0, term.clamp(min=1.3 * a), term)
+    return term
+
+
 def drawn(new: Any, old: Any, advantage: Any, args: dict[str, Any]) -> Any:
-    """Return which tokens Clip-Cov stops: its candidates by the paper, in the package's random order."""
+    """Return which tokens Clip-Cov stops: its candidates by the paper, drawn in the package's random order."""
     cov = (new - new.mean()) * (advantage - advantage.mean())
     ratio = np.exp(new - old)
     closed = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
@@ -346,13 +369,13 @@ def drawn(new: Any, old: Any, advantage: Any, args: dict[str, Any]) -> Any:
     return chosen
 
 
-@pytest.mark.parametrize("name", ["gspo", "clip_cov"])
-def test_the_reference_of_a_sequence_and_of_the_batch_is_the_papers(name: str, tiny_qwen2: Path) -> None:
-    """Against float64; GSPO's clip closes some sequences of the probe and not all."""
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_reference_of_each_objective_is_the_papers(name: str, tiny_qwen2: Path) -> None:
+    """Against float64, on the probe that the layouts are measured with."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
-    samples, args = record_probe(network, 16, 32, 1), SCOPED[name][0]
+    samples, args = record_probe(network, 16, 32, 1), OBJECTIVES[name][0]
     numbers = transformers_numbers(network, samples, probe_objective("float32", name, args))
-    expected = scoped_reference(tiny_qwen2, samples, name, args)
+    expected = reference_gradient(tiny_qwen2, samples, name, args)
     assert expected.keys() == numbers.gradient.keys()
     for tensor, gradient in expected.items():
         torch.testing.assert_close(numbers.gradient[tensor].double(), gradient, rtol=1e-4, atol=1e-6)

@@ -183,6 +183,8 @@ class Faulty:
                 loss = loss * float("nan")
             case "nan gradient":
                 loss = loss + (log_probs * 0).abs().sqrt().sum()
+            case "bare":
+                return loss
             case "vector":
                 loss = terms
             case "centred":
@@ -209,6 +211,7 @@ class Faulty:
         ("raises", "token", "raised KeyError: 'advantage' ("),
         ("nan", "token", "returns a loss that is not finite"),
         ("nan gradient", "token", "returns a gradient that is not finite"),
+        ("bare", "token", "expected a pair (loss, sums by name)"),
         ("vector", "token", "expected a tensor without dimensions"),
         ("centred", "token", "a term depends on more than its token"),
         ("centred", "sequence", 'depends on more than its sequence; give the objective a wider scope than "sequence"'),

@@ -75,7 +75,10 @@ class _Tokens:
         """Evaluate on the tokens at ``places``; what is there twice counts as sequences and groups of their own."""
         leaves = [values[places].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
         inputs = _at(self.inputs, places, scope)
-        loss, sums = objective(leaves[0], leaves[1], inputs)
+        returned = objective(leaves[0], leaves[1], inputs)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+            raise TypeError(f"returned {returned!r:.80}, expected a pair (loss, sums by name)")
+        loss, sums = returned
         if not (isinstance(loss, Tensor) and loss.dim() == 0):
             raise TypeError(f"returned {loss!r:.80} as the loss, expected a tensor without dimensions")
         wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim() > 0]
