@@ -178,8 +178,10 @@ class Policy(Protocol):
     def hand_off(self, version: int) -> HandoffReport:
         """Send the current weights to every engine as ``version``, and check that they arrived."""
 
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         """Start to save parameters, optimizer, RNG and ``state`` (the loop's, JSON-able) as ``folder``.
+
+        ``responses``: what ``Rollouts.finished_responses`` returned; empty: there is no file for them.
 
         Returns once they are copied; they are written aside while training goes on, then renamed. Waits for an earlier
         save that is still being written.
@@ -255,6 +257,12 @@ class Rollouts(Protocol):
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
+
+    def finished_responses(self) -> bytes:
+        """Return the responses of the roll-outs under way that have been sampled, pickled; empty: there are none."""
+
+    def reuse(self, responses: bytes) -> None:
+        """Take these instead of sampling them again where the next roll-out asks for the same prompt and seed."""
 
 
 class ProblemStream(Protocol):

@@ -86,7 +86,8 @@ class PolicyDriver:
     def restart_optimizer(self) -> None:
         self._lockstep.call("restart_optimizer")
 
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
+        self._saver.responses = responses  # rank 0 writes them: they need not go to all ranks
         self._lockstep.call("save", folder, state)
 
     def finish_save(self, wait: bool) -> float | None:

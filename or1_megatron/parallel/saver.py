@@ -41,7 +41,7 @@ from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSl
 from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
-from or1_megatron.runtime.run_folder import LOOP_STATE, put_in_place
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE, put_in_place
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class _PendingSave:
     random: Mapping[str, Any]
     common: Mapping[str, Any]
     loop_json: str
+    responses: bytes
 
 
 class CheckpointSaver:
@@ -96,6 +97,8 @@ class CheckpointSaver:
     ) -> None:
         self._policy, self._mesh, self._before_complete = policy, policy.mesh, before_complete
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
+        self.responses = b""
+        """On rank 0: the finished responses that the next checkpoint gets."""
         timeout = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if self._mesh.world > 1 else None
         self._written_here: list[LocalShard] | None = None
@@ -125,7 +128,8 @@ class CheckpointSaver:
         self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
-        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json)
+        job = _PendingSave(folder, self._copied(), random_state(), common, loop_json, self.responses)
+        self.responses = b""
         self._outcome = None
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -252,6 +256,8 @@ def _complete(job: _PendingSave, parts: Sequence[_RankFile | str]) -> None:
         torch.save(content, buffer)
         (aside / name).write_bytes(buffer.getvalue())
     (aside / LOOP_STATE).write_text(job.loop_json)
+    if job.responses:
+        (aside / FINISHED_RESPONSES).write_bytes(job.responses)
     write_manifest(aside, {part.file: part.entry for part in done})
     put_in_place(aside, job.folder)
 

@@ -10,8 +10,9 @@ is finished, but its handoff and its evaluation are left to the resumed run.
 
 Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are asked too, and a handoff
 does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their lengths,
-and no token of a step is more than N versions behind the weights that it trains. The first step of a stage, and the
-first after a resume, is sampled from the policy itself.
+and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is sampled
+from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the same
+requests and samples only the others anew.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.tail import Tail
 from or1_megatron.rl.verbs import deferred_verb, stopping_verb, verb
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -78,7 +80,8 @@ class Loop:
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
-        self.saving = Saving(ports.policy, ports.keeper, config.checkpoint.in_memory)
+        in_memory = config.checkpoint.in_memory
+        self.saving = Saving(ports.policy, ports.keeper, self.supply.finished_responses, in_memory)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
         self._staleness = 0  # of the current step's oldest token, in versions
@@ -387,6 +390,8 @@ class Loop:
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
+            if (responses := newest / FINISHED_RESPONSES).is_file():
+                self.ports.rollouts.reuse(responses.read_bytes())
             stage, left = self.schedule.stages[self.schedule.current], self.schedule.steps_left(self.steps_done)
             check_deferred(stage, left, self.supply.deferred)
             self.saving.resumed(newest, self.steps_done)

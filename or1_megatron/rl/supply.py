@@ -135,6 +135,10 @@ class Supply:
         self.rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
         return groups, report
 
+    def finished_responses(self) -> bytes:
+        """Return what a checkpoint keeps of the roll-outs under way (``interfaces.Rollouts``)."""
+        return self._rollouts.finished_responses() if self._asked else b""
+
     def _roll_out_seed(self, step: int) -> int:
         return derive_seed(self._seed, "rollout", step)
 
@@ -144,7 +148,7 @@ class Supply:
         return 0 if self.tail is None else len(self.tail.waiting)
 
     def state(self) -> dict[str, Any]:
-        """JSON-able. The stream's is that before the roll-outs under way, which a resumed run starts anew."""
+        """JSON-able. The stream's is that before the roll-outs under way, which a resumed run asks again."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

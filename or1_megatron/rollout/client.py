@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _MARGIN_S = 30.0  # the manager's own deadline comes first: its message names the requests
 _PROGRESS_S = 0.2
+_RESPONSES_S = 5.0  # a stop may leave little time for its checkpoint
 _STOP_POLL_S = 0.5
 
 
@@ -64,6 +65,7 @@ class RolloutsClient:
         self._progress = (0, 0)
         self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
         self._tickets = itertools.count(1)
+        self._reused: list[bytes] = []  # for the next roll-out
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
 
@@ -104,7 +106,8 @@ class RolloutsClient:
         batch = pickle.dumps((list(prompts), group_size, sampling, seed, rule, places, urgent), protocol=5)
         seeds = [request.seed for request in plan_requests(prompts, group_size, sampling, seed, places).values()]
         self._progress = (0, len(seeds))
-        of_manager = self._get(lambda manager: manager.roll_out.remote(batch))
+        of_manager = self._get(lambda manager: manager.roll_out.remote(batch, self._reused))
+        self._reused = []
         ticket = next(self._tickets)
         self._asked[ticket] = _Asked(batch, seeds, of_manager)
         return ticket
@@ -129,6 +132,26 @@ class RolloutsClient:
         except RolloutError:
             pass  # those who wait for the roll-out get the error
         return self._progress
+
+    def finished_responses(self) -> bytes:
+        """Return the responses of the roll-outs under way, pickled. Empty if the manager does not answer: they are
+        sampled again, and no checkpoint fails for them."""
+        try:
+            found: bytes = self._call("finished_responses", timeout_s=_RESPONSES_S)
+        except RolloutError as error:
+            log.warning("a checkpoint gets no finished responses: %s", error)
+            return b""
+        return found
+
+    def reuse(self, responses: bytes) -> None:
+        """Give these to the next roll-out, for it and those after it; a warning if they cannot be read."""
+        try:
+            count = len(pickle.loads(responses))
+        except Exception as error:  # written by another version, say
+            log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
+            return
+        log.info("%d responses were sampled before the checkpoint and are not sampled again", count)
+        self._reused.append(responses)
 
     def close(self) -> None:
         """End the manager and its verifiers."""

@@ -140,6 +140,12 @@ class RolloutManager:
         groups = self._scheduler.end(current.ticket).result()
         return pickle.dumps((groups, self._report(current, groups)), protocol=5)
 
+    async def finished_responses(self) -> bytes:
+        """Return a pickled list of the completions of all roll-outs under way; empty: there are none."""
+        roll_outs = map(self._scheduler.at, self._scheduler.tickets)
+        found = [completion for roll_out in roll_outs for completion in roll_out.completions.values()]
+        return pickle.dumps(found, protocol=5) if found else b""
+
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first
         return (0, 0) if first is None else self._scheduler.at(first).progress
@@ -307,13 +313,14 @@ class RolloutManager:
         busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
         self._busy_s = [[] for _ in self._engines]
         wanted = [completion for group in groups for completion in group.completions]
+        decoded_s = max(completion.finished_s for completion in wanted)  # before the start, if all were sampled then
         return RolloutReport(
             decode_s=union_s([interval for intervals in busy_s for interval in intervals]),
             engine_busy_s=tuple(union_s(intervals) for intervals in busy_s),
             wall_s=current.judged_s - current.started_s,
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
-            verify_tail_s=max(0.0, current.judged_s - max(completion.finished_s for completion in wanted)),
+            verify_tail_s=max(0.0, current.judged_s - max(decoded_s, current.started_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
             surplus_responses=current.roll_out.given - len(wanted),
             prompts=tuple(current.roll_out.budget.result),

@@ -111,6 +111,12 @@ class SimulatedRollouts:
         )
         return groups, report
 
+    def finished_responses(self) -> bytes:
+        return b""  # nothing is saved here
+
+    def reuse(self, responses: bytes) -> None:
+        raise NotImplementedError("a simulated run is not resumed")
+
     def progress(self) -> tuple[int, int]:
         first = self.scheduler.first
         return (0, 0) if first is None else self.scheduler.at(first).progress

@@ -46,6 +46,9 @@ DAMAGED_SUFFIX: Final = ".damaged"
 LOOP_STATE: Final = "loop.json"
 """The file of a checkpoint that holds the loop's state: everything that is not a tensor."""
 
+FINISHED_RESPONSES: Final = "finished_responses.pickle"
+"""The file of a checkpoint with responses that were sampled and not trained yet, with ``max_staleness`` above 0."""
+
 _REPLACED_SUFFIX: Final = ".replaced"
 _STEP = re.compile(r"step_(\d+)")
 

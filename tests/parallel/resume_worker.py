@@ -41,7 +41,7 @@ from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.runtime.memory_folder import memory_keeper
-from or1_megatron.runtime.run_folder import CheckpointKeeper
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import DeferRule, Group, HandoffReport, Place, Prompt, RefillRule, RolloutReport, Sampling
@@ -81,6 +81,7 @@ class RecordedRollouts(TableRollouts):
         groups = self._known[seed]
         assert [group.prompt.problem.id for group in groups] == [prompt.problem.id for prompt in prompts]
         self.under_way[self.calls] = (groups, list(range(len(groups))))
+        self.seeds[self.calls] = seed
         return self.calls
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
@@ -190,9 +191,11 @@ def main() -> None:
             shutil.copytree(scratch / "whole" / checkpoint, scratch / f"from_{step}" / checkpoint)
         dist.barrier()
         told[f"from {step}"] = start(f"from_{step}", 100 + step).to_the_end()
-    stopped = start("stopped", 1)
+    stopped = Run(model, layout, scratch / "stopped", rollouts, 1, every_steps=3)  # so that the stop saves
     stopped.rollouts.stop_at = 5
     told["stopped"] = stopped.to_the_end()
+    kept = (scratch / "stopped").glob(f"checkpoints/*/{FINISHED_RESPONSES}")
+    told["stopped"]["responses of"] = [path.parent.name for path in kept]
     told["stopped, then on"] = start("stopped", 200).to_the_end()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(told))

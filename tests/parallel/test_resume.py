@@ -30,6 +30,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(layout: dict[str, Any], tiny_qwe
     assert len(set(norms)) == 6 and all(norm > 0 for norm in norms)
 
     stopped = told.pop("stopped")
+    assert stopped["responses of"] == ["step_000004"]
     assert sorted(stopped["rows"]) == list("1234") and stopped["digests"] != whole["digests"]
     for name, first in [("from 2", 3), ("from 3", 4), ("from 4", 5), ("stopped, then on", 5)]:
         resumed = told.pop(name)

@@ -9,6 +9,7 @@ table that only a handoff renews.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from or1_megatron.interfaces import Objective, Stopped, TokenInputs
 from or1_megatron.runtime.manifest import write_manifest
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -107,6 +109,8 @@ class TableRollouts:
         self.overrule: Callable[[int, Verdict], Verdict] = lambda _call, verdict: verdict
         self.under_way: dict[int, tuple[list[Group], list[int]]] = {}
         """(groups, which prompts they are of) by ticket."""
+        self.seeds: dict[int, int] = {}  # by ticket
+        self.reused: dict[int, tuple[list[Group], list[int]]] = {}  # by seed
         self.jitter = np.random.default_rng()
         """Of the time that a response takes, beside its length: no two runs have the same."""
 
@@ -124,6 +128,10 @@ class TableRollouts:
         urgent: bool = False,
     ) -> int:
         self.calls += 1
+        self.seeds[self.calls] = seed
+        if seed in self.reused:
+            self.under_way[self.calls] = self.reused.pop(seed)
+            return self.calls
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
@@ -184,6 +192,13 @@ class TableRollouts:
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)
+
+    def finished_responses(self) -> bytes:
+        """All that is under way: a response is finished when it is asked for."""
+        return pickle.dumps({self.seeds[ticket]: found for ticket, found in self.under_way.items()})
+
+    def reuse(self, responses: bytes) -> None:
+        self.reused.update(pickle.loads(responses))
 
 
 class TablePolicy:
@@ -285,11 +300,13 @@ class TablePolicy:
         self.rollouts.load(self.table.detach().numpy().copy(), version)
         return HandoffReport(version, self.table.nbytes, 0.2, 0.05, 0.0, 0.0)
 
-    def save(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
         self.clock.now_s += 0.5
         folder.mkdir(parents=True)
         torch.save({"table": self.table, "optimizer": self.optimizer.state_dict()}, folder / "policy.pt")
         (folder / "state.json").write_text(json.dumps(state, allow_nan=False))
+        if responses:
+            (folder / FINISHED_RESPONSES).write_bytes(responses)
         write_manifest(folder)
         self._written = True
 

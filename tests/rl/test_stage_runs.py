@@ -353,7 +353,7 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
 
 
 def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
-    """The step after a resume is sampled again, from the policy itself: same prompts, same seed, staleness 0."""
+    """What was sampled ahead is in the checkpoint: the resumed run is the uninterrupted one."""
     given = stages({"steps": 6})
     whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
     whole.loop.run()
@@ -363,11 +363,26 @@ def test_stale_rollouts_and_a_resume(tmp_path: Path) -> None:
     assert result.steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
     again.loop.run()
+    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [1, 1, 1]
+    assert trained(again) == trained(whole)
+    assert again.loop.state()["stream"] == whole.loop.state()["stream"]
+
+
+def test_finished_responses_that_are_lost_are_sampled_again(tmp_path: Path) -> None:
+    """From the policy itself: same prompts, same seed, staleness 0."""
+    given = stages({"steps": 6})
+    whole = with_stream(World(tmp_path / "whole", given, evaluated=False, changes=STALE))
+    whole.loop.run()
+    stopped = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    stopped.rollouts.finished_responses = lambda: b""  # type: ignore[method-assign]
+    assert stopped.loop.run().steps == 3
+    again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=STALE))
+    again.loop.run()
     assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [0, 1, 1]
     for k in (4, 5, 6):
         ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
         assert ids[0] == ids[1]
-    assert again.loop.state()["stream"] == whole.loop.state()["stream"]
 
 
 def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:
@@ -420,7 +435,7 @@ def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
 def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     """Steps come 0, 1, ..., N, N versions behind in each stage, are of the prompts and seeds of the run without, and a
     plateau or a refill bounds the depth to 1. Resumed after step 3, steps are asked again from there, with their
-    prompts."""
+    prompts and with what was sampled for them."""
     given = stages({"steps": 5}, {"steps": 5, "filter_solved": False})
     changes = {"max_staleness": depth}
     world = with_stream(World(tmp_path / "deep", given, evaluate_every=2, changes=changes))
@@ -437,7 +452,7 @@ def test_deeper_staleness(tmp_path: Path, depth: int) -> None:
     assert stopped.loop.run().steps == 3
     again = with_stream(World(tmp_path / "run", given, evaluated=False, changes=changes))
     again.loop.run()
-    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [0, 1, 0]
+    assert [again.diary.rows[k]["rollout/staleness"] for k in (4, 5, 6)] == [min(3, depth), min(4, depth), 0]
     assert [[g.prompt.problem.id for g in again.diary.rolled[k][1]] for k in range(4, 11)] == asked[1][3:]
     for change in ({"refill_prompts": 8, "prompts_per_step": 4, "prompts_per_update": 4}, {"plateau": PLATEAU}):
         bounded = with_stream(

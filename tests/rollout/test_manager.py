@@ -186,6 +186,39 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     assert idle(engine_pool)
 
 
+def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Two roll-outs under way, of which the first is finished; those of a checkpoint's file, for another client or the
+    same. Bytes that are no such file are let pass with a warning."""
+    rollouts.revive_with(lambda: None)
+    assert rollouts.finished_responses() == b""
+    rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=21)
+    rollouts.wait_decoded()
+    rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
+    kept_responses = rollouts.finished_responses()
+    finished: list[Any] = pickle.loads(kept_responses)
+    assert len(finished) >= 20
+    before = [rollouts.collect()[0] for _ in range(2)]
+    began_s = time.time()
+    rollouts.reuse(b"of another version")
+    rollouts.reuse(kept_responses)
+    rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=21)
+    rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
+    again = []
+    for _ in range(2):
+        groups, report = rollouts.collect()
+        again.append(groups)
+        assert 0 <= report.verify_tail_s < time.time() - began_s
+    found = {c.seed: c for groups in again for group in groups for c in group.completions}
+    assert len(found) == 30
+    for completion in finished:
+        np.testing.assert_array_equal(found.pop(completion.seed).log_probs, completion.log_probs)
+    assert all(completion.started_s >= began_s for completion in found.values())
+    assert [[g.prompt.problem.id for g in groups] for groups in again] == [
+        [g.prompt.problem.id for g in groups] for groups in before
+    ]
+    assert "cannot be read and are sampled again" in caplog.text
+
+
 def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:
     config = rollout_config(step_timeout_s=0.02)
     client = start_rollouts(engine_pool, config, VerifyConfig(workers=1), frozenset({"math"}), f"{RUN_ID}-hasty")
