@@ -1,17 +1,21 @@
-"""Reads other people's tests of math rules from their sources, as labelled pairs. It runs and keeps nothing of theirs.
+"""Reads other people's tests of math rules, and golds of public sets, as labelled pairs. It keeps nothing of theirs.
 
-It reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods that assign two texts and assert, or
-assert not, that a call with them is true.
+Of tests, which it does not run, it reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods
+that assign two texts and assert, or assert not, that a call with them is true.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from math_pairs import Pair
+
+from or1_megatron.verify.answer import last_box
 
 _MAX_CHARS = 400
 
@@ -30,6 +34,22 @@ def suite_pairs(folder: Path) -> list[Pair]:
                 if None not in contents:
                     pairs.append(Pair(path.stem, (str(contents[0]),), str(contents[1]), expected))
     return list(dict.fromkeys(pairs))
+
+
+def gold_pairs(file: Path) -> list[Pair]:
+    """Return each gold of a JSONL file as its own right answer, and as a wrong one to the problem before it.
+
+    A gold is the row's ``final_answer`` or ``answer``, else the last box of its ``solution``. Equal texts of neighbours
+    make no wrong answer; neighbours that are equal in value do.
+    """
+    golds = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        gold = row.get("final_answer") or row.get("answer") or last_box(row["solution"])
+        golds.append(str(gold[0] if isinstance(gold, list) else gold).strip().strip("$"))
+    own = [Pair("own", (gold,), gold, True) for gold in golds]
+    others = [Pair("other", (gold,), other, False) for gold, other in pairwise(golds)]
+    return own + [pair for pair in others if pair.answer != pair.golds[0]]
 
 
 def _cases(node: ast.AST) -> Iterator[tuple[str, str, bool]]:

@@ -1,13 +1,14 @@
 r"""Measures how often the math verifier errs, in both directions, beside three other rules, and how fast it is.
 
-    python benchmarks/math_verifier.py [--suite NAME=DIR ...] [--errors]
+    python benchmarks/math_verifier.py [--suite NAME=DIR ...] [--golds NAME=FILE ...] [--errors]
 
 ``--suite``: a folder with other people's tests of such rules (``math_suites`` says which it can read). Each becomes a
 set of its own, with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip
 download --no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH
-data set's normaliser. Only cases where gold and answer are each one formula count. ``--errors`` prints the errors on
-the tuning part and the suites, but never those on the frozen third. Verdicts per second are per second of CPU time, of
-the verifier and its child together.
+data set's normaliser. Only cases where gold and answer are each one formula count. ``--golds``: a JSONL file of a
+public set; each gold is a right answer to its own problem and a wrong one to its neighbour's. ``--errors`` prints the
+errors on the tuning part, the suites and the golds, but never those on the frozen third. Verdicts per second are per
+second of CPU time, of the verifier and its child together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import math_pairs
 import psutil
 from math_baselines import RULES, Bounded
 from math_pairs import Pair
-from math_suites import suite_pairs
+from math_suites import gold_pairs, suite_pairs
 from result import figure, write_result
 
 from or1_megatron.types import Message, Problem
@@ -36,6 +37,7 @@ Accepts = Callable[[Pair], bool]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--golds", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--rounds", type=int, default=3, help="of the throughput measurement")
     arguments = parser.parse_args()
@@ -49,6 +51,9 @@ def main() -> None:
     for suite in arguments.suite:
         name, _, folder = suite.partition("=")
         sets[f"{name}'s tests"] = suite_pairs(Path(folder))
+    for golds in arguments.golds:
+        name, _, file = golds.partition("=")
+        sets[f"{name}'s golds"] = gold_pairs(Path(file))
     verifier = MathVerifier(timeout_s=5.0)
     others = {name: Bounded(name) for name in RULES}
     judges: dict[str, Accepts] = {OURS: lambda pair: _accepts(verifier, pair)}

@@ -3,7 +3,8 @@
 Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
 KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
 code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself. Held-out sets: HuggingFaceH4/MATH-500, math-ai/amc23,
-math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp.
+math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp. And
+MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from or1_megatron.data.wording import (
     READS_STDIN,
     livecodebench_instructions,
 )
+from or1_megatron.verify.answer import last_box
 
 LayoutName = Literal[
     "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
-    "livecodebench", "humaneval", "mbpp", "olympiadbench",
+    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math",
 ]  # fmt: skip
 
 
@@ -190,6 +192,11 @@ def _problem_answer(row: Columns) -> Published:
     return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
 
 
+def _math(row: Columns) -> Published:
+    solution = row.text("solution")
+    return Published("math", row.text("problem"), _golds(last_box(solution) or ""), solutions=_some(solution))
+
+
 def _still3(row: Columns) -> Published:
     """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
     solution, marked, gold = row.answer("answer").rpartition("####")
@@ -312,6 +319,7 @@ _READERS: Mapping[str, Callable[[Columns], Published]] = {
     "humaneval": _humaneval,
     "mbpp": _mbpp,
     "olympiadbench": _olympiadbench,
+    "math": _math,
 }
 
 _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
@@ -328,5 +336,6 @@ _TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
     ("aime", frozenset({"Problem", "Answer"})),
     ("deepscaler", frozenset({"problem", "answer"})),
     ("still3", frozenset({"question", "answer"})),
+    ("math", frozenset({"problem", "solution"})),
 )
 """The columns that tell a layout, the most particular first."""

@@ -205,7 +205,8 @@ def test_code_benchmarks_are_judged_by_their_own_tests() -> None:
 
 
 def test_math_benchmarks_in_their_published_columns() -> None:
-    """MATH-500, amc23 (a float), minervamath, OlympiadBench (a list between dollars) and GSM8K (after ####)."""
+    """MATH-500, amc23 (a float), minervamath, OlympiadBench (a list between dollars), GSM8K (after ####), and MATH as
+    first published (in a box; without one there is no answer)."""
     rows: list[tuple[dict[str, Any], str]] = [
         ({"problem": "p", "solution": "s", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2,
           "unique_id": "u"}, "\\frac{1}{2}"),
@@ -216,10 +217,13 @@ def test_math_benchmarks_in_their_published_columns() -> None:
          "\\frac{1}{2}"),
         ({"question": "p", "solution": ["s"], "final_answer": ["$3$", "$5$"]}, "3, 5"),
         ({"question": "p", "answer": "18 - 2 = <<18-2=16>>16.\n#### 1,216"}, "1216"),
+        ({"problem": "p", "level": "Level 5", "type": "Algebra", "solution": "\\boxed{1}, so \\boxed{\\frac{1}{2}}."},
+         "\\frac{1}{2}"),
     ]  # fmt: skip
     for row, gold in rows:
         read = read_published(row, "auto", "f:1")
         assert (read.statement, read.ability, json.loads(read.ground_truth)) == ("p", "math", [gold])
+    assert read_published({"problem": "p", "solution": "1"}, "auto", "f:1").ground_truth == ""
     with pytest.raises(DataError, match=r"column 'final_answer': found '5' \(str\), expected a list of texts"):
         read_published({"question": "p", "final_answer": "5"}, "auto", "f:1")
 
@@ -229,6 +233,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepscaler": {"problem": "p", "answer": "1", "solution": "s"},
     "still3": {"question": "p", "answer": "1"},
     "omni_math": {"problem": "p", "answer": "1", "solution": "s", "domain": ["x"], "source": "usamo"},
+    "math": {"problem": "p", "solution": "s", "level": "Level 1", "type": "Algebra"},
     "taco": {"question": "p", "solutions": '["s"]', "input_output": '{"inputs": [], "outputs": []}',
              "starter_code": "", "difficulty": "HARD"},
     "leetcode": {"problem_description": "p", "starter_code": "class S:", "prompt": "import math", "completion": "s",
