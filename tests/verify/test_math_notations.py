@@ -42,6 +42,25 @@ RIGHT = [
     (r"\text{Quadrant IV}", r"\text{the fourth quadrant}"),
     (r"\text{second quadrant}", r"2\text{nd quadrant}"),
     (r"\text{5th term}", r"\text{fifth term}"),
+    # integers, however they are declared
+    *(
+        (r"n\pi", rf"x=k\pi {declared}")
+        for declared in (
+            "(k integer)",
+            r"\text{ (k integer)}",
+            r"\text{ ($k$ an integer)}",
+            ", k integer",
+            "where k is an integer",
+            r"\quad (k \in \mathbb Z)",
+            r"(k \in Z)",
+            r"(k \in \mathbf{Z})",
+            r"(k \in \Bbb Z)",
+            r"\ (k=0,\pm1,\pm2,\dots)",
+            r", k=0, \pm 1, \pm 2, \pm 3, \ldots",
+        )
+    ),
+    (r"x\in\mathbb{R}", r"x\in\mathbb R"),
+    (r"\mathbb{R}\setminus\{0\}", r"\mathbb R \setminus \{0\}"),
     # units and numbers in words
     (r"9.8 \text{ m/s}^2", r"9.8\ \mathrm{m\,s^{-2}}"),
     (r"9.8 \text{ m/s}^2", r"9.8\text{ m s}^{-2}"),
@@ -95,6 +114,23 @@ WRONG = [
     ("y=cx", "y=kx"),
     ("AC", "AB"),
     (r"(t,2t,3t), t\in\mathbb{R}", "(s,2s,4s)"),
+    # integers, however they are declared
+    *(
+        (r"2n\pi", rf"x=k\pi {declared}")
+        for declared in (
+            "(k integer)",
+            r"\text{ ($k$ an integer)}",
+            "where k is an integer",
+            r"\quad (k \in \mathbb Z)",
+            r"(k \in Z)",
+            r"\ (k=0,\pm1,\pm2,\dots)",
+        )
+    ),
+    (r"n\pi", r"x=k\pi, k=0,1,2,\ldots"),
+    (r"n\pi", r"x=k\pi (k \in \mathbb R)"),
+    (r"n\pi", r"x=k\pi, k=0, \pm 1"),
+    (r"n\pi", r"x=k\pi, k=0,\pm2,\pm4,\ldots"),
+    ("n^2", r"k^2, \text{ where } k \text{ is a non-integer}"),
     # ordinals
     (r"3^{rd}", r"\text{fourth}"),
     (r"\text{first quadrant}", r"\text{Quadrant II}"),

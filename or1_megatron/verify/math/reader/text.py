@@ -140,6 +140,7 @@ _SPELLINGS = {
     "varphi": "phi",
     "varepsilon": "epsilon",
     "prime": "'",
+    "Bbb": "mathbb",
     "ast": "*",
     "bullet": "cdot",
     "longrightarrow": "to",
@@ -161,9 +162,12 @@ _EVERY_INTEGER = re.compile(
     r"|\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\})(.+)$"
 )
 _INTEGER = re.compile(
-    r"[,;(]?\s*(?:«(?:where|for|with|and|any|all|every|some|an)»\s*)*"
-    r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s*(?:«(?:is|are|any|an|being)»\s*)*«integers?»)\s*\)?$"
+    r"[,;(]?\s*(?:«?\b(?:where|for|with|and|any|all|every|some|an)»?\s*)*"
+    r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s+(?:«?(?:is|are|any|an|being)»?\s+)*«?integers?»?"
+    r"|(?<![A-Za-z\\])([a-z])\s*=\s*0\s*(?:,\s*\\pm\s*1\s*,\s*\\pm\s*2\s*(?:,\s*\\pm\s*3\s*)?),\s*"
+    r"(?:\\ldots|\.\.\.))\s*\)?\s*$"
 )
+_NUMBER_SET = re.compile(r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])")
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
 _FAMILY = re.compile(r"^\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\\\}$")
@@ -197,7 +201,8 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _ARCMINUTES.sub(_arc, text)
     text = _ORDINAL.sub(_cardinal, text)
     text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
-    text = _INTEGER.sub(lambda found: rf", {found[1] or found[2]} \in \mathbb{{Z}}", text)
+    text = _INTEGER.sub(lambda found: rf", {found[1] or found[2] or found[3]} \in \mathbb{{Z}}", text)
+    text = _NUMBER_SET.sub(r" \\mathbb {\1\2}", text)
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _INTERCEPT.sub(r"«\1-intercept»", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
