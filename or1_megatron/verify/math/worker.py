@@ -35,6 +35,7 @@ from or1_megatron.verify.math.reader.judge import (
     judge,
     leaves_open,
     letters,
+    marks_agree,
     one_changed,
     states_number_or_words,
 )
@@ -126,11 +127,11 @@ def _second_opinion(gold: str, answer: str) -> Judgement:
     """Return Math-Verify's judgement, where the reader has none.
 
     It accepts some answers that have little to do with an unusual gold, such as 2 for a differential equation's
-    solution, or the odd numbers for the even ones. So the answer must have all letters of the gold, and Math-Verify
-    must refuse every answer that differs from it in one number or letter.
+    solution, or the odd numbers for the even ones. So the answer must have all letters of the gold and its primes and
+    degree signs, and Math-Verify must refuse every answer that differs from it in one number or letter.
     """
     unlike = states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer)
-    if unlike or not braces_balance(gold):
+    if unlike or not braces_balance(gold) or not marks_agree(gold, answer):
         return Judgement(False, "the answer cannot be read as what the gold is")
     if not _accepted_by_math_verify(gold, answer):
         return Judgement(False, "compared by Math-Verify")

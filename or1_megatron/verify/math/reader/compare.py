@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
+from or1_megatron.verify.math.reader.conditions import agree_where_one_is_silent, said, shifted
 from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.ranges import Interval, conditioned, covered, members, names_of, same_ranges
@@ -83,13 +84,17 @@ def _in_order(reading: Reading) -> tuple[Reading, ...]:
 
 
 def _same_conditional(gold: Reading, answer: Reading) -> bool:
-    """Compare formulas, and where they hold if both say it."""
-    if isinstance(gold, Conditional) and isinstance(answer, Conditional):
-        return compare(gold.value, answer.value) and _matched(gold.conditions, answer.conditions, compare)
-    if isinstance(gold, Conditional):
-        return compare(gold.value, answer)
-    assert isinstance(answer, Conditional)
-    return compare(gold, answer.value)
+    """Compare formulas, and what both sides say of a letter."""
+    values = (
+        gold.value if isinstance(gold, Conditional) else gold,
+        answer.value if isinstance(answer, Conditional) else answer,
+    )
+    ours, theirs = said(gold, answer), said(answer, gold)
+    if not all(_matched(ours[names], theirs[names], compare) for names in ours.keys() & theirs.keys()):
+        return False
+    if not agree_where_one_is_silent(ours, theirs, values):
+        return False
+    return compare(*values) or any(compare(values[0], other) for other in shifted(ours, theirs, values))
 
 
 def _same_set(gold: Reading, answer: Reading) -> bool:
@@ -98,6 +103,9 @@ def _same_set(gold: Reading, answer: Reading) -> bool:
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
     ranges = [conditioned(side) if isinstance(side, SetBuilder) else covered(side) for side in sides]
+    unread = any(span is None and not isinstance(side, SetBuilder) for span, side in zip(ranges, sides, strict=True))
+    if unread and any(isinstance(side, SetBuilder) and side.domain not in ("", "R") for side in sides):
+        return False  # integers by a condition, and what is no set by one
     if ranges[0] is None or ranges[1] is None:
         raise Unreadable("a set by a condition that is no range")
     domains = [side.domain if isinstance(side, SetBuilder) else "R" for side in sides]
@@ -372,7 +380,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         return False
     if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
         answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
-    if len(gold.items) != len(answer.items):
+    if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
         return False
     named = notation.assignments(gold), notation.assignments(answer)
     if (named[0] or named[1]) and _same_assignments(gold, answer, named):
@@ -385,6 +393,17 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
     if brackets == {""} and not any(isinstance(item, Dots) for item in gold.items):
         return _matched(gold.items, answer.items, compare)
     return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
+
+
+def _joined_alike(gold: Several, answer: Several) -> bool:
+    """Whether relations are joined alike: "or" and "and" differ, but for one variable's values."""
+    joiners = {gold.joined_by, answer.joined_by}
+    relations = [item for item in gold.items if isinstance(item, Relation)]
+    if "or" not in joiners or len(joiners) == 1 or not relations:
+        return True
+    stated = [names_of(item) if _inequality(item) else {item.heads[0]} for item in relations]
+    names = {frozenset(name.partition("_")[0] for name in named) for named in stated}
+    return len(names) == 1 and not ("and" in joiners and any(map(_inequality, relations)))
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
@@ -439,9 +458,9 @@ def _matched(ours: Sequence[_T], theirs: Sequence[_T], equal: Callable[[_T, _T],
 
 _Rules = Sequence[tuple[type, Callable[[Reading, Reading], bool]]]
 _WHOLE_RULES: _Rules = (
+    (Conditional, _same_conditional),
     (Restated, _same_restated),
     (Labelled, _same_labelled),
-    (Conditional, _same_conditional),
     (Words, _same_words),
     (Empty, operator.eq),
     (Dots, operator.eq),

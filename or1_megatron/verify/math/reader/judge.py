@@ -17,7 +17,7 @@ from or1_megatron.verify.math.reader.compare import compare
 from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.reading import read
-from or1_megatron.verify.math.reader.records import Reading, Words
+from or1_megatron.verify.math.reader.records import Conditional, Reading, Words
 from or1_megatron.verify.math.reader.rounding import as_rounded
 from or1_megatron.verify.math.reader.text import Token, Unreadable, clean, tokens
 from or1_megatron.verify.math.reader.units import HEDGES
@@ -26,6 +26,8 @@ _MAX_CHARS = 2000
 _DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
 _BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
+_MARK = re.compile(r"([^'∘]?)('+|∘+)")
+_MARKED_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*(?:\^?\{?\s*(?:\\prime\s*|\\circ|['°′″])+\}?)\s*")
 _TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
 
 
@@ -70,6 +72,7 @@ def states_number_or_words(gold: str) -> bool:
         found = _reading(gold, True)
     except (Unreadable, RecursionError):
         return False
+    found = found.value if isinstance(found, Conditional) else found
     return isinstance(found, Words) or (isinstance(found, Quantity) and is_numeral(found.tree))
 
 
@@ -88,6 +91,21 @@ def letters(text: str) -> frozenset[str]:
     text = named[1] if named else text
     bare = re.sub(r"\\[A-Za-z]+|«[^»]*»", " ", re.sub(r"\\text\w*\s*\{[^{}]*\}", " ", text))
     return frozenset(re.findall(r"[A-Za-z]", bare))
+
+
+def marks_agree(gold: str, answer: str) -> bool:
+    """Whether two texts have the same primes and degree signs, behind the same characters; a lone unit may be left out.
+
+    Math-Verify does not look at them: it takes 20' for 20".
+    """
+    ours, theirs = _marks(gold), _marks(answer)
+    return ours == theirs or (not theirs and _MARKED_NUMBER.fullmatch(gold) is not None)
+
+
+def _marks(text: str) -> list[tuple[str, str]]:
+    for spelled, sign in (("°", "∘"), (r"\circ", "∘"), (r"\degree", "∘"), (r"\prime", "'"), ("′", "'"), ("″", "''")):
+        text = text.replace(spelled, sign)
+    return sorted(_MARK.findall(re.sub(r"[{}^\s$]|\\text\w*", "", text)))
 
 
 def one_changed(answer: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ _MONTH = "|".join(
     )
 )
 _DATE = re.compile(
-    rf"(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
+    rf"(?:the )?(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
     r"(?:,? (?P<year>\d{4}))?"
 )
 _CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")

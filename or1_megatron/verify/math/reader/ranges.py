@@ -57,7 +57,7 @@ def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
 def members(built: SetBuilder) -> Several | None:
     """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``."""
     spans = conditioned(built)
-    if built.domain != "Z" or spans is None:
+    if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None
     found: list[int] = []
     for span in spans:
@@ -66,7 +66,10 @@ def members(built: SetBuilder) -> Several | None:
             return None
         inside = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
         found += [n for n in inside if (n > ends[0] or span.low_closed) and (n < ends[1] or span.high_closed)]
-    return Several(tuple(Quantity(number_node(n)) for n in found), "{}") if found else None
+    if built.domain == "N" and 0 in found:
+        return None  # whether N begins at 0 is not known
+    counted = [n for n in found if n > 0 or built.domain == "Z"]
+    return Several(tuple(Quantity(number_node(n)) for n in counted), "{}") if counted else None
 
 
 def names_of(reading: Reading) -> frozenset[str]:

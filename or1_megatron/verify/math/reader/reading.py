@@ -7,8 +7,11 @@ around everything, then a quantity. Anything else is words, where the text has a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from or1_megatron.verify.math.reader.brackets import depths, spelling, split
+from or1_megatron.verify.math.reader.conditions import with_conditions
+from or1_megatron.verify.math.reader.declarations import ORDERS, split_off
 from or1_megatron.verify.math.reader.expression import parse
 from or1_megatron.verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
 from or1_megatron.verify.math.reader.records import (
@@ -31,13 +34,10 @@ from or1_megatron.verify.math.reader.records import (
 )
 from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
 from or1_megatron.verify.math.reader.tree import Node
-from or1_megatron.verify.math.reader.units import JOINERS, KNOWN_WORDS, QUALIFIERS
+from or1_megatron.verify.math.reader.units import JOINERS, KNOWN_WORDS
 from or1_megatron.verify.math.reader.value import symbols
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
-_OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
-_CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
-_ORDERS = {"<", ">", "le", "ge", "ne"}
 _SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
 _LABEL_WORDS = (
     *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
@@ -51,122 +51,57 @@ _HEAD = re.compile(
 )
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
-_NOTHING = frozenset(
-    {"no solution", "no solutions", "empty set", "the empty set", "no real solution", "no real solutions"}
-)
+_NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
 _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
 
 
 def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
     """Return the typed answer that a cleaned text holds. Raises Unreadable."""
     words = plain(cleaned)
-    if words in _NOTHING or re.fullmatch(r"no solutions? ?:? ?\\emptyset", words):
-        return Empty()
-    if words in _EVERYTHING:
-        return NumberSet("R")
+    if (known := _set_in_words(words)) is not None:
+        return known
     try:
-        items = _unqualified(tokens(cleaned))
-        return _read(rename(items) if rename else items)
+        items = tokens(cleaned)
+        items, conditions = split_off(rename(items) if rename else items, _read)
+        value = _read(items)
+        return with_conditions(value, conditions) if conditions else value
     except Unreadable:
         if "\\" not in cleaned and re.search(r"[a-zA-Z]{2,}", cleaned):
             return Words(words)
         raise
 
 
-def spelling(items: Sequence[Token]) -> str:
-    return "".join(f"\\{token.text} " if token.kind == "command" else token.text for token in items)
-
-
-def _depths(items: Sequence[Token]) -> list[int]:
-    """Return the depth of brackets around each token. A half-open interval's brackets close each other."""
-    depth, found = 0, []
-    for token in items:
-        if token.kind != "word" and token.text in _CLOSE:
-            depth -= 1
-        found.append(depth)
-        if token.kind != "word" and token.text in _OPEN:
-            depth += 1
-    if depth != 0:
-        raise Unreadable("brackets do not balance")
-    return found
-
-
-def _split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
-    """Return the parts between separators outside all brackets, and the separators."""
-    parts: list[list[Token]] = [[]]
-    separators = []
-    for token, depth in zip(items, _depths(items), strict=True):
-        if depth == 0 and separates(token):
-            parts.append([])
-            separators.append(token.text)
-        else:
-            parts[-1].append(token)
-    return parts, separators
-
-
-def _unqualified(items: list[Token]) -> list[Token]:
-    """Drop the parts that only say where the answer holds: "for all n", "where n is ...", ", k in Z"."""
-    depths = _depths(items)
-    for index, token in enumerate(items):
-        if token.kind == "word" and token.text in QUALIFIERS and depths[index] <= 1 and index > 0:
-            opened = index - 1 if depths[index] == 1 else index
-            if depths[index] == 1 and (items[opened].text != "(" or items[-1].text != ")"):
-                break
-            items = [*items[:opened], *_condition(items[index + 1 : len(items) - depths[index]])]
-            break
-    if items and items[-1].text == ")" and not any(token.text == "," for token in items):
-        start = max(index for index, depth in enumerate(_depths(items)[:-1]) if depth == 0)
-        inside = items[start + 1 : -1]
-        if start > 0 and items[start].text == "(" and (_says_integer(inside) or _condition(inside)):
-            items = [*items[:start], *_condition(inside)]
-    parts, _ = _split(items, lambda token: token.text == ",")
-    kept = [part for part in parts if not (_says_integer(part) or _says_real(part, parts))]
-    if len(kept) < len(parts) and kept:
-        items = [token for part in kept for token in (*part, Token("sign", ","))][:-1]
-    while items and items[-1].text == ",":
-        items = items[:-1]
-    return items
-
-
-def _condition(items: list[Token]) -> list[Token]:
-    """Return an inequality that says where a formula holds, behind a comma; nothing for other words."""
-    stated = any(token.kind != "word" and token.text in _ORDERS for token in items)
-    return [Token("sign", ","), *items] if stated else []
-
-
-def _says_integer(items: Sequence[Token]) -> bool:
-    return re.fullmatch(r"[a-zA-Z]\\in \\mathbb \{[ZN]\}(?:[\^_]\S+)?", spelling(items)) is not None
-
-
-def _says_real(items: Sequence[Token], parts: Sequence[Sequence[Token]]) -> bool:
-    """Whether it says that a variable of the other parts is real: ``t \\in \\mathbb{R}``."""
-    if re.fullmatch(r"[a-zA-Z]\\in \\mathbb \{R\}", spelling(items)) is None:
-        return False
-    return any(items[0].text == token.text for part in parts if part is not items for token in part)
+def _set_in_words(words: str) -> Reading | None:
+    if _NO_SOLUTION.fullmatch(words) or words in ("empty set", "the empty set"):
+        return Empty()
+    return NumberSet("R") if words in _EVERYTHING else None
 
 
 def _read(items: list[Token]) -> Reading:
     if not items:
         raise Unreadable("nothing")
+    spoken = " ".join(token.text for token in items) if all(token.kind == "word" for token in items) else ""
+    if known := _set_in_words(spoken):
+        return known
     if len(items) == 1 and items[0].text == "ldots":
         return Dots()
     if special := read_compound(items) or _number_set(items) or _labelled(items) or _restated(items):
         return special
-    parts, separators = _split(items, lambda token: token.text == "cup")
+    parts, separators = split(items, lambda token: token.text == "cup")
     if separators:
         return Union(tuple(_read(part) for part in parts))
-    parts, separators = _split(items, _separates)
+    parts, separators = split(items, _separates)
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
-        parts, _ = _split(items, lambda token: token.kind == "sign" and token.text == ";")
+        parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
         return Several(tuple(_as_tuple(_read(part)) for part in parts if part))
     if separators:
         return _listed(parts, separators)
     if modular := _modular(items):
         return modular
-    parts, separators = _split(items, lambda token: token.kind != "word" and token.text in _RELATIONS)
+    parts, separators = split(items, lambda token: token.kind != "word" and token.text in _RELATIONS)
     if separators:
         return _relation(parts, separators)
-    parts, separators = _split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    parts, separators = split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
     if separators:
         return _ratio(parts)
     if environment := _environment(items):
@@ -217,10 +152,11 @@ def _unlabelled(item: Reading) -> Reading:
 
 def _labelled(items: list[Token]) -> Labelled | None:
     """Read values that each have a word before them, all words different; a single one only with one of ``_LABELS``."""
-    parts = [part for part in _split(items, _separates)[0] if part]
+    parts = [part for part in split(items, _separates)[0] if part]
     values = []
     for part in parts:
-        word = part[0].text if part[0].kind == "word" else ""
+        named = part[0].kind == "command" and part[0].text in ("min", "max") and part[1:2] and part[1].text in "=:"
+        word = part[0].text if part[0].kind == "word" or named else ""
         label = _LABELS.get(word, word if len(parts) > 1 and len(word) > 2 and word not in KNOWN_WORDS else "")
         value = part[1:]
         while value and value[0].text in ("is", "has", "on", "at", ":", "="):
@@ -233,10 +169,10 @@ def _labelled(items: list[Token]) -> Labelled | None:
 
 def _restated(items: list[Token]) -> Restated | None:
     """Read an inequality and, behind a colon, its interval."""
-    parts, separators = _split(items, lambda token: token.text == ":")
+    parts, separators = split(items, lambda token: token.text == ":")
     if len(separators) != 1 or not all(parts) or parts[1][0].text not in ("(", "["):
         return None
-    stated = any(token.kind != "word" and token.text in _ORDERS for token in parts[0])
+    stated = any(token.kind != "word" and token.text in ORDERS for token in parts[0])
     return Restated(tuple(_read(part) for part in parts)) if stated else None
 
 
@@ -249,7 +185,7 @@ def _number_set(items: list[Token]) -> Reading | None:
             start = next(index for index, token in enumerate(items) if token.text == "setminus")
             inside = items[start + 1 :]
             if not found[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
-                parts, _ = _split(inside[1:-1], _separates)
+                parts, _ = split(inside[1:-1], _separates)
                 return NumberSet(found[1], tuple(_read(part) for part in parts))
             if found[1] == "R" and not found[2]:
                 return NumberSet("R", (_read(inside),))
@@ -259,7 +195,7 @@ def _number_set(items: list[Token]) -> Reading | None:
 
 
 def _modular(items: list[Token]) -> Reading | None:
-    for index, (token, depth) in enumerate(zip(items, _depths(items), strict=True)):
+    for index, (token, depth) in enumerate(zip(items, depths(items), strict=True)):
         if token.text in ("pmod", "bmod", "mod") and index > 0 and depth <= 1:
             before, after = items[:index], items[index + 1 :]
             if depth == 1 and before[-1].text == "(" and after and after[-1].text == ")":
@@ -303,14 +239,14 @@ def _bracketed(items: list[Token]) -> Reading | None:
         opener, closer = "(", ")"
         inside = items[1:-1]
     elif len(items) >= 2 and opener in ("(", "[", "\\{", "{") and closer in (")", "]", "\\}", "}"):
-        if any(depth == 0 for depth in _depths(items)[1:-1]):
+        if any(depth == 0 for depth in depths(items)[1:-1]):
             return None
         inside = items[1:-1]
     else:
         return None
     if opener == "\\{" and (built := _set_builder(inside)):
         return built
-    parts, separators = _split(inside, _separates)
+    parts, separators = split(inside, _separates)
     if opener == "{" and closer == "}":
         old_style = any(token.text in ("over", "choose") for token in inside)  # these need their braces
         return None if old_style else _read(inside)
@@ -349,8 +285,8 @@ def _environment(items: list[Token]) -> Reading | None:
     body = items[name_end + 1 : ends[0]]
     if name == "array" and body and body[0].text == "{":
         body = body[next(index for index, token in enumerate(body) if token.text == "}") + 1 :]
-    rows, _ = _split(body, lambda token: token.kind == "escape" and token.text == "\\\\")
-    cells = [_split(row, lambda token: token.text == "&")[0] for row in rows if row]
+    rows, _ = split(body, lambda token: token.kind == "escape" and token.text == "\\\\")
+    cells = [split(row, lambda token: token.text == "&")[0] for row in rows if row]
     if name == "cases" or (name in ("array", "aligned") and wrapped == "\\{"):
         return _system(cells)
     if name not in _MATRICES or (name == "array" and wrapped not in ("(", "[")):

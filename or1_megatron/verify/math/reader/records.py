@@ -79,7 +79,7 @@ class Empty:
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is R, Z, N, or "" where none is named."""
+    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" where there is none."""
 
     variable: str
     domain: str
@@ -95,7 +95,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Conditional:
-    """A formula and where it holds: ``y = x^2, x > 0``."""
+    """An answer and what is said about its letters: ``y = x^2, x > 0``, ``x = k\\pi, k \\in Z``."""
 
     value: Reading
     conditions: tuple[Reading, ...]

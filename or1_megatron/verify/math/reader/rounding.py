@@ -16,7 +16,7 @@ import mpmath
 
 from or1_megatron.verify.math.reader.numerals import decimals, is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.records import Labelled, Reading, Relation, Several
+from or1_megatron.verify.math.reader.records import Conditional, Labelled, Reading, Relation, Several
 from or1_megatron.verify.math.reader.tree import Node
 from or1_megatron.verify.math.reader.units import UNITS
 from or1_megatron.verify.math.reader.value import operations, rational, real, symbols
@@ -35,6 +35,8 @@ def as_rounded(gold: Reading) -> Reading:
         return replace(gold, items=tuple(map(as_rounded, gold.items)))
     if isinstance(gold, Relation) and set(gold.operators) == {"="}:
         return replace(gold, sides=tuple(map(as_rounded, gold.sides)))
+    if isinstance(gold, Conditional):
+        return replace(gold, value=as_rounded(gold.value))
     if isinstance(gold, Labelled):
         return Labelled(tuple((label, as_rounded(value)) for label, value in gold.values))
     return gold

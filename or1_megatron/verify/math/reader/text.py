@@ -154,8 +154,8 @@ _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\!|\\,|\\ | |,)\d{3})+)(?![\d])")
 _DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
 _ARCMINUTES = re.compile(
-    _DEGREES + r"\s*(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
-    r"(?:\s*(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?"
+    _DEGREES + r"\s*(?:«and»\s*)?(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
+    r"(?:\s*(?:«and»\s*)?(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?"
 )
 _EVERY_INTEGER = re.compile(
     r"\\cup\s*_\s*\{\s*([a-z])\s*(?:=\s*-\s*\\infty\s*\}\s*\^\s*\{?\s*\+?\s*\\infty\s*\}?"
@@ -170,9 +170,20 @@ _INTEGER = re.compile(
 _NUMBER_SET = re.compile(r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])")
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
-_FAMILY = re.compile(r"^\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\\\}$")
+_FAMILY = re.compile(
+    r"^(?:([a-z]|\\[a-z]+ )\s*\\in\s*)?\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*"
+    r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
+)
 _HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
 _ALL_BUT = re.compile(r"^«all» +«reals?»(?: +«numbers?»)?(?: +x)? +«except»(?: +«for»)?(?: +x *=)?(.+)$", re.IGNORECASE)
+_BOUNDED = re.compile(
+    r"^«[Aa]ll» +«reals?»(?: +«numbers?»)?(?: +x)?(?: +«that»)?(?: +«are»)? +«(less|greater)» +«than»"
+    r"( +«or» +«equal» +«to»)? +([^«»,;:<>=()\[\]]+)$"
+)
+_SIGNED_INTEGER = re.compile(
+    r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)"
+)
+_REALS_BUT = re.compile(r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)")
 _INTERCEPT = re.compile(r"\b([xy])\s*-\s*«intercept»")
 _BRACED_SYSTEM = re.compile(
     r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
@@ -201,14 +212,32 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _ARCMINUTES.sub(_arc, text)
     text = _ORDINAL.sub(_cardinal, text)
     text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
+    text = _SIGNED_INTEGER.sub(r"«\1-integer»", text)
     text = _INTEGER.sub(lambda found: rf", {found[1] or found[2] or found[3]} \in \mathbb{{Z}}", text)
     text = _NUMBER_SET.sub(r" \\mathbb {\1\2}", text)
+    text = _REALS_BUT.sub(r"\1 \\setminus ", text)
+    text = re.sub(r"(«(?:sq|cu)») *\.", r"\1", text)
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _INTERCEPT.sub(r"«\1-intercept»", text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
-    text = _FAMILY.sub(r"\1, \2 \\in \\mathbb{Z}", text)
+    text = _FAMILY.sub(_family, text)
+    text = _BOUNDED.sub(_half_line, text)
     text = _HALF_LINE.sub(lambda found: r"[0, \infty )" if "ge" in found[1] else r"(0, \infty )", text)
     return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
+
+
+def _family(found: re.Match[str]) -> str:
+    """Write ``x \\in \\{k\\pi \\mid k \\in Z\\}`` as ``x = k\\pi, k \\in Z``."""
+    name = f"{found[1]} = " if found[1] else ""
+    return rf"{name}{found[2]}, {found[3]} \in \mathbb{{{found[4]}}}"
+
+
+def _half_line(found: re.Match[str]) -> str:
+    """Write "all real numbers less than 0" as an interval."""
+    below, closed = found[1] == "less", bool(found[2])
+    if below:
+        return rf"(-\infty , {found[3]}{']' if closed else ')'}"
+    return rf"{'[' if closed else '('}{found[3]}, \infty )"
 
 
 def _arc(found: re.Match[str]) -> str:

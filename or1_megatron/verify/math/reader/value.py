@@ -283,10 +283,11 @@ def _close(left: mpmath.mpc, right: mpmath.mpc, digits: int) -> bool:
     return size == 0 or abs(left - right) <= size * mpmath.mpf(10) ** -(digits - 8)
 
 
-def _substituted(tree: Node, point: Mapping[str, Node]) -> Node:
+def substituted(tree: Node, point: Mapping[str, Node]) -> Node:
+    """Return the expression with trees in place of its variables."""
     if tree.op == "sym":
         return point.get(tree.name, tree)
-    return Node(tree.op, tuple(_substituted(argument, point) for argument in tree.args), tree.number, tree.name)
+    return Node(tree.op, tuple(substituted(argument, point) for argument in tree.args), tree.number, tree.name)
 
 
 _INTEGERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
@@ -296,7 +297,7 @@ def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
     """Whether two rational expressions differ at one point of small integers, however little."""
     numbers = [Fraction(_INTEGERS[index % 10] + index // 10) for index in range(len(names))]
     point = {name: Node("num", number=number) for name, number in zip(names, numbers, strict=True)}
-    values = rational(_substituted(left, point)), rational(_substituted(right, point))
+    values = rational(substituted(left, point)), rational(substituted(right, point))
     return None not in values and values[0] != values[1]
 
 
