@@ -3,10 +3,11 @@
     python benchmarks/cubins.py
 
 The launchers of ``TritonEpilogue`` are called on small CPU tensors, with the dtypes and options of training and both
-kinds of width that Triton compiles apart, multiples of 16 and others; each launch then only compiles. Limits: a program
-has 256 threads, so at 64 registers per thread an SM, which has 65,536, holds four; nothing is spilled; shared memory
-only serves reductions over eight warps; rows of a width that is a multiple of 16 are loaded 16 bytes at a time. What is
-compiled here is not run: Triton's interpreter tests what the kernels compute.
+kinds of width that Triton compiles apart, multiples of 16 and others, and both kinds of token counts in statistics;
+each launch then only compiles. Limits: a program has 256 threads, so at 64 registers per thread an SM, which has
+65,536, holds four; nothing is spilled; shared memory only serves reductions over eight warps; rows of a width that is a
+multiple of 16 are loaded 16 bytes at a time. What is compiled here is not run: Triton's interpreter tests what the
+kernels compute.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def compile_all() -> dict[str, Compiled]:
     with compiling(seen):
         for kind, width in WIDTHS.items():
             logits = torch.zeros(tokens, 64 * -(-width // 64))[:, :width]
-            for rows in (tokens, 1):
+            for rows, kind_of_rows in ((tokens, ""), (9, ", any tokens"), (1, ", one token")):
                 epilogue.statistics(logits[:rows], columns[:rows], torch.zeros(4, rows))
-                found[f"statistics, {kind}{', one token' if rows == 1 else ''}"] = seen[-1]
+                found[f"statistics, {kind}{kind_of_rows}"] = seen[-1]
             for dtype, entropy in product(DTYPES, (True, False)):
                 epilogue.gradient(logits, columns, None, scores, vectors[4], vectors[5] if entropy else None, dtype)
                 name = f"gradient, {str(dtype).removeprefix('torch.')}, {kind}{'' if entropy else ', no entropy'}"

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
 
 _DAY = "%Y-%m-%d"
 
@@ -54,6 +55,8 @@ def evaluate(
         missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
         if missing or out is None:
             raise typer.BadParameter(f"expected {', '.join(missing)} (or --compare A B)")
+        if not model.startswith(("http://", "https://")):  # engines of our own
+            check_driver()
         from or1_megatron.commands.eval import evaluate_model
         from or1_megatron.config.load import load_as
         from or1_megatron.evaluate.settings import EvaluationSettings

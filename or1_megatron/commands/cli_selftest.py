@@ -10,12 +10,18 @@ import typer
 from rich.console import Console
 
 from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.selftest.context import CheckOutcome
     from or1_megatron.selftest.registry import Check
 
-_MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "not possible": "[yellow]not possible here[/]"}
+_MARKS = {
+    "passed": "[green]passed[/]",
+    "failed": "[red]failed[/]",
+    "not possible": "[yellow]not possible here[/]",
+    "not started": "[yellow]not started[/]",
+}
 
 
 def selftest(
@@ -31,8 +37,8 @@ def selftest(
 ) -> None:
     """Try this machine, or these nodes: devices, kernels, layouts, checkpoints, handoff, engines, sandbox, a short run.
 
-    Writes a report that can be attached to an issue. Exits with 1 when a check fails; what is not possible here does
-    not count.
+    Writes a report that can be attached to an issue. Exits with 1 when a check fails or had no time; what is not
+    possible here does not count.
     """
     console = Console(highlight=False)
     with explained():
@@ -48,6 +54,7 @@ def selftest(
             return
         if extra_process(os.environ):
             return
+        check_driver()
         meeting = meet(nodes)
         folder = out if nodes == 1 else out / f"node_{meeting.node}"
         try:
@@ -66,14 +73,16 @@ def selftest(
     console.print(f"report: {folder / 'selftest.md'} and selftest.json beside it", soft_wrap=True)
     if report.failed:
         console.print(f"[red]failed: {', '.join(report.failed)}[/]", soft_wrap=True)
-    raise typer.Exit(1 if report.failed else 0)
+    if report.not_started:
+        console.print(f"[yellow]not started, for lack of time: {', '.join(report.not_started)}[/]", soft_wrap=True)
+    raise typer.Exit(1 if report.failed or report.not_started else 0)
 
 
 def _tell(console: Console, check: Check, outcome: CheckOutcome) -> None:
     from or1_megatron.selftest.figures import shown
 
     seconds = f"  {outcome.seconds:.1f} s" if outcome.seconds else ""
-    reason = f"  {outcome.reason}" if outcome.status == "not possible" else ""
+    reason = f"  {outcome.reason}" if outcome.status in ("not possible", "not started") else ""
     console.print(f"{check.name:16}{_MARKS[outcome.status]}{seconds}{reason}", soft_wrap=True)
     for name, entry in outcome.figures.items():
         limit = f"  (expected {entry['limit']})" if "limit" in entry else ""

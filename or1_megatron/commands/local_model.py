@@ -26,9 +26,10 @@ _BLOCK_TOKENS = 32  # of vLLM's KV cache on CPU
 
 
 class LocalModel:
-    """An HF folder with its tokenizer. Raises ModelError, DataError."""
+    """An HF folder with its tokenizer. Raises DriverTooOld, ModelError, DataError."""
 
     def __init__(self, folder: Path) -> None:
+        check_driver()
         self._folder = folder
         self.shape = Shape.of(read_hf_config(folder))
         self._tokenise = ChatTemplate(load_tokenizer(folder)).token_ids
@@ -63,7 +64,6 @@ class LocalModel:
 
 @cache
 def load_local_model(folder: Path) -> LocalModel:
-    check_driver()
     return LocalModel(folder)
 
 

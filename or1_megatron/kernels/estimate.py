@@ -54,12 +54,23 @@ class HeadEstimate:
     """The weight's fp32 gradient is read and written once per tile of tokens."""
     hidden_sum_bytes: int
     """A tile's fp32 hidden gradient is read and written once per block of rows."""
+    products_s: float
+    """The products in whole waves."""
     seconds: float
-    """Expected: products in whole waves, and all these bytes."""
+    """Expected: the products, and all these bytes."""
 
     @property
     def share_of_floor(self) -> float:
         return self.floor_s / self.seconds
+
+    @property
+    def share_of_waves(self) -> float:
+        """The share of the products' waves that computes results."""
+        return self.floor_s / self.products_s
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.epilogue_bytes + self.weight_sum_bytes + self.hidden_sum_bytes
 
 
 def wave_efficiency(rows: int, columns: int, sms: int) -> float:
@@ -96,6 +107,7 @@ def estimate(
         epilogue_bytes=epilogue_bytes,
         weight_sum_bytes=weight_sum_bytes,
         hidden_sum_bytes=hidden_sum_bytes,
+        products_s=products_s,
         seconds=products_s + (epilogue_bytes + weight_sum_bytes + hidden_sum_bytes) / gpu.bandwidth,
     )
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.runtime.gloo_interface import choose_gloo_interface
 from or1_megatron.runtime.numa import bind_near
 
 _START_UP_S = 4 * 3600.0
@@ -67,6 +68,9 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
 
     With CUDA the rank first takes its GPU and the CPU cores beside it.
     A process started without torchrun is a world of one. Only the processes of a sub-world join it.
+
+    Raises:
+        UserError: other nodes could not reach this one, as ``choose_gloo_interface`` says.
     """
     if dist.is_initialized():
         return
@@ -85,6 +89,7 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
         timeout_s = max(timeout_s, _START_UP_S)
         if "RANK" not in os.environ:
             world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    choose_gloo_interface()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
 
 

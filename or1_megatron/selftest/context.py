@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from or1_megatron.errors import Or1Error
 from or1_megatron.selftest.figures import figure, shown
 
-CheckStatus = Literal["passed", "failed", "not possible"]
+CheckStatus = Literal["passed", "failed", "not possible", "not started"]
 
 
 class NotPossible(Or1Error):

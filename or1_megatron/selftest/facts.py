@@ -20,10 +20,15 @@ import or1_megatron
 from or1_megatron.selftest.provenance import commit
 
 _PREFIXES: Final = (
-    *("CUDA_", "CUBLAS_", "GLOO_", "HF_", "LD_", "NCCL_", "NVTE_", "OMP_", "OR1_", "PYTORCH_", "RAY_", "TORCH_"),
-    *("TRITON_", "UCX_", "VLLM_"),
+    *("CUDA_", "CUBLAS_", "GLOO_", "HF_", "LD_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "OR1_", "PYTHONPATH"),
+    *("PYTORCH_", "RAY_", "TORCH_", "TRITON_", "UCX_", "VLLM_"),
 )
-_NOT_COMPARED: Final = ("OR1_SELFTEST_RESULTS", "OR1_LAUNCH", "OR1_TEST_SESSION")  # ours
+_NOT_COMPARED: Final = (
+    *("OR1_SELFTEST_RESULTS", "OR1_LAUNCH", "OR1_TEST_SESSION"),  # ours
+    "NVIDIA_VISIBLE_DEVICES",  # Kubernetes names each node's GPUs in it
+)
+_FOLDERS: Final = ("MODEL", "DATA", "EVAL", "RUNS")
+"""Variables that name folders for examples/launch.sh."""
 
 
 def facts() -> dict[str, str]:
@@ -42,6 +47,7 @@ def facts() -> dict[str, str]:
         if name.startswith(_PREFIXES) and name not in _NOT_COMPARED:
             found[f"environment {name}"] = value
     folders = {"the working directory": os.getcwd(), "Python's packages": sys.prefix, "/tmp": tempfile.gettempdir()}
+    folders |= {name: os.environ[name] for name in _FOLDERS if os.environ.get(name)}
     for name, folder in folders.items():
         if name != "/tmp":
             found[f"path of {name}"] = folder

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.selftest.context import CheckOutcome
+from or1_megatron.selftest.context import CheckOutcome, CheckStatus
 from or1_megatron.selftest.figures import shown
 from or1_megatron.selftest.registry import Check
 
@@ -29,7 +29,14 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        return [outcome.name for outcome in self.outcomes if outcome.status == "failed"]
+        return self._with("failed")
+
+    @property
+    def not_started(self) -> list[str]:
+        return self._with("not started")
+
+    def _with(self, status: CheckStatus) -> list[str]:
+        return [outcome.name for outcome in self.outcomes if outcome.status == status]
 
     def as_json(self) -> dict[str, Any]:
         names = [check.name for check in self.checks]
@@ -47,7 +54,7 @@ def page(report: Report) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     counts = ", ".join(
         f"{sum(outcome.status == status for outcome in report.outcomes)} {status}"
-        for status in ("passed", "failed", "not possible")
+        for status in ("passed", "failed", "not possible", "not started")
     )
     parts = [
         "# or1 selftest",
@@ -77,7 +84,7 @@ def _row(check: Check, outcome: CheckOutcome | None) -> tuple[str, ...]:
     if outcome is None:
         return check.name, "not run yet", "", check.proves
     status = "not possible here" if outcome.status == "not possible" else outcome.status
-    reason = f": {outcome.reason}" if outcome.status == "not possible" else ""
+    reason = f": {outcome.reason}" if outcome.status in ("not possible", "not started") else ""
     seconds = f"{outcome.seconds:.1f}" if outcome.seconds else ""
     return check.name, f"**{status}**" if status == "failed" else status + reason, seconds, check.proves
 

@@ -46,6 +46,8 @@ SETTINGS: Final = {
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as under Megatron
+    # Triton's products of fp32 are TF32 by default, vLLM's attention in Triton among them. The policy's are not.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 """Environment of every check."""
 
@@ -132,7 +134,7 @@ class _Runner:
         if "several nodes" in check.needs:
             left_s = max(left_s, 0.0) + _SLOWEST_NODE_S
         elif left_s < _LEAST_S:
-            return CheckOutcome(check.name, "failed", "not started: no time was left (--minutes)")
+            return CheckOutcome(check.name, "not started", "no time was left (--minutes)")
         found = self._run(check, machine, min(check.limit_s * self._patience, left_s))
         assert isinstance(found, CheckOutcome)
         self._ended.append(f"{check.name}={found.status}")
@@ -202,7 +204,7 @@ def _judged(
     if status is None:
         outcome.status, outcome.reason = "failed", f"it took longer than {limit_s:.0f} s and was ended"
     elif status not in (0, 1) or found is None:
-        outcome.status, outcome.reason = "failed", f"its process ended with {describe_exit(status)}"
+        outcome.status, outcome.reason = "failed", f"its process ended: {describe_exit(status)}"
     if outcome.status == "failed":
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         outcome.last_lines = tuple(line[:300] for line in lines[-_LAST_LINES:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -50,5 +51,8 @@ def matmul_tflops(size: int) -> float:
 
 
 def free_bytes() -> int:
-    """Return the free bytes of this process's device; 0 without one."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    """Return the free bytes of this process's device; 0 without one.
+
+    A rank asks for the device of its local rank, which it may not have set yet.
+    """
+    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0] if torch.cuda.is_available() else 0

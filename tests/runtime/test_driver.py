@@ -33,7 +33,15 @@ def machine(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["train", "quickstart"], ["replay", "dump"], ["check-parity", "model"]], ids=lambda command: command[0]
+    "command",
+    [
+        ["train", "quickstart"],
+        ["replay", "dump"],
+        ["check-parity", "model"],
+        ["selftest"],
+        ["eval", "--model", "model", "--data", "math500", "--out", "out"],
+    ],
+    ids=lambda command: command[0],
 )
 def test_commands_refuse_it_before_torch_is_imported(machine: dict[str, str], command: list[str]) -> None:
     program = [sys.executable, "-m", "or1_megatron.commands.app", *command]

@@ -38,7 +38,7 @@ from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
 from or1_megatron.weights.shape import Shape
 
-GPUS = [1, 2, 4, 8]
+GPUS = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def context(machine: CheckedMachine, folder: Path) -> tuple[Context, CheckOutcome]:
@@ -101,7 +101,8 @@ def test_layouts_use_all_devices_and_suit_the_model(devices: int) -> None:
     assert max(ranks) == devices
     if devices == 8:
         assert sum(parse_layout(name, 256).parallel.ranks == 8 for name in names) == 20
-    assert {parse_layout(name, 256).parallel.ranks for name in save_and_load_layouts(devices)} == {devices}
+    used = devices - devices % 2 if devices > 1 else 1
+    assert {parse_layout(name, 256).parallel.ranks for name in save_and_load_layouts(devices)} == {used}
 
 
 def test_layouts_on_cpu_cut_every_axis() -> None:

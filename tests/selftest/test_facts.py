@@ -17,7 +17,8 @@ import pytest
 from waiting import PATIENCE_S
 
 from or1_megatron.errors import UserError
-from or1_megatron.selftest.facts import differences, mount_of
+from or1_megatron.selftest.checks.nodes import network_gb_s
+from or1_megatron.selftest.facts import differences, facts, mount_of
 from or1_megatron.selftest.meeting import Meeting, extra_process, meet, without_torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,24 @@ def test_place_that_is_not_told() -> None:
         meet(2, {})
     with pytest.raises(UserError, match="--nodes 2, but it was started on 4 nodes"):
         meet(2, TORCHRUN)
+
+
+def test_folders_of_the_launch_script_are_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their mounts too; a variable that names each node's own GPUs is none."""
+    monkeypatch.setenv("MODEL", str(tmp_path))
+    monkeypatch.delenv("RUNS", raising=False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "GPU-1")
+    found = facts()
+    assert (found["path of MODEL"], found["mount of MODEL"]) == (str(tmp_path), mount_of(str(tmp_path)))
+    assert found["environment NVIDIA_TF32_OVERRIDE"] == "0"
+    assert not {"path of RUNS", "environment NVIDIA_VISIBLE_DEVICES"} & found.keys()
+
+
+def test_the_networks_expected_rate() -> None:
+    """60% of one adapter of 400 Gb/s; nothing is expected of what is not known."""
+    assert network_gb_s("NVIDIA H100 80GB HBM3") == pytest.approx(30.0)
+    assert network_gb_s("a card of tomorrow") is None
 
 
 def test_two_nodes_that_differ(tmp_path: Path) -> None:

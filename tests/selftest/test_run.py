@@ -10,12 +10,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from waiting import PATIENCE_S, wait_until
+
+from or1_megatron.selftest.context import CheckedMachine
+from or1_megatron.selftest.meeting import Meeting
+from or1_megatron.selftest.page import Report, page
+from or1_megatron.selftest.registry import Check
+from or1_megatron.selftest.run import SETTINGS, _Runner
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -47,7 +54,7 @@ def test_each_ends_as_it_does(odd: Any) -> None:
     assert status == 4 and report["finished"]
     found = {outcome["name"]: (outcome["status"], outcome["reason"]) for outcome in report["outcomes"]}
     assert found == {
-        "crashes": ("failed", "its process ended with killed by SIGSEGV"),
+        "crashes": ("failed", "its process ended: killed by SIGSEGV"),
         "falls-short": ("failed", "difference is 0.500, expected ≤ 0.001"),
         "hangs": ("failed", "it took longer than 1 s and was ended"),
         "raises": ("failed", "ZeroDivisionError: nothing to divide by"),
@@ -57,7 +64,7 @@ def test_each_ends_as_it_does(odd: Any) -> None:
 
 
 def test_figures_and_last_lines_are_kept(odd: Any) -> None:
-    """Those before a crash too; the output of a check that passed is in its log alone."""
+    """Those before a crash are kept too; the output of a check that passed is in its log alone."""
     crashed, *_, passed = read(odd[1])["outcomes"]
     assert crashed["figures"] == {"before the crash": {"value": 7, "unit": ""}}
     assert "about to crash" in crashed["last_lines"]
@@ -70,7 +77,7 @@ def test_page(odd: Any) -> None:
     text = (odd[1] / "selftest.md").read_text()
     assert "1 passed, 4 failed, 1 not possible" in text
     assert "| not-here | not possible here: the moon is not full |" in text
-    assert "## crashes failed\n\nits process ended with killed by SIGSEGV. Look at odd_checks.py." in text
+    assert "## crashes failed\n\nits process ended: killed by SIGSEGV. Look at odd_checks.py." in text
     assert "- passes: patience 1 s, expected ≥ 5 s" in text
     assert "| speed of light | 300,000,000 m/s | ≥ 200,000,000 m/s | yes |" in text
 
@@ -97,3 +104,35 @@ def test_signal_leaves_the_report_and_nothing_else(number: signal.Signals, tmp_p
     report = read(tmp_path)
     assert [outcome["name"] for outcome in report["outcomes"]] == ["passes"] and not report["finished"]
     assert "| hangs | not run yet |" in (tmp_path / "selftest.md").read_text()
+
+
+def test_without_time_left_a_check_is_not_started(tmp_path: Path) -> None:
+    """It has not failed, and the page does not send anyone to its code."""
+    check = Check("late", "that it comes late", "odd_checks.py")
+    runner = _Runner(tmp_path, tmp_path, Meeting(0, 1, {}), None, False, patience=1.0)
+    outcome = runner.outcome(check, CheckedMachine(False, 2, "a machine"), time.monotonic())
+    report = Report("or1 selftest", "commit", "now", "here", "a machine", {}, [check], [outcome])
+    assert (report.not_started, report.failed) == (["late"], [])
+    text = page(report)
+    assert "0 passed, 0 failed, 0 not possible, 1 not started" in text
+    assert "| late | not started: no time was left (--minutes) |" in text
+    assert "Look at" not in text
+
+
+def test_triton_reads_the_environment_of_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products of fp32 are in IEEE's arithmetic. Not proven: that a GPU's log-probs then keep their bounds."""
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    assert knobs.language.fp32_default is None
+    monkeypatch.setenv("TRITON_F32_DEFAULT", SETTINGS["TRITON_F32_DEFAULT"])
+    assert knobs.language.fp32_default == "ieee"
+
+
+def test_a_rank_asks_for_the_memory_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has set its device too; a pretended GPU has as many bytes as its number."""
+    from or1_megatron.selftest import timing
+
+    monkeypatch.setattr(timing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing.torch.cuda, "mem_get_info", lambda index: (index, 8))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert timing.free_bytes() == 3

