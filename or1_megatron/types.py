@@ -243,7 +243,7 @@ class Sample:
     response_ids: Int32Array  # [n]
     advantage: float
     loss_mask: BoolArray  # [n], the response tokens that enter the loss; all of them in the recipe
-    engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: nothing reads them
+    engine_log_probs: Float32Array | None = None  # [n], as the engine gave them; None: unknown
     policy_log_probs: Float32Array | None = None  # [n], of pi_k, scored before the first SGD step; None: no such pass
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
     group: int = 0

@@ -48,7 +48,7 @@ class AdvantageConfig(Section):
     overlong_penalty: PositiveFloat = 1.0
     """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
-    """Advantages of truncated responses. none: like any other, with reward 0; before: they stay out of mean and std and
+    """Advantages of truncated responses. none: like any other; before: they stay out of mean and std and
     get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
     3 and 4); ablation 3 compares."""
     reject_uniform_groups: bool = True

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from or1_megatron.errors import AgreedError, UserError
+from or1_megatron.errors import AgreedError, PartLost, UserError
 from or1_megatron.interfaces import EnginesLost, PolicyWeights
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,10 @@ class SliceMismatch(UserError, RuntimeError):
 
 class HandoffMismatch(UserError, RuntimeError):
     """An engine does not compute what the policy computes, or does not hold what was sent."""
+
+
+class EngineStrayed(HandoffMismatch, PartLost):
+    """A ``HandoffMismatch`` after handoffs that went well: a fault of the moment, which a restart may mend."""
 
 
 class PlanImpossible(UserError, ValueError):

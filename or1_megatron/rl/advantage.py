@@ -39,14 +39,10 @@ def group_advantages(
     ``penalties`` [M] are taken off the rewards first (``rl.penalties``).
 
     ``none``: over all responses; ``before``: truncated ones are left out of mean and std and get 0; ``after``: they
-    count in mean and std, then get 0. Raises ValueError when a truncated response has a reward other than 0.
+    count in mean and std, then get 0. The verifiers give truncated responses reward 0, but for the released code's
+    judge (``verify.math.judge: math_verify``).
     """
     rewards, truncated = group.rewards.astype(np.float64), group.truncated
-    if rewards[truncated].any():
-        raise ValueError(
-            f"problem {group.prompt.problem.id} ({group.prompt.problem.origin}): a truncated response has reward "
-            f"{rewards[truncated].max():g}; truncated responses must have reward 0"
-        )
     rewards = rewards if penalties is None else rewards - penalties
     if config.truncation_mask == "before":
         advantages = np.zeros_like(rewards)

@@ -8,11 +8,11 @@ Stopping: up to its first SGD step a step can be abandoned, because only the str
 before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
 is finished, but its handoff and its evaluation are left to the resumed run.
 
-Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are asked too, and a handoff
-does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their lengths,
-and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is sampled
-from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the same
-requests and samples only the others anew.
+Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are requested too, and a
+handoff does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their
+lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is
+sampled from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the
+same requests and samples only the others anew.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Each is made only when it is needed: with the recipe's defaults and N_SGD = 1 a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
@@ -60,7 +60,7 @@ def score(
         mismatch = scored_mismatch(samples, own) if samples and not stale else None
         entropies = scores.entropies if full else None
         if freeze:
-            samples = list(_with_policy(samples, own, algorithm.correction.mode != "off"))
+            samples = [replace(s, policy_log_probs=found) for s, found in zip(samples, own, strict=True)]
     if algorithm.kl.reference is not None and algorithm.kl.where == "loss" and samples:
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
@@ -92,10 +92,3 @@ def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores
             log_probs += update.scores.log_probs
             entropies += update.scores.entropies
     return TokenScores(tuple(log_probs), tuple(entropies)) if wanted and len(log_probs) == wanted else None
-
-
-def _with_policy(samples: Sequence[Sample], own: Sequence[Float32Array], keep_engines: bool) -> Iterator[Sample]:
-    """Yield the samples with pi_k's log-probs, and without the engines' where no correction reads them."""
-    for sample, log_probs in zip(samples, own, strict=True):
-        engine = sample.engine_log_probs if keep_engines else None
-        yield replace(sample, policy_log_probs=log_probs, engine_log_probs=engine)

@@ -87,7 +87,7 @@ class StageSchedule:
     def surely_goes_on(self, steps_done: int, ahead: int = 1) -> bool:
         """Whether the step ``ahead`` after the next one is in the current stage, whatever the metrics until then are.
 
-        Of a stage with a plateau that is known of no more than one step.
+        In a stage with a plateau that is known of no more than one step.
         """
         done = self.stage_step(steps_done) + ahead
         may_end = self._plateau is not None and (ahead > 1 or self._plateau.may_be_reached(done))

@@ -1,9 +1,9 @@
 """Tail batching: a step gives up its slowest prompts, and a later step of such prompts asks them again.
 
-``rollout.tail: defer``. A step asks more prompts than it takes, and is made when D_R groups are sampled. The other
-prompts are *deferred*: given up whole, and asked again whole, with the same seeds. Once D_R prompts are deferred, a
-step takes those that were drawn first and waits for all of them. A stage's last steps take what is left. So every step
-trains D_R groups, and a stage trains the prompts that it would train without deferring, each exactly once.
+``rollout.tail: defer``. A step samples more prompts than it trains on, and is made when D_R groups are sampled. The
+other prompts are *deferred*: given up whole, and asked again whole, with the same seeds. Once D_R prompts are deferred,
+a step takes those that were drawn first and waits for all of them. A stage's last steps take what is left. So every
+step trains D_R groups, and a stage trains the prompts that it would train without deferring, each exactly once.
 
 Which prompts are deferred depends on the engines' speed. It is recorded, and a resumed run repeats the record.
 """

@@ -31,7 +31,7 @@ _COUNTER: Final = struct.Struct("<q")
 
 
 def beats_folder(run: str) -> Path:
-    """Return the folder of a run's heartbeats on this node. ``run``: the run's name (``trainer.run.run_id``)."""
+    """Return the folder of a run's heartbeats on this node. ``run``: the run's name (``RunFolder.run_id``)."""
     return Path("/dev/shm", f"or1_beats_{os.getuid()}_{hashlib.blake2b(run.encode(), digest_size=8).hexdigest()}")
 
 

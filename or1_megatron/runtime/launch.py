@@ -232,8 +232,10 @@ def _failed(error: ChildFailedError, signal_number: int) -> Ended:
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))
-    line = f"rank {rank} (pid {failure.pid}) {how} at {when}" + (
-        "; its message is above" if code > 0 else "; an out-of-memory killer does that, or a person"
-    )
+    line = f"rank {rank} (pid {failure.pid}) {how} at {when}"
+    if code > 0:
+        line += "; its message is above"
+    elif code == -signal.SIGKILL:
+        line += "; an out-of-memory killer does that, or a person"
     shell_code = 128 - code if code < 0 else code
     return Ended(128 + signal_number if signal_number else shell_code, bool(signal_number), code, line)

@@ -1,6 +1,6 @@
 """Logging: all lines go to ``logs/rank_N.log``, warnings also to the console.
 
-Of verbose libraries only warnings are logged. Python's own warnings (deprecations in dependencies) go to the file only.
+Verbose libraries log warnings only. Python's own warnings (deprecations in dependencies) go to the file only.
 """
 
 from __future__ import annotations

@@ -174,6 +174,10 @@ class Monitor:
         """Return why a process that runs but gives no sign of life is ended now; empty if it is not."""
         if beat is None:
             return ""
+        if process.state == "t":  # a debugger holds it; its time begins when it goes on
+            for name in ("alive", "worked"):
+                self._silences.pop((process.pid, process.started, name), None)
+            return ""
         counters = {"alive": beat.alive}
         if beat.worked >= 0 and not beat.long:
             counters["worked"] = beat.worked

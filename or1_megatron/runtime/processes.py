@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 _PROC: Final = Path("/proc")
-_STACK_S: Final = 10.0
+_STACK_S: Final = 3.0
 
 STATES: Final[Mapping[str, str]] = {
     "R": "runnable",

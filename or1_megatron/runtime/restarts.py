@@ -8,16 +8,19 @@ same error at the same step again: what repeats itself needs a person.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import Final
 
 from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.jsonl import read_rows
-from or1_megatron.runtime.launch import Ended
+from or1_megatron.runtime.launch import FORWARDED, Ended
 from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
 
@@ -59,26 +62,36 @@ class Restarts:
         self._say = say or (lambda line: print(f"or1: {line}", file=sys.stderr, flush=True))
 
     def run(self, launch: Callable[[], Ended], at_the_end: Callable[[], None] = lambda: None) -> int:
-        """Launch, again and again; return the exit code for the shell.
+        """Launch, again and again; return the exit code for the shell. A signal in a pause ends it (SystemExit).
 
-        ``at_the_end``: called before the last words, when nothing is launched any more.
+        Main thread only. ``at_the_end``: called before the last words, when nothing is launched any more.
         """
+        previous = {number: signal.signal(number, _leave) for number in FORWARDED}
+        try:
+            code, last_words = self._attempts(launch)
+        finally:
+            at_the_end()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if last_words is not None:
+            self._say(last_words())
+        return code
+
+    def _attempts(self, launch: Callable[[], Ended]) -> tuple[int, Callable[[], str] | None]:
+        """Launch until no restart is due; return the exit code, and the last words if the run is given up."""
         furthest, in_a_row = self._last_step(), 0
         before: _Failure | None = None
         while True:
             started_s = time.time()
             ended = launch()
             if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
-                at_the_end()
-                return ended.code
+                return ended.code, None
             step = self._last_step()
             if step > furthest:
                 furthest, in_a_row = step, 0
             failure = _Failure(ended.rank_code == _RAISED, step, self._why(ended, started_s))
             if failure.repeats(before) or in_a_row >= self._max:
-                at_the_end()
-                self._say(self._last_words(failure, failure.repeats(before), in_a_row))
-                return ended.code
+                return ended.code, partial(self._last_words, failure, failure.repeats(before), in_a_row)
             before = failure
             pause_s = self._pauses_s[min(in_a_row, len(self._pauses_s) - 1)]
             in_a_row += 1
@@ -121,6 +134,10 @@ class Restarts:
         if not self._folder.metrics.is_file():
             return -1
         return max((int(row["step"]) for row in read_rows(self._folder.metrics, bad_lines=[])), default=-1)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _without_numbers(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from rich.console import Group, RenderableType
@@ -63,7 +63,7 @@ def _layout_rows(found: Plan) -> Iterator[Row]:
     )
     yield "micro-batch", f"{parallel.micro_batch_tokens:,} tokens; the longest sequence is {found.longest_sequence:,}"
     if found.device == "cuda" and found.config.model.dtype == "bfloat16":
-        yield f"head, {parallel.head}", _head(found)
+        yield from _head_rows(found)
     yield "engines", f"{rollout.engines} x TP {rollout.tensor_parallel}, {rollout.placement}; {devices}"
     yield "decoding at once", f"{rollout.engines * rollout.max_concurrent:,} responses; KV cache {kv}"
     yield (
@@ -73,20 +73,30 @@ def _layout_rows(found: Plan) -> Iterator[Row]:
     )
 
 
-def _head(found: Plan) -> str:
+def _head_rows(found: Plan) -> Iterator[Row]:
     parallel, hidden = found.config.parallel, found.shape.hidden
     tokens, rows = parallel.micro_batch_tokens // parallel.context, -(-found.shape.vocab // parallel.tensor)
     sizes = allocation_plan(tokens, hidden, rows, torch.bfloat16, parallel.head)
-    gpus: dict[str, list[str]] = {}
-    for name, hardware in ((name, read_hardware(name)) for name in known()):
-        if hardware.match:  # a GPU
-            tile = sizes.tile_tokens, sizes.block_rows
-            took = estimate(tokens, hidden, rows, *tile, parallel.head, Gpu.of(hardware))
-            gpus.setdefault(f"{took.seconds * 1e3:.3g} ms ({took.share_of_floor:.0%})", []).append(name.upper())
-    times = ", ".join(f"{time} on {' and '.join(names)}" for time, names in gpus.items())
-    return (
-        f"{times} per micro-batch (share of full rate), expected; tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}"
+    tile = sizes.tile_tokens, sizes.block_rows
+    gpus = {name.upper(): Gpu.of(hardware) for name in known() if (hardware := read_hardware(name)).match}
+    took = {name: estimate(tokens, hidden, rows, *tile, parallel.head, gpu) for name, gpu in gpus.items()}
+    times = _by_gpu({name: f"{each.seconds * 1e3:.3g} ms ({each.share_of_floor:.0%})" for name, each in took.items()})
+    waves = _by_gpu({name: f"{each.share_of_waves:.0%}" for name, each in took.items()})
+    moved = max(each.moved_bytes for each in took.values())  # the same on all
+    yield f"head, {parallel.head}", f"{times} per micro-batch (share of full rate), expected"
+    yield (
+        "",
+        f"waves of its products full by {waves}; {moved / 1e9:.3g} GB of logits and sums; "
+        f"tiles of {sizes.tile_tokens:,} x {sizes.block_rows:,}",
     )
+
+
+def _by_gpu(values: Mapping[str, str]) -> str:
+    """Return each value with the GPUs that have it."""
+    gpus: dict[str, list[str]] = {}
+    for name, value in values.items():
+        gpus.setdefault(value, []).append(name)
+    return ", ".join(f"{value} on {' and '.join(names)}" for value, names in gpus.items())
 
 
 def _algorithm_rows(config: Config) -> Iterator[Row]:
@@ -104,9 +114,18 @@ def _algorithm_rows(config: Config) -> Iterator[Row]:
     chosen = algorithm.objective
     own = "".join(f", {key} {value}" for key, value in chosen.args.items())
     named = "" if chosen.name == "clipped" else f"{chosen.name}{own}; "
-    yield "loss", f"{named}{clips}; {loss.aggregation}; truncation mask {algorithm.advantage.truncation_mask}"
+    divisor = "" if loss.divisor == "own" else f", {loss.divisor} divisor"
+    yield "loss", f"{named}{clips}; {loss.aggregation}{divisor}"
+    advantage = algorithm.advantage
+    overlong = ""
+    if advantage.overlong_tokens is not None:
+        overlong = f"; penalty of {advantage.overlong_penalty:g} over the last {advantage.overlong_tokens:,} tokens"
+    divided = "by the group's std" if advantage.scale == "std" else "not divided"
+    yield "advantages", f"{divided}; truncation mask {advantage.truncation_mask}{overlong}"
     rejected = "rejected" if algorithm.advantage.reject_uniform_groups else "kept"
-    divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({kl.estimator}, in the {kl.where})"
+    shape = kl.estimator + " straight-through" * kl.straight_through
+    shape += "" if kl.cap is None else f" capped at {kl.cap:g}"
+    divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({shape}, in the {kl.where})"
     weights = "off" if correction.mode == "off" else f"{correction.mode} at {correction.cap:g} by {correction.level}"
     yield "", f"groups without advantage {rejected}; KL {divergence}; importance correction {weights}"
     yield from _entropy_rows(algorithm.entropy)
@@ -202,4 +221,4 @@ def _memory_rows(found: Plan) -> Iterator[Row]:
     if found.device == "cpu":
         yield "at one time", gib(needed(found.config, found.memory, found.device))
     if in_memory := in_memory_bytes(found.config, found.shape):
-        yield "checkpoints in memory", f"{gib(in_memory)} of the host's, where it has so much more"
+        yield "checkpoints in memory", f"{gib(in_memory)} of host memory, if that much is free"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import SendError
-from or1_megatron.handoff.probe import Probe
+from or1_megatron.handoff.errors import EngineStrayed, HandoffMismatch, SendError
+from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep, Verb
@@ -25,7 +26,7 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rollout.client import RolloutsClient
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.types import HandoffReport, Sample
+from or1_megatron.types import Float32Array, HandoffReport, Sample
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class SyncedPolicy(PolicyDriver):
         self._asleep = turns.engines_sleep
         self._away = False
         self._restarts = False
+        self._unchecked = False  # the replicas have not been compared since engines began to sample
         self._version = 0
         self._handoffs = 0
         self._probe = probe
@@ -105,7 +107,7 @@ class SyncedPolicy(PolicyDriver):
         Raises:
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
             ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
-            HandoffMismatch: an engine does not compute what the policy computes.
+            HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed if it did before.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -125,9 +127,7 @@ class SyncedPolicy(PolicyDriver):
                 bytes_sent = self._lockstep.call("send", version)
                 self._give_devices()
                 sent_s = time.perf_counter()
-                found = None
-                if expected is not None:
-                    found = self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
+                found = None if expected is None else self._judge_engines(expected)
                 self._engines.certify(version)
                 break
             except (SendError, EngineError) as error:
@@ -140,6 +140,7 @@ class SyncedPolicy(PolicyDriver):
         if restarted:
             self._rollouts.rejoin(self._pool.handles)
         self._version = version
+        self._unchecked = True
         self._handoffs += 1
         return HandoffReport(
             version=version,
@@ -149,6 +150,15 @@ class SyncedPolicy(PolicyDriver):
             probe_max_abs_diff=None if found is None else found.largest,
             probe_mean_abs_diff=None if found is None else found.mean,
         )
+
+    def _judge_engines(self, expected: Sequence[Float32Array]) -> ProbeResult:
+        """Compare the engines' scores of the probe with the policy's."""
+        try:
+            return self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
+        except HandoffMismatch as error:
+            if self._handoffs == 0:  # no restart would change it
+                raise
+            raise EngineStrayed(str(error)) from error
 
     def revive(self) -> None:
         """Replace the engines that are gone, in the middle of a roll-out, and bring all to the current weights.
@@ -161,7 +171,13 @@ class SyncedPolicy(PolicyDriver):
         self._rollouts.rejoin(self._pool.handles)
 
     def take_turn(self) -> None:
-        """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back."""
+        """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
+
+        The first time after a handoff the data-parallel replicas are compared: an update from a replica that has
+        changed during the roll-out would spoil the gradient, and a distributed optimizer would then hide the change.
+
+        Raises ReplicasDiffer.
+        """
         if self._turns.engines_sleep and not self._asleep:
             self._engines.sleep()
             self._asleep = True
@@ -170,6 +186,9 @@ class SyncedPolicy(PolicyDriver):
         if self._restarts:
             super().restart_optimizer()
             self._restarts = False
+        if self._unchecked:
+            self._lockstep.call("check_replicas", self._version)
+            self._unchecked = False
 
     def _give_devices(self) -> None:
         """Offload what is left on the trainer's devices, and let the engines decode."""

@@ -48,13 +48,13 @@ END = 0
 
 
 def problem(j: int) -> Prompt:
-    """Riddle j as a prompt of one token."""
+    """Return riddle j as a prompt of one token."""
     row = Problem(f"p{j}", "riddles", "math", (Message("user", str(j)),), str(1 + j % 4), {}, f"riddles:{j}")
     return Prompt(row, np.array([SAMPLED + j], dtype=np.int32))
 
 
 def completion(tokens: Sequence[int], j: int = 0, sample: int = 0, **changes: Any) -> Completion:
-    """A response to riddle j; truncated unless its last token ends it."""
+    """Return a response to riddle j; it is truncated unless its last token ends it."""
     fields: dict[str, Any] = {
         "problem_id": f"p{j}",
         "sample_index": sample,
@@ -76,7 +76,7 @@ def verdict(status: VerdictStatus) -> Verdict:
 
 
 def group_of(rewards: Sequence[int], truncated: Sequence[bool] | None = None, j: int = 0, length: int = 2) -> Group:
-    """A group with these rewards; every response has ``length`` tokens of log-prob -1."""
+    """Return a group with these rewards; every response has ``length`` tokens of log-prob -1."""
     cut = truncated or [False] * len(rewards)
     ends = [[5] * (length - 1) + [5 if t else END] for t in cut]
     statuses: list[VerdictStatus] = [
@@ -112,7 +112,7 @@ class TableRollouts:
         self.seeds: dict[int, int] = {}  # by ticket
         self.reused: dict[int, tuple[list[Group], list[int]]] = {}  # by seed
         self.jitter = np.random.default_rng()
-        """Of the time that a response takes, beside its length: no two runs have the same."""
+        """Adds to the time that a response takes for its length: no two runs have the same."""
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version
@@ -194,7 +194,7 @@ class TableRollouts:
         return (0, 0)
 
     def finished_responses(self) -> bytes:
-        """All that is under way: a response is finished when it is asked for."""
+        """Return all that is under way: a response is finished when it is asked for."""
         return pickle.dumps({self.seeds[ticket]: found for ticket, found in self.under_way.items()})
 
     def reuse(self, responses: bytes) -> None:
@@ -249,7 +249,7 @@ class TablePolicy:
         return TokenScores(tuple(log_probs), tuple(entropies))
 
     def gradient(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Accumulate it in ``table.grad``; returns the objective's sums."""
+        """Accumulate the gradient in ``table.grad``; return the objective's sums."""
         totals: dict[str, float] = {}
         for row in (row for rank in batch.ranks for row in rank):
             counted = torch.from_numpy(row.loss_mask)

@@ -62,6 +62,14 @@ def test_rejects_uniform_groups_in_order() -> None:
     assert reject(advantaged, everything) == (advantaged, [])
 
 
-def test_truncated_reward_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"problem p0 .*truncated response has reward 1"):
-        group_advantages(group_of([1, 0], [True, False]), AdvantageConfig())
+def test_a_truncated_response_may_be_right() -> None:
+    """As with the released code's judge. Under ``none`` it counts like any other: (1, 0) has mean 1/2, variance 1/2.
+    The masks take its advantage, whatever its reward."""
+    group = group_of([1, 0], [True, False])
+    np.testing.assert_allclose(group_advantages(group, EXACT), [0.5**0.5, -(0.5**0.5)], rtol=1e-7)
+    after = group_advantages(group, AdvantageConfig(eps=0.0, truncation_mask="after"))
+    np.testing.assert_allclose(after, [0, -(0.5**0.5)], rtol=1e-7)
+    before = group_advantages(
+        group_of([1, 1, 0], [True, False, False]), AdvantageConfig(truncation_mask="before", eps=0)
+    )
+    np.testing.assert_allclose(before, [0, 0.5**0.5, -(0.5**0.5)], rtol=1e-7)

@@ -66,7 +66,7 @@ class World:
     export_every: int = 0
     sets: tuple[str, ...] = ("riddles",)
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """To the LoopConfig."""
+    """Changes to the LoopConfig."""
     safety: SafetyConfig = SafetyConfig()
     diary: Diary = field(default_factory=Diary)
     in_memory: bool = False
@@ -127,7 +127,7 @@ class World:
         self.stopped = True
 
     def end(self) -> tuple[dict[int, dict[str, float]], dict[str, Any], np.ndarray]:
-        """(metrics without times, state without times, weights): what a resumed run must have in common.
+        """Return (metrics without times, state without times, weights): what a resumed run must have in common.
 
         A stopped step makes no handoff; the resumed run does.
         """
@@ -138,8 +138,8 @@ class World:
 
 
 def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
-    """30 steps: from guessing to nearly always right; what the second stage solved does not come back; every metric of
-    a row is in the table, and every metric of the table comes up in some row."""
+    """30 steps lead from guessing to nearly always right; what the second stage solved does not come back; every metric
+    of a row is in the table, and every metric of the table comes up in some row."""
     stages = [
         stage.model_copy(update={"steps": n})
         for stage, n in zip((*TWO_STAGES, TWO_STAGES[1]), (18, 2, 10), strict=True)
@@ -182,8 +182,8 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
 def test_the_observer_is_told_what_the_policy_made_of_each_trained_token(
     tmp_path: Path, mini_batches: int, reuse: int
 ) -> None:
-    """On policy from the update itself, else from the pass before: log-probs that the table had when the step began,
-    which are the engine's own here, and entropies of its rows."""
+    """It gets log-probs that the table had when the step began, which are the engine's own here, and entropies of its
+    rows: on policy from the update itself, else from the pass before."""
     stage = STAGE.model_copy(update={"steps": 1, "prompts_per_update": 8 // mini_batches, "reuse": reuse})
     world = World(tmp_path, [stage])
     world.policy.table.data.normal_(generator=torch.Generator().manual_seed(1))
@@ -214,8 +214,8 @@ def test_order_of_verbs(tmp_path: Path) -> None:
 
 
 def test_times_add_up_and_other_is_what_remains(tmp_path: Path) -> None:
-    """On the fakes' clock: roll-out 3, tail 0.25, update 1, handoff 0.25; row 2 also has the save after step 1 (0.5).
-    Row 0: handoff and an evaluation of 3.25."""
+    """The fakes' clock gives roll-out 3, tail 0.25, update 1, handoff 0.25; row 2 also has the save after step 1 (0.5).
+    Row 0 has the handoff and an evaluation of 3.25."""
     world = World(tmp_path, [STAGE], every_steps=1, evaluate_every=0)
     result = world.loop.run()
     rows = world.diary.rows
@@ -233,7 +233,7 @@ def test_times_add_up_and_other_is_what_remains(tmp_path: Path) -> None:
 
 
 def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -> None:
-    """N_SGD = 1. The engines run the policy's own weights, so they differ by fp32 rounding alone."""
+    """N_SGD is 1. The engines run the policy's own weights, so they differ by fp32 rounding alone."""
     world = World(tmp_path)
     world.loop.run()
     assert "score" not in world.policy.calls
@@ -244,8 +244,8 @@ def test_on_policy_needs_no_score_and_compares_with_the_engine(tmp_path: Path) -
 
 
 def test_several_sgd_steps_freeze_log_probs_once(tmp_path: Path) -> None:
-    """D_R / D_T = 4, reuse 2: 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are from before the
-    first of them; alpha does not move in between; the controller moves once."""
+    """D_R / D_T = 4 and reuse 2 give 8 SGD steps on 4 mini-batches of whole groups. pi_k's log-probs are from before
+    the first of them; alpha does not move in between; the controller moves once."""
     stage = STAGE.model_copy(update={"steps": 2, "prompts_per_step": 16, "prompts_per_update": 4, "reuse": 2})
     world = World(tmp_path, [stage], evaluate_every=0)
     world.loop.run()
@@ -288,7 +288,7 @@ def compare(resumed: World, whole: World) -> None:
 
 @pytest.mark.parametrize("stop_at", range(1, 12))
 def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int) -> None:
-    """A stop in each roll-out of the run, those of evaluations too (before training, after steps 2, 4 and 6)."""
+    """It is stopped in each of its roll-outs, those of evaluations too (before training, after steps 2, 4 and 6)."""
     whole = World(tmp_path / "whole")
     whole.loop.run()
     assert whole.rollouts.calls == 10
@@ -309,7 +309,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("killed_in", range(2, 7))
 def test_a_killed_run_loses_the_step_under_way(tmp_path: Path, killed_in: int) -> None:
-    """With a checkpoint on disk after each fourth step, and in memory after the others. The best evaluation is on disk,
+    """Checkpoints go to disk after each fourth step, and to memory after the others. The best evaluation is on disk,
     too. Not proven here: that a checkpoint is whole (tests/parallel/test_memory_checkpoints.py)."""
     whole = World(tmp_path / "whole")
     whole.loop.run()
@@ -401,7 +401,7 @@ def test_engines_that_go_with_their_node_stop_the_run(tmp_path: Path, asked_at: 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5])
 def test_engines_that_are_lost_without_a_stop_end_the_run(tmp_path: Path, at: int) -> None:
-    """In the handoff, the roll-out and the evaluation; and while the next step is sampled."""
+    """They are lost in the handoff, the roll-out and the evaluation; and while the next step is sampled."""
     world = World(tmp_path, evaluate_every=1, changes={"max_staleness": at % 2})
     lose_engines(world, at, lambda: None)
     with pytest.raises(EnginesLost, match="gone with their node"):
@@ -409,7 +409,7 @@ def test_engines_that_are_lost_without_a_stop_end_the_run(tmp_path: Path, at: in
 
 
 def lose_engines(world: World, at: int, on_loss: Callable[[], None]) -> None:
-    """Every use of the engines from the ``at``-th on fails; ``on_loss`` is called before the first that does."""
+    """Make every use of the engines from the ``at``-th on fail, and call ``on_loss`` before the first that does."""
     uses = 0
 
     def failing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -429,7 +429,7 @@ def lose_engines(world: World, at: int, on_loss: Callable[[], None]) -> None:
 
 
 def test_resumed_after_a_kill_equals_uninterrupted(tmp_path: Path) -> None:
-    """Killed in step 6, saved last after step 4: rows after that are void (the run folder forgets them)."""
+    """It is killed in step 6 and saved last after step 4: rows after that are void (the run folder forgets them)."""
     whole = World(tmp_path / "whole", every_steps=2)
     whole.loop.run()
     first = World(tmp_path / "run", every_steps=2)
@@ -452,7 +452,8 @@ def test_finished_run_only_exports_again(tmp_path: Path) -> None:
 
 
 def test_checkpoints_newest_and_best(tmp_path: Path) -> None:
-    """Saved: every 4 steps, the end, and each new best evaluation (every 2 steps); kept: the last two and the best."""
+    """They are saved every 4 steps, at the end and at a new best evaluation (every 2 steps); the last two and the best
+    are kept."""
     world = World(tmp_path, [STAGE.model_copy(update={"steps": 9})], every_steps=4, export_every=3)
     result = world.loop.run()
     left = (path.name for path in (tmp_path / "checkpoints").glob("step_*"))
@@ -516,7 +517,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_step_without_any_kept_group(tmp_path: Path) -> None:
-    """Every verdict is wrong in the second step: no SGD step, unchanged weights, and still a new version."""
+    """Every verdict is wrong in the second step: no SGD step is made, and the same weights become a new version."""
     world = World(tmp_path, [STAGE], evaluated=False)
     world.rollouts.overrule = lambda call, verdict: Verdict(0.0, "wrong", "", "", 0.0) if call == 2 else verdict
     tables: list[torch.Tensor] = []
@@ -569,7 +570,8 @@ def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
 
 
 def test_too_many_skipped_in_a_row_end_the_run_across_a_resume(tmp_path: Path) -> None:
-    """Two in a row, then a good one: the count begins anew. Then steps 4, 5 | resume | 6: the third ends the run."""
+    """A good step after two skipped ones begins the count anew. Steps 4 and 5 are skipped, the run resumes, and step 6,
+    the third, ends it."""
     long = [STAGE.model_copy(update={"steps": 8})]
     first = World(tmp_path, long, evaluated=False, every_steps=1)
     first.policy.skip_at = frozenset({0, 1, 3, 4})
@@ -601,8 +603,8 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> N
 
 
 def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
-    """Fakes and their engines differ by rounding, which this bound forbids: one episode over the whole run, which a
-    resume does not begin again."""
+    """Fakes and their engines differ by rounding, which this bound forbids: that is one episode over the whole run,
+    which a resume does not begin again."""
     safety = SafetyConfig(mismatch_mean=1e-12)
     first = World(tmp_path, evaluated=False, safety=safety)
     first.rollouts.stop_at, first.rollouts.on_stop = 3, first.stop
@@ -617,7 +619,7 @@ def test_alarms_are_told_once_and_remembered(tmp_path: Path) -> None:
 
 
 def test_failing_verifier_stops_the_run(tmp_path: Path) -> None:
-    """64 responses, bound 0.05: the 4th error is too many. Time-outs do not count."""
+    """With 64 responses and a bound of 0.05 the 4th error is too many. Time-outs do not count."""
     made = iter(range(10_000))
     world = World(tmp_path, evaluated=False)
     world.rollouts.overrule = lambda _, verdict: (

@@ -72,23 +72,23 @@ def test_kl_pulls_back_to_the_reference(tmp_path: Path) -> None:
     assert grown[0.0] > 3 * grown[1.0] > 0
 
 
-def test_correction_off_policy_keeps_the_engines_log_probs(tmp_path: Path) -> None:
-    """With a correction the engine's log-probs stay beside the policy's; without one they are not sent to the ranks."""
+def test_the_engines_log_probs_stay_beside_the_policys(tmp_path: Path) -> None:
+    """With a correction, which compares the two, and without one: Clip-Cov draws by them."""
     for mode in ("off", "masked"):
         algorithm = AlgorithmConfig(correction=CorrectionConfig.model_validate({"mode": mode}))
         stage = OFF_POLICY.model_copy(update={"steps": 1})
         world = World(tmp_path / mode, [stage], evaluate_every=0, algorithm=algorithm)
         world.loop.run()
         rows = [row for batch, _ in world.policy.updates for rank in batch.ranks for row in rank]
-        if mode == "off":
-            assert all(row.engine_log_probs is None for row in rows)
-            continue
         engines = np.concatenate(
             [row.engine_log_probs[row.loss_mask] for row in rows if row.engine_log_probs is not None]
         )
         sampled = [c.log_probs for g in world.diary.rolled[1][2] for c in g.group.completions]
         np.testing.assert_array_equal(np.sort(engines), np.sort(np.concatenate(sampled)))
         row = world.diary.rows[1]
+        if mode == "off":
+            assert "correction/weight" not in row
+            continue
         assert row["correction/weight"] == pytest.approx(1, abs=1e-6) and row["correction/cut_fraction"] == 0
 
 

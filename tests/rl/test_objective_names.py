@@ -13,7 +13,7 @@ import torch
 
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
-from or1_megatron.interfaces import TokenInputs
+from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.rl.objectives.check import faults, probe_objective
 from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
@@ -235,3 +235,23 @@ def test_faults_are_named(fault: str, scope: str, expected: str) -> None:
 
 def test_the_probes_tokens_are_the_same_every_time() -> None:
     assert list(faults(Faulty("mean"))) == list(faults(Faulty("mean")))
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_the_probe_lets_each_objectives_own_part_act(name: str) -> None:
+    """With no parameters given: tokens are clipped or selected, a few and not all. Dr. GRPO's part is its divisor."""
+    generator = torch.Generator().manual_seed(4)
+    old = -torch.rand(300, generator=generator) - 0.1
+    log_probs = old + 0.2 * torch.randn(300, generator=generator)
+    advantages = torch.randn(30, generator=generator).repeat_interleave(10)
+    index = torch.arange(30).repeat_interleave(10)
+    sequences = Sequences(index, torch.full((30,), 10), torch.arange(30) // 2)
+    tokens = TokenInputs(advantages, old, old, old, sequences=sequences)
+    _, sums = probe_objective("float32", name)(log_probs, torch.ones(300), tokens)
+    if name == "dr_grpo":
+        _, whole = probe_objective("float32", name, {"length_share": 1.0})(log_probs, torch.ones(300), tokens)
+        assert sums["loss"] != whole["loss"]
+    acted = sums["clipped"] + sums.get("selected", torch.zeros(()))
+    assert 0 < acted < 300
+    if name in ("clip_cov", "kl_cov"):
+        assert sums["selected"] == 60

@@ -87,7 +87,7 @@ def clip_term(ratio: float, advantage: float, low: float, high: float) -> float:
 
 
 def test_gspo_by_hand() -> None:
-    """The docstring's: rho 1.5 and 1.2 at A 2 are clipped as a sequence; rho 1.1 and 1.0 are not."""
+    """These are the docstring's figures: rho 1.5 and 1.2 at A 2 are clipped as a sequence; rho 1.1 and 1.0 are not."""
     for ratios, value, gradient in (((1.5, 1.2), 2.4, 0.0), ((1.1, 1.0), 2 * math.sqrt(1.1), 2 * math.sqrt(1.1))):
         new = double(*map(math.log, ratios), grad=True)
         loss, sums = GSPO(0.2, 0.2, **COMMON)(new, double(0, 0), tokens_of(double(0, 0), double(2, 2)))
@@ -131,7 +131,7 @@ def test_gspo_on_policy_is_pointwise_and_the_same() -> None:
 
 
 def test_cispo_by_hand() -> None:
-    """The docstring's: rho 1.5 weighs 1.2, rho 0.5 is free below; log pi has the gradient."""
+    """These are the docstring's figures: rho 1.5 weighs 1.2, rho 0.5 is free below; log pi has the gradient."""
     log_probs = double(-1.0, -2.0, grad=True)
     old = log_probs.detach() - double(1.5, 0.5).log()
     loss, sums = CISPO(1.0, 0.2, **COMMON)(log_probs, double(0, 0), tokens_of(old, double(2, -1)))
@@ -152,7 +152,7 @@ def test_cispo_against_its_paper() -> None:
 
 
 def test_dr_grpo_by_hand() -> None:
-    """The docstring's: responses of 1 and 3 tokens, J 2 and -1, L 8: 1/16 after the policy's division by 4 tokens."""
+    """The docstring's responses have 1 and 3 tokens, J 2 and -1, L 8: 1/16 after the policy's division by 4 tokens."""
     inputs = tokens_of(double(0, 0, 0, 0), double(2, -1, -1, -1), (1, 3))
     made = DrGRPO(0.2, 0.2, length_share=4 / 16, **COMMON)
     loss, sums = made(double(0, 0, 0, 0), double(0, 0, 0, 0), inputs)
@@ -189,8 +189,8 @@ def test_covariances_by_hand() -> None:
 
 
 def test_clip_cov_by_hand() -> None:
-    """Log-probs (0, -1, -2, -5), A (2, 1, -1, -2): means -2 and 0, covariances (4, 1, 0, 6). Of those from 1 to 5 half
-    of the four tokens may be chosen: the first two. The others keep their gradient -A."""
+    """Log-probs (0, -1, -2, -5), A (2, 1, -1, -2): means -2 and 0, covariances (4, 1, 0, 6). Half of
+    the four tokens may be chosen, of those from 1 to 5: the first two. The others keep their gradient -A."""
     log_probs = double(0, -1, -2, -5, grad=True)
     made = ClipCov(0.2, 0.2, share=0.5, lowest=1.0, highest=5.0, **{**COMMON, "on_policy": True})
     loss, sums = made(log_probs, double(0, 0, 0, 0), tokens_of(log_probs.detach(), double(2, 1, -1, -2)))
@@ -219,6 +219,20 @@ def test_clip_cov_against_its_paper() -> None:
     expected = np.where(closed | chosen, 0.0, -drawn.omega * ratio * drawn.advantages)
     beta = 0.0  # no KL in the loss
     np.testing.assert_allclose(x.grad.numpy(), expected + beta, atol=1e-12)
+
+
+def test_clip_covs_draw_ignores_the_last_bits_of_the_policys_log_probs() -> None:
+    """They differ between layouts. Which tokens are drawn is read off the gradient: 50 of 100, of which all may be."""
+    generator = torch.Generator().manual_seed(1)
+    engine, advantages = (torch.randn(100, generator=generator) for _ in range(2))
+    made, drawn = ClipCov(0.2, 0.2, share=0.5, lowest=-99.0, highest=99.0, **COMMON), []
+    for policy in (engine, torch.nextafter(engine, torch.tensor(9.0))):
+        x = policy.clone().requires_grad_()
+        tokens = TokenInputs(advantages, engine_log_probs=engine, policy_log_probs=policy)
+        made(x, torch.zeros(100), tokens)[0].backward()
+        assert x.grad is not None
+        drawn.append((x.grad == 0).tolist())
+    assert drawn[0] == drawn[1] and sum(drawn[0]) == 50
 
 
 def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> None:

@@ -15,7 +15,7 @@ STAGE = StageConfig(name="s", steps=1, max_response_tokens=8, prompts_per_step=2
 
 
 def penalties(algorithm: AlgorithmConfig, length: int) -> list[np.ndarray] | None:
-    """Of one group of two responses of this length, by a policy whose reference is uniform over eight tokens."""
+    """Return those of one group, two responses of this length; the reference is uniform over eight tokens."""
     clock = Clock()
     policy = TablePolicy(4, TableRollouts(clock), clock)
     groups = [group_of([1, 0], length=length)]

@@ -109,7 +109,8 @@ def test_a_loss_that_is_not_finite_makes_the_gradient_so() -> None:
 
 
 def test_who_needs_scores() -> None:
-    """Of a sequence: in one-pass mode only; of the batch: always; on policy GSPO is pointwise and needs none."""
+    """Objectives of a sequence need them in one-pass mode only, those of the batch always; on policy GSPO is pointwise
+    and needs none."""
     clipped = ClippedPolicyLoss(0.2, 0.2, **COMMON)
     needs = [[needs_scores(objective, one_pass) for one_pass in (False, True)] for objective in (clipped, *OBJECTIVES)]
     assert needs == [[False, False], [False, True], [True, True], [True, True], [False, True]]
@@ -117,7 +118,7 @@ def test_who_needs_scores() -> None:
 
 
 def test_sequences_by_hand() -> None:
-    """Two sequences (1, 2) and (3), of one group: sums 3 and 3, means 1.5 and 3, group mean of the means 2.25."""
+    """Two sequences (1, 2) and (3), of one group, have sums 3 and 3, means 1.5 and 3, and a group mean of 2.25."""
     sizes = torch.tensor([2, 1])
     both = Sequences(torch.tensor([0, 0, 1]), sizes, torch.tensor([7, 7]))
     values = torch.tensor([1.0, 2.0, 3.0])

@@ -6,6 +6,7 @@ The ranks are a small real module under the real torchrun agent. Not proven here
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from or1_megatron.runtime.launch import threads_of_rank
+from or1_megatron.runtime.launch import _failed, threads_of_rank
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -187,8 +189,22 @@ def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: 
     code, errors = run.end()
     assert code == 128 + signal.SIGKILL, errors
     assert "rank 0" in errors
-    assert "was killed by SIGKILL" in errors
+    assert "was killed by SIGKILL" in errors and "out-of-memory killer" in errors
     assert run.left() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        (-signal.SIGKILL, "; an out-of-memory killer does that, or a person"),
+        (-signal.SIGSEGV, ""),
+        (1, "; its message is above"),
+    ],
+)
+def test_only_sigkill_is_blamed_on_an_out_of_memory_killer(code: int, ends: str) -> None:
+    failure = ProcessFailure(0, 123, code, "none.json")
+    how = _failed(ChildFailedError("ranks", {0: failure}), 0).how
+    assert re.fullmatch(rf"rank 0 \(pid 123\) [\w ]+ at [\d:]+{ends}", how), how
 
 
 def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:

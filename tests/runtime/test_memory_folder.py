@@ -26,7 +26,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[CheckpointKeeper]:
-    """Of a run with checkpoints in memory."""
+    """The keeper of a run with checkpoints in memory."""
     disk = tmp_path / "run" / "checkpoints"
     disk.mkdir(parents=True)
     make_memory_folder(disk)
@@ -44,8 +44,8 @@ def make(keeper: CheckpointKeeper | None, step: int) -> Path:
 
 
 def test_the_newest_of_both_counts(keeper: CheckpointKeeper) -> None:
-    """On disk where both have a step. What is torn, damaged or older is deleted from memory, so that there is room for
-    the next generation."""
+    """The one on disk counts where both have a step. What is torn, damaged or older is deleted from memory, to make
+    room for the next generation."""
     on_disk, older, newer = make(keeper, 10), make(keeper.memory, 11), make(keeper.memory, 12)
     torn, damaged = newer.with_name("step_000013.partial"), make(keeper.memory, 14)
     torn.mkdir()

@@ -6,6 +6,7 @@ what the monitor kills (tests/train/test_keeps_running.py).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -156,6 +157,19 @@ def test_leaves_a_starved_process_alone(watched: Watched, counted: bool, monkeyp
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+def test_leaves_a_process_under_a_debugger_alone(watched: Watched) -> None:
+    """It is held for longer than the deadline, and lives when it is let go."""
+    child, libc = watched.start("healthy"), ctypes.CDLL(None, use_errno=True)
+    attach, detach = 16, 17
+    assert libc.ptrace(attach, child.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    os.waitpid(child.pid, os.WUNTRACED)
+    watched.look_for(2 * HEARTBEAT_S)
+    assert child.poll() is None and not watched.said
+    assert libc.ptrace(detach, child.pid, None, None) == 0
+    watched.monitor.look()
+    assert child.poll() is None and not watched.said
 
 
 def test_stopped_children_and_orphans_are_found(watched: Watched) -> None:

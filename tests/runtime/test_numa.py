@@ -49,7 +49,7 @@ def bound(there: Path) -> list[str]:
 
 
 def test_a_process_and_what_it_starts_run_there(tmp_path: Path) -> None:
-    """Of the cores beside the device, it takes the one that this machine has."""
+    """It takes that of the cores beside the device which this machine has."""
     mine = max(os.sched_getaffinity(0))
     assert bound(pretend(tmp_path, f"{mine},5000-5001")) == [f"[{mine}] [{mine}]"] * 2
 

@@ -141,3 +141,18 @@ def test_what_is_in_memory_counts_as_saved_until_the_end(tmp_path: Path) -> None
     ended: list[str] = []
     Restarts(folder, 1, say=said.append).run(lambda: DONE, lambda: ended.append("too"))
     assert ended == ["too"]
+
+
+def test_a_signal_between_two_attempts_ends_the_run_and_brings_the_state_to_disk(tmp_path: Path) -> None:
+    """The signal comes when the pause is announced. Without a handler it would end this process at once."""
+    folder, done = RunFolder(tmp_path), []
+    folder.create()
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def say(line: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        Restarts(folder, 3, pauses_s=[3600.0], say=say).run(lambda: KILLED, lambda: done.append("brought to the disk"))
+    assert done == ["brought to the disk"]
+    assert signal.getsignal(signal.SIGTERM) is handler

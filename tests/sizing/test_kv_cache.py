@@ -81,7 +81,7 @@ def test_left_to_vllm(other: Config) -> None:
 
 
 def test_a_gpu_that_is_too_small_is_refused() -> None:
-    """Of 31e9 bytes 503,069,184 are left, 8,772 tokens: fewer than one sequence of 34,816."""
+    """A GPU of 31e9 bytes has 503,069,184 left, 8,772 tokens: fewer than one sequence of 34,816."""
     (line,) = too_small(config(gpu_gb=31))
     assert "31 GB" in line and "8,772" in line and "raise rollout.tensor_parallel" in line
     assert too_small(config()) == []

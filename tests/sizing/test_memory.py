@@ -160,7 +160,7 @@ def test_the_dry_run_shows_the_same_numbers() -> None:
 def test_what_is_not_held_at_one_time() -> None:
     """Activations of 3 + 2, two engines' logits of 4 each, buckets of 6: 8 is the most, beside 10 and 2 * 20.
 
-    Of stale rollouts the engines' logits are there all the time: 5 or 6 beside 10 and 2 * 24.
+    With stale rollouts the engines' logits are there all the time: 5 or 6 beside 10 and 2 * 24.
     """
 
     def peak(sampling: dict[str, frozenset[Phase]]) -> int:
@@ -237,4 +237,4 @@ def test_room_for_checkpoints_in_memory(
     if reason is not None:
         assert "would take 11.04 GiB" in reason and f"{free_gib}.00 GiB of free memory" in reason
     assert preflight.no_room_in_memory(plan(quickstart("checkpoint.in_memory=false"), HALF_B, device="cpu")) is None
-    assert "11.04 GiB of the host's" in shown(planned)
+    assert "11.04 GiB of host memory" in shown(planned)

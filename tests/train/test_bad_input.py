@@ -329,7 +329,7 @@ def test_a_disk_that_is_full_or_read_only_or_emptied(small_disk: Path) -> None:
     assert said["load"][0] == {"step": 0}
     message, left = said["read-only"]
     assert message.startswith(f"checkpoint {small_disk / 'run' / 'step_000001'} could not be written: [Errno 30]")
-    assert "The checkpoints before it are intact: mend the cause" in message
+    assert "The checkpoints before it are intact: fix the cause" in message
     message, left = said["removed"]
     assert f"{small_disk / 'run'} has been removed" in message and left == ["step_000000"]
     assert said["after it"] == ({"written": True}, ["run", "step_000000"])

@@ -1,4 +1,4 @@
-"""One run of the whole trainer, stopped, damaged and (slow) killed, and always gone on with to its end.
+"""One run of the whole trainer, stopped, damaged and (slow) killed, and always resumed to its end.
 
 Real Megatron on two ranks, two vLLM engines, Ray. Not proven here: that the model learns (the quickstart shows it),
 GPUs, several nodes.
@@ -61,7 +61,7 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
 def test_a_run_goes_on_after_a_death(
     victim: str, small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """The launcher's, too: nobody is left then to tell its ranks."""
+    """The launcher's death counts, too: nobody is left then to tell its ranks."""
     run = tmp_path / victim
     config = small_config(run)
     training = train(config, hold_after=1)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_after_a_death(
 
 
 def check_folder(run: Path) -> None:
-    """Every step once, times that add up, a summary, rollouts, checkpoints, and a model that transformers loads."""
+    """Expect each step once, times that add up, a summary, rollouts, checkpoints, a model that transformers loads."""
     rows = read_rows(run / "metrics.jsonl")
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]

@@ -1,6 +1,6 @@
 """``or1 train --stage N``: what it refuses before anything starts, and (slow) both stages as a user trains them.
 
-That what is carried over is equal to the bit: parallel/test_next_stage.
+``parallel/test_next_stage`` proves that what is carried over is equal to the bit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_stage_2_without_stage_1(small_config: SmallConfig, tmp_path: Path) -> N
 
 
 def test_stage_2_before_stage_1_has_ended(small_config: SmallConfig, tmp_path: Path) -> None:
-    """2 of 3 steps: refused with three ways out, all of which lead on."""
+    """After 2 of 3 steps it is refused with three ways out, all of which lead on."""
     config = small_config(tmp_path / "run")
     checkpoint = trained(config, tmp_path / "run" / "stage_1", 2)
     said = refused(config, 2)
@@ -94,8 +94,8 @@ def test_stage_2_of_another_run(small_config: SmallConfig, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_both_stages_by_command(small_config: SmallConfig, train: Callable[..., Training], tmp_path: Path) -> None:
-    """Stage 1 on one rank; killed within stage 2, which runs on two pipeline stages with the next step sampled ahead
-    and refill, and gone on with; what stage 1 left is not touched, and may go once stage 2 has a checkpoint."""
+    """Stage 1 runs on one rank. Stage 2 runs on two pipeline stages with the next step sampled ahead and refill, is
+    killed, and is resumed; what stage 1 left is not touched, and may go once stage 2 has a checkpoint."""
     run = tmp_path / "run"
     config = small_config(run)
     refill = ["stages.1.refill_prompts=8", "rollout.max_staleness=1"]

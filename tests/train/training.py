@@ -54,7 +54,7 @@ class Training:
         return found
 
     def rank(self, index: int) -> psutil.Process:
-        """The process of a trainer rank."""
+        """Return the process of a trainer rank."""
         for child in self.descendants():
             try:
                 if child.environ().get("RANK") == str(index) and "or1_megatron.trainer.run" in child.cmdline():
@@ -64,7 +64,7 @@ class Training:
         raise AssertionError(f"no process of rank {index}")
 
     def wait_for_checkpoint(self, run: Path, step: int, timeout_s: float = PATIENCE_S) -> None:
-        """Until the checkpoint of this step, or a later one, is complete."""
+        """Wait until the checkpoint of this step, or a later one, is complete."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.descendants()
@@ -76,7 +76,7 @@ class Training:
         raise AssertionError(f"no checkpoint of step {step} within {timeout_s} s")
 
     def finish(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
-        """(exit status, output) of a run that ends by itself or has been told to."""
+        """Return (exit status, output) of a run that ends by itself or has been told to."""
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -85,7 +85,7 @@ class Training:
         return self.process.returncode, output
 
     def survivors(self, patience_s: float = 120) -> list[str]:
-        """Processes of the run that still live after some seconds."""
+        """Return processes of the run that still live after some seconds."""
         deadline = time.monotonic() + patience_s
         while True:
             alive = [process for process in map(self._alive, self._seen.items()) if process is not None]
@@ -106,18 +106,18 @@ class Training:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """The step of the newest complete checkpoint; 0 without any."""
+    """Return the step of the newest complete checkpoint; 0 without any."""
     return max(checkpoint_steps(run), default=0)
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """The steps of which there are complete checkpoints; none that are partial or set aside."""
+    """Return the steps of which there are complete checkpoints; none that are partial or set aside."""
     names = [path.parent.name for path in (run / "checkpoints").glob("step_*/manifest.json")]
     return sorted(int(name.removeprefix("step_")) for name in names if "." not in name)
 
 
 def read_rows(metrics: Path) -> list[dict[str, float]]:
-    """Whole lines of a metrics file that may be in the making."""
+    """Return the whole lines of a metrics file that may be in the making."""
     if not metrics.is_file():
         return []
     return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -24,12 +24,23 @@ Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
 """(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
 
 
+_PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gspo": {"clip_low": 0.03, "clip_high": 0.03},
+    "cispo": {"clip_low": 0.1, "clip_high": 0.1},
+    "dr_grpo": {"length_share": 0.3},
+    "dapo": {"clip_high": 0.28},
+    "clip_cov": {"share": 0.2, "lowest": 0.05},
+    "kl_cov": {"share": 0.2},
+}
+"""Parameters with which each objective's own part acts on a probe of some hundred tokens."""
+
+
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
     """Return the named objective as ``or1 check-parity`` measures it on a model of this dtype.
 
     It has an entropy bonus, so that both gradients of the head take part, and a KL penalty; in fp32 also ratios, clips
     and an importance correction. In bf16 rounding would decide which tokens are clipped, and small differences would
-    become large ones. ``args`` set any parameter of the objective.
+    become large ones. ``args`` set any parameter of the objective, over those of ``_PROBE_ARGS``.
 
     Raises ConfigError when there is no such objective or parameter.
     """
@@ -45,7 +56,7 @@ def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] =
         "correction": "masked" if exact else "off",
         "correction_cap": 1.5,
     }
-    return build(name, settings, args)
+    return build(name, settings, {**_PROBE_ARGS.get(name, {}), **args})
 
 
 class _Tokens:

@@ -50,7 +50,9 @@ class ClipCov(PolicyGradientLoss):
         values, closed = clipped_term(ratio, tokens.advantages, self.clip_low, self.clip_high)
         covariance = covariances(log_probs, tokens.advantages)
         candidate = (covariance >= self.lowest) & (covariance <= self.highest) & ~closed
-        order = shuffled(count, self.seed, tokens.old_log_probs, tokens.advantages)
+        # The engine's log-probs have the same bits in every layout; the policy's differ in the last one.
+        sampled = tokens.old_log_probs if tokens.engine_log_probs is None else tokens.engine_log_probs
+        order = shuffled(count, self.seed, sampled, tokens.advantages)
         chosen = torch.zeros_like(closed)
         chosen[order[candidate[order]][: int(self.share * count)]] = True
         values = torch.where(chosen, values.detach(), values)

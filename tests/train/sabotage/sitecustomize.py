@@ -3,6 +3,8 @@
 flip: trainer rank 0 flips a bit on its way to the engines, in its second handoff.
 kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
 holds what has happened.
+memory: a bit of one of rank 1's parameters flips, when its replicas have been compared for handoff 1; later a bit of an
+engine's final norm, when its tensors have been compared with what it received.
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
@@ -17,6 +19,9 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+replicas: list[Any] = []
+"""The parameter of this rank in which a bit is to flip."""
 
 
 def once(what: str) -> bool:
@@ -77,6 +82,44 @@ def kill_loaded_or_decoding(engine: Any) -> None:
     engine.VllmEngine.finish_weight_update, engine.VllmEngine.step = finish_weight_update, step_some
 
 
+def flip_in_replica(trainer: Any) -> None:
+    send = trainer.ShardTrainer.send
+
+    def send_and_flip(self: Any, version: int) -> int:
+        total: int = send(self, version)
+        if version == 1 and os.environ["RANK"] == "1" and once("flipped in replica"):
+            replicas[0].data.view(-1)[7] *= -1
+        return total
+
+    trainer.ShardTrainer.send = send_and_flip
+
+
+def note_replicas(module: Any) -> None:
+    check = module.check_replicas
+
+    def check_replicas(policy: Any, version: int) -> None:
+        replicas[:] = [dict(policy.networks[0].named_parameters())["embedding.word_embeddings.weight"]]
+        check(policy, version)
+
+    module.check_replicas = check_replicas
+
+
+def flip_in_engine(worker: Any) -> None:
+    """At the second handoff of the engine that comes after the replica's restart."""
+    finish, flipped = worker.ShardWeightTransferEngine.finish_weight_update, "flipped in replica"
+    handoffs, after = 0, (Path(os.environ["SABOTAGE_FOLDER"]) / flipped).exists()
+
+    def finish_and_flip(self: Any) -> None:
+        nonlocal handoffs
+        finish(self)
+        handoffs += 1
+        if after and handoffs == 2 and once("flipped in engine"):
+            weight = dict(self.model.named_parameters())["model.norm.weight"]
+            weight.data.view(worker.torch.int32)[3] ^= 1 << 30
+
+    worker.ShardWeightTransferEngine.finish_weight_update = finish_and_flip
+
+
 def hold(loop: Any) -> None:
     train_step, step = loop.Loop.train_step, int(os.environ["SABOTAGE_STEP"])
 
@@ -90,6 +133,11 @@ def hold(loop: Any) -> None:
 
 FAULTS = {
     "hold": {"or1_megatron.rl.loop": hold},
+    "memory": {
+        "or1_megatron.parallel.replicas": note_replicas,
+        "or1_megatron.handoff.shard.trainer": flip_in_replica,
+        "or1_megatron.handoff.shard.worker": flip_in_engine,
+    },
     "flip": {"or1_megatron.handoff.shard.transfer": flip},
     "kill": {
         "or1_megatron.handoff.shard.worker": kill_receiving,
