@@ -1,6 +1,6 @@
 """Reads other people's tests of math rules, and golds of public sets, as labelled pairs. It keeps nothing of theirs.
 
-Of tests, which it does not run, it reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods
+It does not run tests. In them it reads pytest's ``parametrize("gold,pred,expected", [...])`` and unittest methods
 that assign two texts and assert, or assert not, that a call with them is true.
 """
 

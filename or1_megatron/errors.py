@@ -15,7 +15,10 @@ PART_LOST: Final = 4
 
 
 class Or1Error(Exception):
-    """Base of every exception that this package defines."""
+    """Base of every exception that this package defines.
+
+    Only ``selftest.run.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
+    """
 
 
 class UserError(Or1Error):

@@ -93,8 +93,7 @@ class TokenInputs:
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
-    """By the engine that sampled the tokens. None: dropped, because ``policy_log_probs`` are there and no correction
-    compares the two."""
+    """By the engine that sampled the tokens."""
     policy_log_probs: torch.Tensor | None = None
     """By pi_k, from a scoring pass before the step's first SGD step; None: there was no such pass."""
     reference_log_probs: torch.Tensor | None = None
@@ -242,8 +241,8 @@ class Rollouts(Protocol):
         Each response is verified when it ends. Several roll-outs may be under way; older ones come first, and
         ``urgent`` ones before them.
 
-        ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: of the prompts. None: they are
-        asked here first, with ``seed``.
+        ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: where each prompt was
+        first requested. None: in this roll-out, with ``seed``.
         """
 
     def wait_decoded(self, ticket: int | None = None) -> None:

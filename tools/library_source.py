@@ -108,7 +108,7 @@ class Sources:
         seen |= {(module.name, name)}
         names = self.names(module)
         found = [self._defined(module, node, name, seen) for node in names.get(name, ())]
-        # Of several definitions (with and without an optional package), take one that can be looked into.
+        # Among several definitions (with and without an optional package), take one that can be looked into.
         best = next((thing for thing in found if thing is not None and thing != UNKNOWN), None)
         if best is not None or UNKNOWN in found:
             return best or UNKNOWN

@@ -172,8 +172,8 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 7200.0
     """A rollout that takes longer ends the run, naming the requests that are still out."""
     tail: Literal["wait", "defer"] = "wait"
-    """wait: a step waits for its longest response. defer: it asks more prompts than it takes, ends when D_R groups are
-    sampled, and leaves the others to a later step of such prompts (docs/stages.md). Recipe: wait."""
+    """wait: a step waits for its longest response. defer: it samples more prompts than it trains on, ends when D_R
+    groups are sampled, and leaves the others to a later step of such prompts (docs/stages.md). Recipe: wait."""
     tail_share: Fraction = 0.25
     """With tail=defer: prompts that a step asks beyond D_R, as a share of D_R. Unit: share."""
     max_staleness: NonNegative = 0
@@ -297,9 +297,9 @@ class SafetyConfig(Section):
     """What happens when numbers go wrong. The report gives no thresholds; these are ours."""
 
     max_skipped_in_a_row: Positive = 3
-    """SGD steps without a finite loss or gradient are skipped; so many in a row end the run. Unit: SGD steps."""
+    """SGD steps without a finite loss or gradient are skipped; this many in a row end the run. Unit: SGD steps."""
     max_rejected_in_a_row: Positive = 10
-    """Steps whose every group was rejected teach nothing; so many in a row end the run. Unit: rollout steps."""
+    """A step with every group rejected trains nothing; this many in a row end the run. Unit: rollout steps."""
     keep_dumps: NonNegative = 2
     """The batch of a skipped SGD step is dumped for ``or1 replay``; the newest dumps stay. 0: dump none. Unit:
     dumps."""

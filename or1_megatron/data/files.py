@@ -110,8 +110,8 @@ def _unreachable(name: str, error: Exception) -> str:
     except Exception:  # none was made
         instead = f"without a network: hf download --repo-type dataset {name} where there is one, and its path"
     return (
-        f"{name}: no such file or folder here, and it could not be had from the Hugging Face hub{offline}: {error} "
-        f"({instead})"
+        f"{name}: no such file or folder here, and it could not be downloaded from the Hugging Face hub{offline}: "
+        f"{error} ({instead})"
     )
 
 

@@ -14,7 +14,7 @@ from or1_megatron.data.files import SUFFIXES, PlacedRow, is_hub_id, read_rows
 from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
 from or1_megatron.data.rows import DataError, RowError, published_row
-from or1_megatron.data.unusable import UnusableRows
+from or1_megatron.data.unusable import FILE_NAME, UnusableRows
 from or1_megatron.data.wording import BOX_INSTRUCTION
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Message, Problem
@@ -150,12 +150,15 @@ def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
     that name are looked for before the hub.
 
     Raises:
-        DataError: no known set, or what ``load_set`` raises.
+        DataError: no known set, or what ``load_set`` raises. Many unusable rows are listed in
+            ``sets``/name.unusable_rows.jsonl.
     """
     if name not in BENCHMARKS:
         raise DataError(f"{name}: no known set; expected one of {', '.join(BENCHMARKS)}")
-    window = REPORT_WINDOW if BENCHMARKS[name].dated else (None, None)
-    loaded = load_set(name, found_in, *window)
+    since, until = REPORT_WINDOW if BENCHMARKS[name].dated else (None, None)
+    faults = UnusableRows()
+    loaded = load_set(name, found_in, since, until, faults)
+    faults.refuse(sets / f"{name}.{FILE_NAME}")
     sets.mkdir(parents=True, exist_ok=True)
     path = sets / f"{name}.jsonl"
     release = {"release": loaded.release} if loaded.release else {}

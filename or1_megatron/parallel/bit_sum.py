@@ -1,4 +1,4 @@
-"""A sum over the bits of a tensor: two tensors of which one has a flipped bit have different sums."""
+"""Sums a tensor's bits; one flipped bit changes the sum."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _reason(error: BaseException) -> str:
 def _not_written(folder: Path, reason: str) -> CheckpointError:
     """Delete what a failed save has left, since the disk may be full, and return its error."""
     full = any(os.strerror(number) in reason for number in _FULL) or _without_room(folder.parent)
-    reason, mended = ("the disk is full", "free some space") if full else (reason, "mend the cause")
+    reason, mended = ("the disk is full", "free some space") if full else (reason, "fix the cause")
     left = "The checkpoints before it are intact" if folder.parent.is_dir() else f"{folder.parent} has been removed"
     shutil.rmtree(_aside(folder), ignore_errors=True)
     return CheckpointError(

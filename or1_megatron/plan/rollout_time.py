@@ -60,9 +60,9 @@ class RolloutTime:
     """How engines worked, per step where several steps were simulated."""
 
     decoded_s: float
-    """The loop waited so long for the last response."""
+    """Seconds the loop waited for the last response."""
     judged_s: float
-    """And so long for the last verdict."""
+    """Seconds the loop waited for the last verdict."""
     period_s: float
     """The time that ``busy_s`` and ``spans`` are of."""
     busy_s: Floats  # [engines]
@@ -100,7 +100,7 @@ def worked(
     busy_s: Floats,
     before: Floats | float = 0.0,
 ) -> RolloutTime:
-    """Return how engines worked in ``steps`` steps; all seconds are of one. ``before``: ``totals`` at their begin."""
+    """Return how engines worked in ``steps`` steps; all seconds are per step. ``before``: ``totals`` at their begin."""
     each = (totals(rollouts) - before) / steps
     spans = (rollouts.busy(index, step_begin_s, step_begin_s + period_s) for index in range(len(rollouts.engines)))
     return RolloutTime(

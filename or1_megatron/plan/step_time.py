@@ -132,8 +132,8 @@ class _Prompts:
 class _Steps:
     """Steps of one stage, made of the run's scheduler and supply, with clocks for what takes time.
 
-    A synchronous step stands for itself. With deferred prompts the steps up to the first of deferred ones do, with
-    staleness four steps after those in which the engines' queues fill.
+    One step is simulated where steps are synchronous. With deferred prompts it is the steps up to the first of deferred
+    ones, with staleness four steps after those in which the engines' queues fill.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def plan_requests(
     """Make ``group_size`` requests per prompt, group by group.
 
     The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
-    ``places``: of the prompts. None: they are asked here first.
+    ``places``: where each prompt was first requested. None: in this roll-out.
     """
     places = [(seed, index) for index in range(len(prompts))] if places is None else places
     return {
@@ -147,7 +147,8 @@ class SamplingBudget:
     def _surely_rejected(self) -> int:
         """Count the rejected groups that are surely in the result.
 
-        Each rejected one among the first ``until.kept`` prompts adds a prompt to the result, which may be rejected too.
+        Each rejected one among the first ``RefillRule.kept`` prompts adds a prompt to the result, which may be rejected
+        too.
         """
         assert self._refill is not None
         certain, reached = 0, self._refill.kept

@@ -166,7 +166,7 @@ def test_students_t_against_tables() -> None:
 
 def test_of_many_comparisons_one_that_is_clear_by_chance_is_not_resolved() -> None:
     """Differences 1, 2, 3 have p = 0.074; 2, 3, 4 have t = 3 sqrt(3), p = 0.0351, below 0.05 alone; 10, 10.1, 10.2 have
-    p near 0.00003. Of the three the last is resolved at 0.05 / 3, then 0.0351 > 0.025 is not. The corrected interval of
+    p near 0.00003. The last of the three is resolved at 0.05 / 3, then 0.0351 > 0.025 is not. The corrected interval of
     2, 3, 4 is that of level 0.025: 6.205 / sqrt(3) = 3.58, which holds 0."""
     zero = {seed: [{"step": 0, "m": 0.0}] for seed in (1, 2, 3)}
     arms = {name: {s: [{"step": 0, "m": start + step * s}] for s in (1, 2, 3)}

@@ -137,11 +137,20 @@ def test_overlap_is_the_share_of_the_shorter_text_s_ngrams(tmp_path: Path) -> No
         " ".join(words), " ".join(words[:6] + others[:4]), " ".join(words[:5] + others[:5]), " ".join(words[:4]),
         " ".join(others[:9] + words + others[:9]), " ".join(words[::-1]),
     )  # fmt: skip
-    step = Decontamination(config)
+    step = Decontamination(config, tmp_path / "unusable.jsonl")
     step.prepare([])
     outcomes = step.apply([candidate(n, text) for n, text in enumerate(texts)], 0)
     shares = [outcome.evidence.get("overlap", 1.0) if isinstance(outcome, Exclusion) else None for outcome in outcomes]
     assert shares == [1.0, 0.5, None, 1.0, 1.0, None]
+
+
+def test_unusable_rows_of_an_evaluation_set_are_listed(tmp_path: Path) -> None:
+    path, listed = tmp_path / "exam.jsonl", tmp_path / "unusable.jsonl"
+    path.write_text((json.dumps({"problem": 7, "answer": "1"}) + "\n") * 25)
+    step = Decontamination(DecontaminationConfig(against=(BuildSource(path=path, layout="plain"),)), listed)
+    with pytest.raises(DataError, match=r"and 5 more; .*unusable\.jsonl lists them"):
+        step.prepare([])
+    assert len(listed.read_text().splitlines()) == 25
 
 
 def test_first_alike_is_that_of_all_pairs() -> None:

@@ -80,7 +80,7 @@ def test_a_hub_id_is_told_from_a_path_and_what_fails_is_said(tmp_path: Path, mon
     assert is_hub_id(Path("Skywork/Skywork-OR1-RL-Data"))
     assert not is_hub_id(Path("data/train.jsonl")) and not is_hub_id(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"nobody/nothing: no such file or folder here, and it could not be had"):
+    with pytest.raises(DataError, match=r"nobody/nothing: no such file or folder here, and it could not be downloaded"):
         load_problems(Path("nobody/nothing"), split="math")
 
 

@@ -277,6 +277,9 @@ def test_known_sets_are_written_as_the_report_used_them(tmp_path: Path) -> None:
     assert code[1].messages[0].content.startswith("You will be given a question (problem specification)")
     assert str(load_set("livecodebench", out)) == "livecodebench: 3 problems of release_v5"
     assert sorted(path.name for path in out.iterdir()) == ["aime24.jsonl", "livecodebench.jsonl"]
+    (tmp_path / "aime24.jsonl").write_text((json.dumps({**row, "Answer": None}) + "\n") * 25)
+    refused = CliRunner().invoke(app, ["data", "benchmark", "aime24", "--out", str(out), "--sets", str(tmp_path)])
+    assert refused.exit_code == 2 and f"and 5 more; {out / 'aime24.unusable_rows.jsonl'} lists them" in refused.stderr
     refused = CliRunner().invoke(app, ["data", "benchmark", "aime26", "--out", str(out), "--sets", str(tmp_path)])
     assert refused.exit_code == 2 and "aime26: no known set; expected one of aime24" in refused.stderr
 

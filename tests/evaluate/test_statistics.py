@@ -14,7 +14,7 @@ from or1_megatron.evaluate.statistics import ConfidenceInterval, average, differ
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one() -> None:
-    """Of n = 6 samples with c right: count all subsets of size k, for every c and k."""
+    """The oracle counts all subsets of size k of n = 6 samples with c right, for every c and k."""
     for right in range(7):
         outcomes = [1] * right + [0] * (6 - right)
         for k in range(1, 7):
@@ -92,7 +92,7 @@ def paired(rng: np.random.Generator, problems: int) -> tuple[np.ndarray, np.ndar
 
 
 def pass_at_2(rewards: np.ndarray) -> np.ndarray:
-    """[P], by counting pairs of the four samples."""
+    """Return [P], by counting pairs of the four samples."""
     pairs = [list(pair) for pair in combinations(range(4), 2)]
     return np.array([np.mean([row[pair].any() for pair in pairs]) for row in rewards])
 

@@ -76,7 +76,7 @@ def wrong(model: Any, change: Any) -> Any:
 
 
 def single_faults(old: Any, new: Any) -> Iterator[tuple[str, Any]]:
-    """``new`` with one thing wrong: a tensor left as in ``old``, one of its bits flipped, two of one shape swapped."""
+    """Yield ``new`` with one fault: a tensor left as in ``old``, one of its bits flipped, two of one shape swapped."""
     before = dict(old.named_parameters())
 
     def flip(name: str, values: torch.Tensor) -> None:
@@ -96,8 +96,8 @@ def single_faults(old: Any, new: Any) -> Iterator[tuple[str, Any]]:
 
 
 def test_the_probe_sees_ten_times_its_bound_whatever_single_thing_is_wrong(tiny_model: TinyModel) -> None:
-    """On the model of these tests, by transformers alone. Of the embedding a bit is flipped in a row that the probe
-    reads: what is wrong with others, and most lower bits of single values, the checksums alone see."""
+    """Transformers alone compute it, for the model of these tests. In the embedding a bit is flipped in a row that the
+    probe reads: only the checksums see what is wrong with others, and most lower bits of single values."""
     old, new = perturbed(tiny_model.oracle, 1), perturbed(tiny_model.oracle, 2)
     right = scores(new, PROBE)
     faint, tried = {}, 0
@@ -134,7 +134,7 @@ def test_in_bfloat16_the_mean_sees_whole_tensors_that_are_wrong(tiny_model: Tiny
 
 @pytest.mark.parametrize("fault", ["flipped bit", "dropped bucket", "stale bucket"])
 def test_what_goes_wrong_in_transit_is_named_and_never_served(rig: Rig, fault: str) -> None:
-    """A dropped bucket: its place in memory holds nothing; a stale one: what the last handoff brought."""
+    """A dropped bucket's place in memory holds nothing; a stale one's holds what the last handoff brought."""
     rig.good_handoff(rig.old, 1)
     messages: list[torch.Tensor] = []
     with rig.trainer.tampering(lambda buffer: messages.append(buffer.clone())):
@@ -178,7 +178,7 @@ def test_swap_inside_the_loader_is_named_where_parameters_can_be_read(rig: Rig) 
 
 @pytest.mark.parametrize("fault", ["swap of prepacked tensors", "stale prefix cache", "stale packed weights"])
 def test_what_checksums_cannot_see_the_probe_does(rig: Rig, fault: str) -> None:
-    """Ten times its bound. The next handoff, without the fault, is good."""
+    """The probe sees ten times its bound. The next handoff, without the fault, is good."""
     faults = {
         "swap of prepacked tensors": lambda: swapped_in_loader(
             rig.handle, f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"

@@ -39,7 +39,7 @@ def over(transport: str) -> HandoffConfig:
 
 
 def make_model(folder: Path, tied: bool) -> TinyModel:
-    """4 heads in 2 groups, D = 32, a vocabulary that neither trainer nor engine ranks share evenly."""
+    """Make one of 4 heads in 2 groups, D = 32, with a vocabulary that neither trainer nor engine ranks share evenly."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(3)
@@ -122,7 +122,7 @@ def model_bytes(model: Any) -> int:
     ],
 )
 def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int, int, int], transport: str) -> None:
-    """Twice over one connection; every rank sends, and each engine rank receives its own shard's bytes and no more."""
+    """Two handoffs share a connection; every rank sends, and each engine rank gets its shard's bytes and no more."""
     pool, model = pools[kind]
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, *layout), over(transport), control)
@@ -147,7 +147,7 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
 
 
 def test_gathering_backend_reaches_every_rank_of_an_engine(pools: Any) -> None:
-    """Whole tensors, from a trainer of TP 2 x PP 2 to an engine of two ranks: the first passes on to the second."""
+    """Whole tensors go from a trainer of TP 2 x PP 2 to an engine of two ranks: the first passes on to the second."""
     pool, model = pools["tensor"]
     control = pool.control(CONFIG.timeout_s)
     config = CONFIG.model_copy(update={"backend": "gloo", "transport": None})
@@ -177,7 +177,7 @@ def assert_loaders_asked_as_forecast(trainer: Trainer, engine_tensor: int) -> No
 
 
 def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
-    """What engines compute is compared above; here, that most slices took the short way there."""
+    """What engines compute is compared above; here most slices must have taken the short way there."""
     pool, model = pools["single"]
     trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
     trainer.send(3)
@@ -195,7 +195,7 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
 
 
 def same_shaped(shipment: Any) -> list[tuple[Any, Any]]:
-    """Pairs of slices of one shape in a message."""
+    """Return pairs of slices of one shape in a message."""
     slots = shipment.slots
     return [(a, b) for i, a in enumerate(slots) for b in slots[i + 1 :] if a.slice.shape == b.slice.shape]
 
@@ -212,7 +212,7 @@ SPOILT = [
 def test_what_the_transport_spoils_stops_the_run_by_name(
     pools: Any, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Faults between packing and loading: the engine names the tensor, and refuses to serve until a whole handoff."""
+    """A fault between packing and loading: the engine names the tensor, and refuses to serve until a whole handoff."""
     pool, model = pools["single"]
     control = pool.control(CONFIG.timeout_s)
     trainer = Trainer(Grid(model, 2, 1, 1), over(transport), control)
@@ -255,7 +255,7 @@ def test_what_the_transport_spoils_stops_the_run_by_name(
 
 
 def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
-    """As when another engine failed after this one had all of its weights."""
+    """That happens when another engine failed after this one had all of its weights."""
     pool, model = pools["single"]
     control = pool.control(CONFIG.timeout_s)
     control.start_weight_update()
@@ -268,7 +268,7 @@ def test_update_that_never_ended_is_given_up_by_the_next(pools: Any) -> None:
 
 
 def test_rank_that_fails_ends_everybodys_wait(pools: Any) -> None:
-    """With the cause: a deadline that has passed would be named instead."""
+    """It ends with the cause: else a deadline that has passed would be named."""
     pool, model = pools["single"]
     trainer = Trainer(Grid(model, 2, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
     trainer.send(3)

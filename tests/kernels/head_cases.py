@@ -160,7 +160,7 @@ def relative(found: Tensor, true: Tensor) -> float:
 
 
 def oracle(case: Case) -> Found:
-    """By autograd on the whole matrix in float64; the padding's gradient is 0."""
+    """Compute it by autograd on the whole matrix in float64; the padding's gradient is 0."""
     x = case.hidden.detach().double().requires_grad_()
     w = case.weight.detach().double().requires_grad_()
     log_probs, entropies = reference_log_probs_and_entropies(
@@ -177,8 +177,8 @@ def oracle(case: Case) -> Found:
 def run(
     case: Case, epilogue: Any = "torch", shard: VocabularyShard | None = None, *, into_main_grad: bool = False
 ) -> Found:
-    """Through the head; with a ``shard``, ``weight`` holds that shard's rows. ``into_main_grad``: the weight's gradient
-    goes there, on top of ones."""
+    """Compute it with the head; with a ``shard``, ``weight`` holds that shard's rows. ``into_main_grad``: the weight's
+    gradient goes there, on top of ones."""
     x, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     if into_main_grad:
         w.main_grad = torch.ones(w.shape, device=w.device)  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def run(
 
 
 def forward_and_backward(mode: str, hidden: Tensor, weight: Tensor, targets: Tensor, budget_bytes: int | None) -> None:
-    """Of -sum(log p + 0.1 H), with nothing allocated beside what the head does."""
+    """Run both passes of -sum(log p + 0.1 H), with nothing allocated beside what the head does."""
     arguments = (hidden, weight, targets, 0.6, VocabularyShard(0, len(weight)))
 
     def pointwise(log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -220,7 +220,7 @@ def forward_and_backward(mode: str, hidden: Tensor, weight: Tensor, targets: Ten
 
 
 def run_interpreted(cases: dict[str, Case], folder: Path) -> dict[str, Found]:
-    """Through Triton's kernels, interpreted in a process of its own."""
+    """Run Triton's kernels, interpreted in a process of its own."""
     torch.save({name: vars(case) for name, case in cases.items()}, folder / "cases.pt")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "triton", str(folder / "cases.pt"), str(folder / "found.pt")]

@@ -93,8 +93,8 @@ def test_a_second_buffer_within_the_budget(mode: Any, gpu: str, one_ms: float, t
     ("tokens", "rows"), [(32768, 152064), (24000, 152064), (36864, 76032), (30011, 19008), (1, 61)]
 )
 def test_no_other_size_is_much_faster(mode: Any, tokens: int, rows: int) -> None:
-    """Of all ways to cut tokens and rows into up to twice as many pieces within the budget, none is expected to be more
-    than 3% faster than the chosen one, which is searched for in fewer."""
+    """No way to cut tokens and rows into up to twice as many pieces within the budget is expected to be more than 3%
+    faster than the chosen one, which is searched for in fewer."""
     plan = allocation_plan(tokens, HIDDEN, rows, torch.bfloat16, mode)
 
     def seconds(t: int, v: int) -> float:

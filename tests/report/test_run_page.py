@@ -180,7 +180,7 @@ def test_the_same_runs_give_the_same_page(run: Path, tmp_path: Path) -> None:
 
 
 def test_choice_covers_what_is_rare() -> None:
-    """Of 10,000 rows 40 are chosen. They cover every step, both rewards, the one truncated in a hundred and the small
+    """It takes 40 of 10,000 rows. They cover every step, both rewards, the one truncated in a hundred and the small
     source, and each half of the steps has all kinds."""
     rng = np.random.default_rng(0)
     columns = {

@@ -1,28 +1,41 @@
-"""House rules on names that no linter has: one class per name, and docstrings that begin with a subject or a verb."""
+"""House rules on names that no linter has: one class per name, and docstrings whose sentences begin with a subject or
+a verb."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "or1_megatron"
+ROOT = Path(__file__).parents[2]
+OF = re.compile(r"(?:\A|[.:]\s)\s*Of\s")
 
 
-def test_a_class_name_is_used_once_and_no_docstring_begins_with_of() -> None:
+def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield each node of the folders' files, and its place."""
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def test_a_class_name_is_used_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    of = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            where = f"{file.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}"
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(where)
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and str(node.value.value)[:3] == "Of "
-            ):
-                of.append(where)
+    for where, node in nodes("or1_megatron"):
+        if isinstance(node, ast.ClassDef):
+            places[node.name].append(where)
     assert len(places) > 500  # it looked at the package
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
-    assert of == []
+
+
+def test_no_sentence_of_a_docstring_begins_with_of() -> None:
+    docstrings = {
+        where: node.value.value
+        for where, node in nodes("or1_megatron", "tests", "tools", "benchmarks")
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    assert len(docstrings) > 3000  # it looked at all folders
+    assert [where for where, text in docstrings.items() if OF.search(text)] == []
+    assert OF.search("It is so. Of all") and OF.search("So: Of all") and OF.search("Of all") and not OF.search("So of")

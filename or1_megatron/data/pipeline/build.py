@@ -29,6 +29,7 @@ from or1_megatron.runtime.files import write_atomically
 
 STATE = "build.json"
 DATASET = "dataset"
+UNUSABLE_EVALUATED = "unusable_evaluation_rows.jsonl"
 
 
 def build(
@@ -78,7 +79,7 @@ def steps_of(recipe: Recipe, make: MakeVerifiers, open_sampler: OpenSampler) -> 
     if recipe.duplicates.embedding is not None:
         steps.append(EmbeddingDuplicates(recipe.duplicates.embedding))
     if recipe.decontaminate.against:
-        steps.append(Decontamination(recipe.decontaminate))
+        steps.append(Decontamination(recipe.decontaminate, recipe.out / UNUSABLE_EVALUATED))
     if recipe.code is not None:
         steps.append(CodeSolutions(recipe.code, make))
     results = recipe.out / "results"

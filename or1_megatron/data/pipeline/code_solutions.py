@@ -50,6 +50,6 @@ def _why(row: Candidate, verdict: Verdict) -> str:
     if verdict.status == "error":  # the sandbox's fault, not the solution's
         raise DataError(
             f"{row.origin}: the sandbox failed on a reference solution: {verdict.detail}; what was judged before is "
-            "kept: mend the sandbox (or1 doctor) and run the same command again"
+            "kept: fix the sandbox (or1 doctor) and run the same command again"
         )
     return verdict.detail

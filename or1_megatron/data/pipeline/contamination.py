@@ -37,8 +37,10 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
     name = "decontaminate"
     code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "data/layouts.py")
 
-    def __init__(self, config: DecontaminationConfig) -> None:
+    def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
+        """``unusable``: the file that lists the rows of the evaluation sets that cannot be used, if there are many."""
         super().__init__(config)
+        self._unusable = unusable
         self._evaluated: list[_Evaluated] = []
         self._whole: dict[int, int] = {}
         self._owners: dict[int, tuple[int, ...]] = {}
@@ -62,7 +64,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
                 self._whole.setdefault(text_key(text), index)
                 for gram in self._evaluated[-1].grams:
                     owners.setdefault(gram, []).append(index)
-        faults.refuse()  # a problem that is left out here would not be found in the training set
+        faults.refuse(self._unusable)  # a problem that is left out here would not be found in the training set
         self._owners = {gram: tuple(indices) for gram, indices in owners.items()}
         self._grams = np.sort(np.fromiter(owners, dtype=np.uint64, count=len(owners)))
 

@@ -74,7 +74,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
         if broken:
             raise DataError(
                 f"step 'difficulty': {len(broken)} verdicts on answers of '{model.name}' failed (first: {broken[0]}); "
-                "the others are kept: mend the verifier (or1 doctor) and run the same command again"
+                "the others are kept: fix the verifier (or1 doctor) and run the same command again"
             )
 
     def _request_settings(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class JudgesConfig(SampledStepConfig):
     retries: NonNegative = 2
     """How often a vote that cannot be read is asked again."""
     max_without_vote: Fraction = 0.5
-    """A judge of whose votes more than this share cannot be read is no judge: the build stops and says so."""
+    """The build stops if more than this share of a judge's votes cannot be read."""
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
