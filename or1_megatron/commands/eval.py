@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from or1_megatron.commands.local_model import load_local_model
-from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.config.schema import MathConfig
 from or1_megatron.convert.to_hf import megatron_to_hf
 from or1_megatron.data.problems import check_ground_truths
 from or1_megatron.data.rows import DataError
@@ -122,9 +122,9 @@ def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
 
 
 def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
-    config = VerifyConfig(timeout_s=settings.verify_timeout_s, workers=settings.verify_workers)
+    config = settings.verify
     abilities = frozenset(problem.ability for problem in problems) & ABILITIES
-    return VerifierThreads(lambda: build_verifiers(config, abilities), settings.verify_workers)
+    return VerifierThreads(lambda: build_verifiers(config, abilities), config.workers)
 
 
 def with_length(
@@ -239,9 +239,11 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 
 def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
-    """Return what a response depends on: not how many engines or requests serve it."""
+    """Return what a response and its verdict depend on: not how many engines or requests serve it."""
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
     fields = settings.model_dump(mode="json", include=names)
+    if settings.verify.math != MathConfig():
+        fields["verify.math"] = settings.verify.math.model_dump(mode="json")
     return {("endpoint_model" if name == "model" else name): value for name, value in fields.items()}
 
 
@@ -256,7 +258,7 @@ def _results(
 ) -> dict[str, Any]:
     assert settings.max_response_tokens is not None
     outcome = summarise(responses, settings.max_response_tokens)
-    check_verdicts(outcome, settings.max_error_fraction)
+    check_verdicts(outcome, settings.verify.max_error_fraction)
     return {
         "model": model,
         "data": data,

@@ -12,9 +12,16 @@ from or1_megatron.config.schema import (
     PositiveFloat,
     RolloutConfig,
     Section,
+    VerifyConfig,
 )
 
 PAPER_RESPONSE_TOKENS: Final = 32768
+
+
+class EvaluationVerifyConfig(VerifyConfig):
+    """As in training, but with two workers."""
+
+    workers: Positive = 2
 
 
 class EvaluationSettings(Section):
@@ -38,11 +45,9 @@ class EvaluationSettings(Section):
     request_timeout_s: PositiveFloat = 3600.0
     """Limit of one request to an endpoint."""
     tries: Positive = 4
-    verify_timeout_s: PositiveFloat = 5.0
-    """Limit of one verdict."""
-    verify_workers: Positive = 2
+    verify: EvaluationVerifyConfig = EvaluationVerifyConfig()
+    """The evaluation fails when a larger share of the verdicts than ``max_error_fraction`` failed
+    (``error``, ``timeout``); responses are kept."""
     unusable: Literal["refuse", "drop"] = "refuse"
     """Rows that cannot be used, e.g. a ground truth that its verifier cannot read. refuse: list them and stop; drop:
     leave them out and say how many, by reason."""
-    max_error_fraction: Fraction = 0.05
-    """The evaluation fails when a larger share of the verdicts failed (``error``, ``timeout``); responses are kept."""

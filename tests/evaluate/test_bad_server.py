@@ -19,7 +19,7 @@ from waiting import PATIENCE_S
 
 from or1_megatron.commands.eval import evaluate_model
 from or1_megatron.evaluate.responses import EvaluationError
-from or1_megatron.evaluate.settings import EvaluationSettings
+from or1_megatron.evaluate.settings import EvaluationSettings, EvaluationVerifyConfig
 
 PROBLEMS, SAMPLES = 40, 4
 QUIET = Console(quiet=True)
@@ -66,14 +66,21 @@ class BadServer:
             yield b" "
 
 
-def test_every_sample_is_accounted_for(tmp_path: Path) -> None:
-    """160 samples with two tries each: those that failed twice are asked for again by the same command, the others not.
-    Every sample is there once, with the reward of the answer that the server gave to its seed."""
+@pytest.mark.parametrize("tries", [2, 8])
+def test_every_sample_is_accounted_for(tmp_path: Path, tries: int) -> None:
+    """160 samples. With two tries each, those that failed twice are asked for again by the same command, the others
+    not; with eight the first command finishes. Every sample is there once, with the reward of the answer that the
+    server gave to its seed."""
     data = tmp_path / "ones.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "1"}) + "\n" for n in range(PROBLEMS)))
     server, out = BadServer(), tmp_path / "out"
     settings = EvaluationSettings(
-        max_response_tokens=64, concurrent=32, tries=2, request_timeout_s=1.0, model="solver", verify_workers=1
+        max_response_tokens=64,
+        concurrent=32,
+        tries=tries,
+        request_timeout_s=1.0,
+        model="solver",
+        verify=EvaluationVerifyConfig(workers=1),
     )
     with serving(server.answer) as url:
         commands = 0
@@ -86,7 +93,7 @@ def test_every_sample_is_accounted_for(tmp_path: Path) -> None:
             except EvaluationError as error:
                 assert "responses did not come" in str(error)
         server.done.set()
-    assert commands >= 2 and set(server.faults) == {"failed", "stalled", "garbage"}
+    assert (commands == 1 if tries == 8 else commands >= 2) and set(server.faults) == {"failed", "stalled", "garbage"}
     rows = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
     assert Counter((row["problem_id"], row["sample"]) for row in rows).most_common(1)[0][1] == 1
     assert len(rows) == PROBLEMS * SAMPLES == sum(results["outcome"]["statuses"].values())
@@ -111,7 +118,8 @@ def test_answers_that_no_model_gives_are_judged_like_any_other(tmp_path: Path) -
         tokens: Any = {"0": -5, "1": True, "2": "many", "3": 1e300}.get(number, 7)
         return status, {**reply, "usage": {"completion_tokens": tokens}}
 
-    settings = EvaluationSettings(max_response_tokens=64, model="solver", verify_workers=1, tries=1)
+    verify = EvaluationVerifyConfig(workers=1)
+    settings = EvaluationSettings(max_response_tokens=64, model="solver", verify=verify, tries=1)
     with serving(answer) as url:
         out = tmp_path / "out"
         outcome = evaluate_model(url, str(data), 1, out, settings, QUIET, Path("none"))["outcome"]

@@ -104,7 +104,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def settings(**changes: Any) -> EvaluationSettings:
-    fields = {"max_response_tokens": 64, "concurrent": 1, "tries": 1, "verify_workers": 1}
+    fields = {"max_response_tokens": 64, "concurrent": 1, "tries": 1, "verify": {"workers": 1}}
     return EvaluationSettings.model_validate({**fields, **changes})
 
 
@@ -195,6 +195,8 @@ def test_another_way_of_asking_is_not_mixed_in(server: Server, problems: Path, t
     run(server, problems, out, 1)
     with pytest.raises(EvaluationError, match=r"temperature: was 1\.0, now 0\.6"):
         run(server, problems, out, 1, temperature=0.6)
+    with pytest.raises(EvaluationError, match=r"verify\.math"):  # verdicts of two judges would be mixed
+        run(server, problems, out, 1, verify={"math": {"judge": "math_verify"}})
 
 
 def test_a_folder_that_was_tampered_with_is_refused_by_row(server: Server, problems: Path, tmp_path: Path) -> None:

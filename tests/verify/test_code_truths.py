@@ -55,6 +55,9 @@ BAD_TRUTHS = {
     "checker for calls": ({**STDIN, "checker": "unordered"}, "expected for standard input and output"),
     "checker of asserts": ({"assert_case": ["assert f() == 1"], "checker": "float"}, "compare for themselves"),
     "tolerance": ({**STDIN, "checker": {"kind": "float", "tolerance": "x"}}, "tolerance: found 'x'"),
+    "tolerance of its own": ({**STDIN, "tolerance": "x"}, "tolerance: found 'x'"),
+    "two tolerances": ({**STDIN, "tolerance": 1e-6, "checker": "float"}, "tolerance: found beside checker"),
+    "tolerance of asserts": ({"assert_case": ["assert f() == 1"], "tolerance": 1e-6}, "compare for themselves"),
     "checker's key": ({**STDIN, "checker": {"kind": "float", "eps": 1}}, "unknown key 'eps'"),
     "no source": ({**STDIN, "checker": "python"}, "expected its 'source'"),
     "one answer": ({**STDIN, "checker": "any_of"}, "outputs[0]: found '2', expected for any_of"),
@@ -169,6 +172,12 @@ def test_plain_asserts_are_split_and_others_are_programs() -> None:
     assert tuple(map(type, both)) == (StdinTest, CallTest)
 
 
+@pytest.mark.parametrize("name", [{}, {"fn_name": "f"}])
+def test_tolerance_of_a_row_is_the_float_checkers(name: dict[str, str]) -> None:
+    long = {**STDIN, **name, "checker": {"kind": "float", "tolerance": 1e-3}}
+    assert parsed({**STDIN, **name, "tolerance": 1e-3}) == parsed(long) != parsed({**STDIN, **name})
+
+
 def test_limits_of_a_row() -> None:
     assert parsed({**STDIN, "limits": {"time_s": 1.5}}).limits == RowLimits(1.5, None)
     assert parsed({**CHECK, "limits": {"memory_bytes": 1 << 30}}).limits == RowLimits(None, 1 << 30)
@@ -176,9 +185,39 @@ def test_limits_of_a_row() -> None:
     assert parsed(STDIN).limits == RowLimits()
 
 
+JUDGED = {
+    "as HumanEval 32": "s = candidate(xs)\nassert math.fabs(poly(xs, s)) < 1e-4",
+    "nested": "assert abs(poly(xs, candidate(xs))) < 1e-4",
+    "negated": "assert not poly(xs, candidate(xs))",
+    "compared with 0": "assert poly(xs, candidate(xs)) == 0",
+    "by way of a result": "r = poly(xs, candidate(xs))\nassert r < 1",
+    "in a comprehension": "assert all(poly(xs, s) < 1 for s in [candidate(xs)])",
+    "mapped": "assert not any(map(poly, [candidate(xs)]))",
+    "by another name": "p = poly\nassert p(xs, candidate(xs)) == 0",
+    "in a function": "def near(s):\n    return poly(xs, s) < 1\nassert near(candidate(xs))",
+    "in a lambda": "near = lambda s: poly(xs, s) < 1\nassert near(candidate(xs))",
+    "changed in place": "candidate(xs)\nassert poly(xs, 1) == 0",
+    "two helpers": "assert poly(xs, candidate(xs)) == twice(candidate(xs))",
+    "compared": "assert candidate(xs) == poly(xs, 1)",
+    "compared by way of variables": "a = candidate([1])\nb = poly(xs, 1)\nassert sorted(a) == sorted(b)",
+    "difference": "d = candidate([1]) - poly(xs, 1)\nassert d < 1e-6",
+}
+
+
+@pytest.mark.parametrize("body", JUDGED.values(), ids=JUDGED.keys())
+def test_a_helper_must_not_judge_the_entry_points_result(body: str) -> None:
+    """With ``def poly(xs, x): return 0`` the submission would be right whatever it returns."""
+    code = "import math\ndef check(candidate):\n    xs = [1, 2]\n" + "".join(f"    {x}\n" for x in body.split("\n"))
+    helpers = ["poly", "twice"] if "twice" in body else ["poly"]
+    with pytest.raises(ValueError, match="would judge"):
+        parsed({**CHECK, "test_code": code, "helpers": helpers})
+    defined = "def poly(xs, x): return 0\ndef twice(x): return x"
+    assert parsed({**CHECK, "test_code": code, "import_prefix": defined}).tests
+
+
 def test_what_a_check_may_call() -> None:
     """A name of the prefix is the row's own, a listed one the submission's; a star import may bind any name."""
-    code = "def check(candidate):\n    x = 3\n    assert g(candidate(x)) == 918273"
+    code = "def check(candidate):\n    x = 3\n    assert candidate(g(x)) == 918273"
     (test,) = parsed({**CHECK, "test_code": code, "helpers": ["g"]}).tests
     assert test.stand_ins == {"candidate": "f", "g": "g"}
     own = {**CHECK, "test_code": code.replace("g(", "f("), "import_prefix": "def f(x): ..."}

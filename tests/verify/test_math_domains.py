@@ -58,6 +58,11 @@ WRONG = [
     (r"x=\frac\pi4+k\pi, k\in\mathbb N", r"x=\frac{5\pi}4+k\pi, k\in\mathbb N"),
     (r"x=\frac\pi4+k\pi, k \ge 0", r"x=\frac{5\pi}4+k\pi, k\in\mathbb Z"),
     ("x=4+k", "x=5+k"),
+    (r"a_k=k\pi, k\in\mathbb Z", r"a_k=(k+1)\pi, k\in\mathbb Z"),
+    (r"f(k)=k\pi, k\in\mathbb Z", r"f(k)=(k+1)\pi, k\in\mathbb Z"),
+    (r"n^2, n\in\mathbb Z", "(n+1)^2"),
+    (r"n^2, n\in\mathbb Z", r"(n+1)^2, n\in\mathbb Z"),
+    (r"y=2n+1, n\in\mathbb Z", r"y=2n+3, n\in\mathbb Z"),
     # a function's domain
     (SQUARE + r" \text{ for } x \in [0,1]", SQUARE + r" \text{ for } x \in [5,6]"),
     (SQUARE + r" \text{ with domain } [0,1]", SQUARE + r" \text{ with domain } (0,1)"),
@@ -69,6 +74,9 @@ WRONG = [
     (r"y=x^2 \text{ where } x\in\mathbb R", r"y=x^2 \text{ where } x=0"),
     (r"y=x^2", r"y=x^2 \text{ where } x=0"),
     (r"y=2x", r"y=2x \text{ for } y=4"),
+    (r"y=2x", r"y=2x, x \in \{1,2\}"),
+    (r"y=2x", r"y=2x, x \in \mathbb{Z}"),
+    (r"x^2+y^2=1", r"x^2+y^2=1, x \in \mathbb{Z}"),
     (r"a_n=2n+1, n\in\mathbb{N}^*", r"a_n=2n+1, n \ge 2"),
     (r"a_n=2n+1, n\in\mathbb{N}^*", r"a_n=2n+1, n \ge 0"),
     # joined by another word

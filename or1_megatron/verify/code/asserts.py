@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from or1_megatron.verify.code.codec import build_list, build_tree, encode
@@ -62,6 +62,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
     if split:
         return split
     _check_program("test_code", module, {"candidate", *helpers})
+    _check_helpers(module, {"candidate", decoded["entry_point"].rpartition(".")[2]}, set(helpers))
     program = decoded["test_code"] + "\ncheck(candidate)"
     stand_ins = {name: name for name in helpers} | {"candidate": decoded["entry_point"]}
     return (ProgramTest("check", program, stand_ins),)
@@ -187,7 +188,7 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     """Raise ValueError when the program calls no submission, or would let it judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
-    results = _results(module, remote)
+    results = _results(module, lambda value, found: _has_result(value, remote, found))
     for node in ast.walk(module):
         if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
             raise ValueError(
@@ -196,15 +197,74 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
             )
 
 
-def _results(module: ast.Module, remote: set[str]) -> set[str]:
-    """Return the variables that are assigned what the submission's functions have returned, whole or in part."""
-    found: set[str] = set()
+def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None:
+    """Raise ValueError where a helper, which is the submission's, may judge what the entry point returns.
+
+    It must be called by its name in ``check`` itself, on nothing that the entry point returned or was given to change,
+    and an assert must not compare the two. Its results may be the entry point's arguments.
+
+    Args:
+        own: the names of the entry point.
+        helpers: those that the row lists.
+    """
+    judges, called = helpers - own, [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    asserts = [node for node in ast.walk(module) if isinstance(node, ast.Assert)]
+    tested = {id(part) for node in asserts for part in ast.walk(node)}
+    changed = {
+        item.id
+        for node in called
+        if _is_remote(node.func, own) and id(node) not in tested
+        for item in _arguments(node)
+        if isinstance(item, ast.Name)
+    }
+    results = _results(module, lambda value, known: _has_result(value, own, known), changed)
+    judged = _results(module, lambda value, known: _is_judged(value, own, judges, known))
+    nested = {id(part) for node in ast.walk(module) if _is_nested(node) for part in ast.walk(node)}
+    safe = {
+        id(node.func)
+        for node in called
+        if id(node) not in nested and not any(_has_result(item, own, results) for item in _arguments(node))
+    }
+    wrong = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in judges]
+    found = [node.id for node in wrong if id(node) not in safe]
+    found += [
+        ast.unparse(node.test)[:200]
+        for node in asserts
+        if _has_result(node.test, own, results) and _is_judged(node.test, own, judges, judged)
+    ]
+    if found:
+        raise ValueError(
+            f"helpers: '{found[0]}': a function of the submission would judge the entry point's result; expected "
+            "import_prefix to define what test_code judges by, and helpers that only make the entry point's arguments"
+        )
+
+
+def _is_nested(node: ast.AST) -> bool:
+    """Whether it is a function or class besides ``check``: what its parameters hold is not known."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name != "check"
+    return isinstance(node, ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
+
+
+def _is_judged(node: ast.AST, own: set[str], judges: set[str], found: set[str]) -> bool:
+    """Whether a value holds a helper's result, other than in the entry point's arguments."""
+    if isinstance(node, ast.Call) and _is_remote(node.func, own):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in judges | found
+    return any(_is_judged(part, own, judges, found) for part in ast.iter_child_nodes(node))
+
+
+def _results(module: ast.Module, holds: Callable[[ast.expr, set[str]], bool], known: Collection[str] = ()) -> set[str]:
+    """Return ``known`` and the variables that are assigned, whole or in part, a value that ``holds`` something, which
+    it may do through the variables found so far."""
+    found = set(known)
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
         more = {
             part.id
             for target, value in bindings
-            if _has_result(value, remote, found)
+            if holds(value, found)
             for part in ast.walk(target)
             if isinstance(part, ast.Name)
         }
@@ -251,8 +311,11 @@ def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
         return any(_judged_inside(item, remote, results) for item in items)
     if not isinstance(test, ast.Call) or not _is_remote(test.func, remote):
         return False
-    arguments = [*test.args, *(keyword.value for keyword in test.keywords)]
-    return any(_has_result(item, remote, results) for item in arguments)
+    return any(_has_result(item, remote, results) for item in _arguments(test))
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _is_remote(function: ast.expr, remote: set[str]) -> bool:

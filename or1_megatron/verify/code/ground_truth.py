@@ -50,8 +50,12 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
     if not isinstance(decoded, dict):
         raise ValueError(f"found the JSON of a {type(decoded).__name__}; {_KINDS}")
     if "public_test_cases" in decoded or "private_test_cases" in decoded:
-        kept = {name: decoded.get(name) for name in ("checker", "limits", "helpers")}
+        kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits", "helpers")}
         decoded = {**livecodebench.as_input_output(decoded), **kept}
+    if decoded.get("tolerance") is not None:
+        if decoded.get("checker") is not None:
+            raise ValueError("tolerance: found beside checker; expected it inside: {kind: float, tolerance: ...}")
+        decoded["checker"] = {"kind": "float", "tolerance": decoded["tolerance"]}
     limits = _limits(decoded.get("limits"))
     if "test_code" in decoded:
         _no_checker(decoded)
@@ -96,7 +100,9 @@ def _limits(value: Any) -> RowLimits:
 
 def _no_checker(decoded: Mapping[str, Any]) -> None:
     if decoded.get("checker") is not None:
-        raise ValueError("checker: a row whose tests compare for themselves has none; expected it beside inputs only")
+        raise ValueError(
+            "checker: a row whose tests compare for themselves has none, nor a tolerance; expected beside inputs only"
+        )
 
 
 def _input_output(decoded: Mapping[str, Any], checker: Checker) -> tuple[CodeTest, ...]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.ranges import Interval, covered, names_of, same_ranges
-from or1_megatron.verify.math.reader.records import Conditional, NumberSet, Reading, Relation, SetBuilder
+from or1_megatron.verify.math.reader.records import Conditional, NumberSet, Reading, Relation, SetBuilder, Several
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import substituted, symbols
+from or1_megatron.verify.math.reader.value import operations, substituted, symbols
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
 """The conditions by the letters that they are about."""
@@ -109,15 +109,33 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    """Whether an answer alone says ``x = 0`` of its formula's x, or bounds the integer of ``x = k\\pi``."""
-    if any(isinstance(condition, Relation) and condition.operators == ("=",) for condition in stated):
+    r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
+    if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
-    if number_set(stated[0]) in (_INTEGERS, _REALS):
+    domain = number_set(stated[0])
+    if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
+        return True
+    if domain in (_INTEGERS, _REALS):
         return False
     formulas = [_formula(value) for value in values]
     heads = [head for head, _ in formulas if head]
     alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")
     return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
+
+
+def _is_point(condition: Reading) -> bool:
+    """Whether it is ``x = 0`` or ``x \\in \\{0, 1\\}``."""
+    if not isinstance(condition, Relation):
+        return False
+    inside = condition.sides[-1]
+    return condition.operators == ("=",) or (isinstance(inside, Several) and inside.brackets == "{}")
+
+
+def _inside(value: Reading) -> frozenset[str]:
+    """Return the letters of an expression or relation, without those that are a side of their own."""
+    sides = value.sides if isinstance(value, Relation) else (value,)
+    trees = [side.tree for side in sides if isinstance(side, Quantity) and side.tree.op != "sym"]
+    return frozenset().union(*map(symbols, trees))
 
 
 def _formula(value: Reading) -> tuple[str, Node | None]:
@@ -129,22 +147,22 @@ def _formula(value: Reading) -> tuple[str, Node | None]:
 
 
 def shifted(gold: Said, answer: Said, values: tuple[Reading, Reading]) -> Iterator[Reading]:
-    """Yield the answer with its integer k counted from another start, or downwards: the same family."""
-    names = [names for names in gold.keys() | answer.keys() if len(names) == 1]
-    formulas = [_formula(value) for value in values]
-    for (letter,) in names:
-        stated = [number_set(one) for side in (gold, answer) for one in side.get(frozenset(letter), ())]
-        tree = formulas[1][1]
-        if (
-            set(stated) != {_INTEGERS}
-            or tree is None
-            or any(one is None or symbols(one) != {letter} for _, one in formulas)
-        ):
-            continue
-        for start in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
-            for step in (Node("sym", name=letter), Node("neg", (Node("sym", name=letter),))):
-                moved = substituted(tree, {letter: Node("add", (step, number_node(start)))})
-                yield _with_tree(values[1], moved)
+    """Yield the answer of ``x = \\pi/4 + k\\pi`` with its integer k counted from another start, or downwards.
+
+    Only for angles, and where both say that k is an integer: ``a_k = 2k + 1`` is no family, and neither is ``n^2``.
+    """
+    (head, ours), (other, tree) = map(_formula, values)
+    letters = symbols(ours) if ours is not None else frozenset()
+    if ours is None or tree is None or len(letters) != 1 or symbols(tree) != letters or "pi" not in operations(ours):
+        return
+    (letter,) = letters
+    whole = all([number_set(one) for one in side.get(letters, ())] == [_INTEGERS] for side in (gold, answer))
+    if not whole or not _UNKNOWN.fullmatch(head) or letter in (head, other) or head == "y":
+        return
+    for start in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
+        for step in (Node("sym", name=letter), Node("neg", (Node("sym", name=letter),))):
+            moved = substituted(tree, {letter: Node("add", (step, number_node(start)))})
+            yield _with_tree(values[1], moved)
 
 
 def _with_tree(value: Reading, tree: Node) -> Reading:
