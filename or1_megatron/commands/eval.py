@@ -38,7 +38,7 @@ from or1_megatron.report.figures.evaluation import draw_evaluation
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.types import Problem, Sampling
-from or1_megatron.verify.registry import ABILITIES, build_verifiers
+from or1_megatron.verify.registry import build_verifiers, known_abilities
 
 _LIST_TIMEOUT_S = 10.0
 
@@ -123,7 +123,7 @@ def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
 
 def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
     config = settings.verify
-    abilities = frozenset(problem.ability for problem in problems) & ABILITIES
+    abilities = frozenset(problem.ability for problem in problems) & known_abilities(config)
     return VerifierThreads(lambda: build_verifiers(config, abilities), config.workers)
 
 
@@ -244,6 +244,8 @@ def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
     fields = settings.model_dump(mode="json", include=names)
     if settings.verify.math != MathConfig():
         fields["verify.math"] = settings.verify.math.model_dump(mode="json")
+    if settings.verify.custom:
+        fields["verify.custom"] = settings.verify.custom
     return {("endpoint_model" if name == "model" else name): value for name, value in fields.items()}
 
 

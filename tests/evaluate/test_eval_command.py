@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from or1_megatron.commands.app import app
 from or1_megatron.commands.eval import evaluate_model
@@ -33,6 +35,7 @@ from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.report.console.rollouts import show_rollouts
+from or1_megatron.verify.registry import build_verifiers
 
 ROOT = Path(__file__).parents[2]
 
@@ -319,9 +322,37 @@ def test_the_papers_file_is_the_defaults() -> None:
     paper = load_as(EvaluationSettings, ROOT / "configs/eval/paper.yaml")
     assert (paper.max_response_tokens, paper.temperature, paper.top_p) == (32768, 1.0, 1.0)
     assert (PAPER_RESPONSE_TOKENS, EvaluationSettings().temperature) == (32768, 1.0)
-    for name, temperature, top_p in (("released_7b", 0.6, 1.0), ("temperature_0_6", 0.6, 0.95), ("greedy", 0.0, 1.0)):
+    for name, temperature, top_p, judge in (
+        ("paper", 1.0, 1.0, "own"),
+        ("released_7b", 0.6, 1.0, "math_verify"),
+        ("released_32b", 1.0, 1.0, "math_verify"),
+        ("temperature_0_6", 0.6, 0.95, "own"),
+        ("greedy", 0.0, 1.0, "own"),
+    ):
         preset = load_as(EvaluationSettings, ROOT / f"configs/eval/{name}.yaml")
         assert (preset.max_response_tokens, preset.temperature, preset.top_p) == (32768, temperature, top_p)
+        assert (preset.verify.math.judge, preset.verify.memory_bytes, preset.verify.workers) == (judge, 50 * 10**9, 2)
+
+
+def test_the_verifiers_are_those_of_the_settings(
+    server: Server, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--set`` chooses the judge, and an ability of one's own has its verifier: here everything is right."""
+    judge = load_as(EvaluationSettings, None, ["verify.math.judge=math_verify"]).verify.math.judge
+    config = settings(verify={"workers": 1, "math": {"judge": judge}}).verify
+    with closing(build_verifiers(config, {"math"})["math"]) as verifier:  # ours gives a truncated response nothing
+        assert verifier.verify(load_problems(problems)[1], "\\boxed{2}", truncated=True).status == "right"
+    (tmp_path / "my_verifiers.py").write_text(
+        "def easy(problem, response, truncated):\n    return True\nother = easy\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    rows = [{**json.loads(line), "ability": "easy", "answer": "[1]"} for line in problems.read_text().splitlines()]
+    file = tmp_path / "easy.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verify = {"workers": 1, "custom": {"easy": "my_verifiers:easy"}, "timeout_s": PATIENCE_S}
+    assert run(server, file, tmp_path / "easy", 1, verify=verify)["outcome"]["statuses"] == {"right": 5}
+    with pytest.raises(EvaluationError, match=r"verify\.custom: was {'easy': 'my_verifiers:easy'}"):
+        run(server, file, tmp_path / "easy", 1, verify={**verify, "custom": {"easy": "my_verifiers:other"}})
 
 
 def test_samples_are_the_reports_unless_given(server: Server, problems: Path, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ BAD_TRUTHS = {
     "inputs is text": ({"inputs": "1", "outputs": "2"}, "expected two lists"),
     "input is a number": ({"inputs": [1], "outputs": ["2"]}, "inputs[0]: found a int"),
     "call input not json": ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, "inputs[0]: not JSON"),
+    "nested deeply": ({"assert_case": ["assert f(1" + " + 1" * 900 + ") == 1"]}, "nested too deeply"),
     "no name": ({**STDIN, "fn_name": "f(x)"}, "expected the name of a function"),
     "assert is not python": ({"assert_case": ["assert f("]}, "assert_case[0]: not Python"),
     "two calls": ({"assert_case": ["assert f(1) == g(1)"]}, "judge its own result"),

@@ -7,9 +7,10 @@ Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
 - ``{entry_point, import_prefix, test_code}``: LeetCode's, where ``test_code`` defines ``check(candidate)``.
 - ``{public_test_cases, private_test_cases, metadata}``: LiveCodeBench's.
 
-Optional beside them: ``checker`` (see ``verify.code.checkers``); ``starter_code``, whose annotations say which
-arguments are linked lists or trees when the submission's do not; ``limits`` {time_s?, memory_bytes?} of each test; and
-beside ``test_code`` ``helpers``, the submission's other functions that it calls.
+Optional beside them: ``checker`` (see ``verify.code.checkers``); ``tolerance`` of the float checker;
+``starter_code``, whose annotations say which arguments are linked lists or trees when the submission's do not;
+``limits`` {time_s?, memory_bytes?} of each test; and beside ``test_code`` ``helpers``, the submission's other functions
+that it calls.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ def parse_code_tests(ground_truth: str) -> CodeTests:
         raise ValueError(f"not JSON ({error}); {_KINDS}") from None
     if not isinstance(decoded, dict):
         raise ValueError(f"found the JSON of a {type(decoded).__name__}; {_KINDS}")
+    try:
+        return _tests_of(decoded)
+    except RecursionError:
+        raise ValueError("nested too deeply to be read; expected tests of fewer levels, or shorter sums") from None
+
+
+def _tests_of(decoded: dict[str, Any]) -> CodeTests:
     if "public_test_cases" in decoded or "private_test_cases" in decoded:
         kept = {name: decoded.get(name) for name in ("checker", "tolerance", "limits", "helpers")}
         decoded = {**livecodebench.as_input_output(decoded), **kept}
