@@ -6,9 +6,9 @@ r"""Measures how often the math verifier errs, in both directions, beside three 
 set of its own, with its authors' labels, which are not all ours: Math-Verify's, from its source distribution (``pip
 download --no-binary :all: --no-deps math-verify==0.9.0``), those of LightEval, where it came from, those of the MATH
 data set's normaliser. Only cases where gold and answer are each one formula count. ``--golds``: a JSONL file of a
-public set; each gold is a right answer to its own problem and a wrong one to its neighbour's. ``--errors`` prints the
-errors on the tuning part, the suites and the golds, but never those on the frozen third. Verdicts per second are per
-second of CPU time, of the verifier and its child together.
+public set, judged by ours alone; each gold is a right answer to its own problem and a wrong one to its neighbour's.
+``--errors`` prints the errors on the tuning part, the suites and the golds, but never those on the frozen third.
+Verdicts per second are per second of CPU time, of the verifier and its child together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main() -> None:
     judges |= {name: lambda pair, rule=rule: rule(pair.golds, pair.answer)[0] for name, rule in others.items()}
     figures: dict[str, Any] = {}
     for title, pairs in sets.items():
-        figures |= error_rates(title, pairs, judges, arguments.errors and "frozen" not in title)
+        asked = {OURS: judges[OURS]} if title.endswith(" golds") else judges
+        figures |= error_rates(title, pairs, asked, arguments.errors and "frozen" not in title)
     figures |= throughput(verifier, others["Math-Verify"], sets["tuning part"], arguments.rounds)
     verifier.close()
     for rule in others.values():
