@@ -57,9 +57,9 @@ SECTIONS = (
         "verify_sandbox",
         "Sandbox",
         "python benchmarks/verify_sandbox.py",
-        "A trivial program that reads a number, each time in a fresh sandbox, in turn with bare Python on one core. The "
-        "rates follow the machine: commit 28ca5cb reached 39.5 tests/s in bubblewrap where bare Python started in 8.2 ms; "
-        "side by side on the machine of this table it reached 24.9 and 25.1, beside 26.1 and 28.5 of today's.",
+        "A trivial program that reads a number, each time in a fresh sandbox, in turn with bare Python on one core. "
+        "The rates follow the machine: commit 28ca5cb reached 39.5 tests/s in bubblewrap where bare Python started in "
+        "8.2 ms; side by side on the machine of this table it reached 24.9 and 25.1, beside today's 26.1 and 28.5.",
         (
             ("overhead per start, bubblewrap", "≤ 20 ms"),
             ("overhead per start, landlock", "≤ 20 ms"),
