@@ -319,7 +319,7 @@ def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dic
             rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
     of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
     new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
-    term = reference_term(name, args, new, policy, advantage, of)
+    term = reference_term(name, args, new, (policy, engine), advantage, of)
     w = np.exp(policy - engine)
     w = np.where((w >= 1 / 1.5) & (w <= 1.5), w, 0.0)
     behind = torch.tensor(reference) - new
@@ -329,9 +329,13 @@ def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dic
 
 
 def reference_term(
-    name: str, args: dict[str, Any], new: torch.Tensor, policy: Any, advantage: Any, sequence: Any
+    name: str, args: dict[str, Any], new: torch.Tensor, before: tuple[Any, Any], advantage: Any, sequence: Any
 ) -> torch.Tensor:
-    """Return each token's J from its paper, and see that what the objective adds decides something on the probe."""
+    """Return each token's J from its paper, and see that what the objective adds decides something on the probe.
+
+    ``before``: the policy's and the engine's log-probs.
+    """
+    policy, _ = before
     a, old = torch.tensor(advantage), torch.tensor(policy)
     low, high = 1 - args.get("clip_low", 0.2), 1 + args.get("clip_high", 0.2)
     ratio = (new - old).exp()
@@ -350,19 +354,20 @@ def reference_term(
     closed = (term < ratio * a).double().mean()
     assert 0 < closed < 1, "the clip decides nothing"
     if name == "clip_cov":
-        return torch.where(torch.tensor(drawn(new.detach().numpy(), policy, advantage, args)), term.detach(), term)
+        return torch.where(torch.tensor(drawn(new.detach().numpy(), before, advantage, args)), term.detach(), term)
     if name in ("dr_grpo", "dapo"):
         return torch.where(a < 0, term.clamp(min=1.3 * a), term)
     return term
 
 
-def drawn(new: Any, old: Any, advantage: Any, args: dict[str, Any]) -> Any:
+def drawn(new: Any, before: tuple[Any, Any], advantage: Any, args: dict[str, Any]) -> Any:
     """Return which tokens Clip-Cov stops: its candidates by the paper, drawn in the package's random order."""
+    old, engine = before
     cov = (new - new.mean()) * (advantage - advantage.mean())
     ratio = np.exp(new - old)
     closed = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
     candidate = (cov >= args["lowest"]) & (cov <= args["highest"]) & ~closed
-    order = shuffled(len(new), args["seed"], torch.tensor(old), torch.tensor(advantage)).numpy()
+    order = shuffled(len(new), args["seed"], torch.tensor(engine), torch.tensor(advantage)).numpy()
     chosen = np.zeros(len(new), dtype=np.bool_)
     chosen[[t for t in order if candidate[t]][: int(args["share"] * len(new))]] = True
     assert 0 < chosen.sum() < candidate.sum(), "the draw decides nothing"
