@@ -7,7 +7,8 @@ What counts as right is written in docs/math_verifier.md.
 A third is frozen: rules are tuned on tuning.txt and reported on frozen.txt. Nobody chose which gold is in which file:
 within each class, golds are ordered by their SHA-256, and the first of every three is frozen. All answers to a gold are
 in one file, so that no rule can be tuned on a frozen gold's other answers. Two sets of rarer notations (tuning_2.txt
-and frozen_2.txt, tuning_3.txt and frozen_3.txt) are split alike, with the first of every two frozen. So is the set for
+and frozen_2.txt, tuning_3.txt and frozen_3.txt) are split alike, with the first of every two frozen, and so is one of
+everyday notations with near misses (tuning_4.txt and frozen_4.txt). So is the set for
 ``verify.math.rounding`` (tuning_rounding.txt, frozen_rounding.txt), whose labels hold with that rule on.
 """
 
@@ -20,7 +21,18 @@ from pathlib import Path
 from typing import Literal
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "math_pairs"
-Part = Literal["tuning", "frozen", "tuning_2", "frozen_2", "tuning_3", "frozen_3", "tuning_rounding", "frozen_rounding"]
+Part = Literal[
+    "tuning",
+    "frozen",
+    "tuning_2",
+    "frozen_2",
+    "tuning_3",
+    "frozen_3",
+    "tuning_4",
+    "frozen_4",
+    "tuning_rounding",
+    "frozen_rounding",
+]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ FROZEN_SHA256 = {
     "frozen": "88f191ed0cd6c2e245480c0cc86aac998560ee910d31f204dc3f16e92198fe36",
     "frozen_2": "61c364c03fed4511bd409127e1c59d2480ab219057546ba09830f09d0df08bfc",
     "frozen_3": "a6393934dc9348e5871899bf930c718f90dea3f023a297bb825aca92a8ac1fc2",
+    "frozen_4": "10a03a04187e04348a339142c4978fd855760b2cb9cfdc54584d95f5e591fc17",
     "frozen_rounding": "90fe1e8d94c8266a81e82a531994f8c574c2e050f97ef4d49b01ee35a28938b9",
 }
 
@@ -24,6 +25,7 @@ SETS = [
     ("tuning", "frozen", 3),
     ("tuning_2", "frozen_2", 2),
     ("tuning_3", "frozen_3", 2),
+    ("tuning_4", "frozen_4", 2),
     ("tuning_rounding", "frozen_rounding", 2),
 ]
 
