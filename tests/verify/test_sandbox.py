@@ -6,11 +6,13 @@ and aarch64.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.verify.registry import build_verifiers
+from or1_megatron.verify.sandbox import launched as launched_module
 from or1_megatron.verify.sandbox.cgroups import CgroupPool
 from or1_megatron.verify.sandbox.launched import Launched
 from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
@@ -66,6 +69,16 @@ def test_threads_event_loops_and_pairs_of_sockets_work(sandbox: Sandbox) -> None
     assert result.output == b"[1, 2, 3]\n", result
 
 
+def test_packages_are_there_and_what_they_run_at_the_start_is_not(sandbox: Sandbox) -> None:
+    """Not shown: a .pth file that is not run; Python's ``-S`` promises that."""
+    source = (
+        "import os, site, sys\nfolders = [path for path in site.getsitepackages() if os.path.isdir(path)]\n"
+        "print(sys.flags.no_site, set(folders) <= set(sys.path))\nhelp, copyright\nexit(3)"
+    )
+    result = sandbox.run(python(source))
+    assert (result.output, result.exit_status) == (b"1 True\n", 3), result
+
+
 def test_three_descriptors_and_an_unprivileged_uid(sandbox: Sandbox) -> None:
     source = (
         "import os\nfound = []\nfor fd in range(300):\n    try: os.fstat(fd)\n    except OSError: continue\n"
@@ -100,6 +113,28 @@ def test_a_session_answers_and_says_how_it_ended(sandbox: Sandbox) -> None:
     words = r"used more than the CPU time limit of 0\.2 s"
     with sandbox.open(python("while True: pass"), limits) as session, pytest.raises(SessionEnded, match=words):
         session.ask(b"")
+
+
+@pytest.mark.parametrize(("source", "ending"), [("print(7)", "exited"), ("while True: print(7)", "wall_time")])
+def test_a_busy_machine_that_looks_late_sees_what_was_done(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, source: str, ending: str
+) -> None:
+    """The clock jumps beyond the limit before the first look. Output goes on and on, or has ended by then."""
+    launched = sandbox._launch(python(source), b"", replace(LIMITS, cpu_s=60.0))
+    try:
+        launched.release()
+        if ending == "exited":
+            assert launched_module._exited(launched.process.pid, 60.0)
+        jumps = itertools.chain([0.0], itertools.repeat(1000.0))
+        started_s = time.monotonic()
+        monkeypatch.setattr(launched_module.time, "monotonic", lambda: started_s + next(jumps))
+        stopped = launched.read()
+        monkeypatch.undo()
+        result = launched.finish(stopped or "exited")
+    finally:
+        launched.close()
+    assert result.ending == ending and result.output.startswith(b"7\n"[: len(result.output)])
+    assert ending == "wall_time" or result.output == b"7\n"
 
 
 def test_one_run_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:

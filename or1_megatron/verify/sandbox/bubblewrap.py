@@ -11,7 +11,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.verify.sandbox.launched import ENVIRONMENT, RUNNER, UNPRIVILEGED_ID, Launched, memory_file
+from or1_megatron.verify.sandbox.launched import (
+    ENVIRONMENT,
+    PYTHON_OPTIONS,
+    RUNNER,
+    UNPRIVILEGED_ID,
+    Launched,
+    memory_file,
+)
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
 from or1_megatron.verify.sandbox.seccomp import namespaced_filter
 
@@ -58,8 +65,8 @@ class Bubblewrap:
                 opened.append(memory_file(name, content))
                 mode = "0555" if name in program.executable else "0444"
                 binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
-            # -I: no user site, no PYTHON* variables, no script folder on the path; -B: writes no bytecode
-            runner = ["--remount-ro", "/", "--chdir", "/tmp", str(self._interpreter), "-I", "-B", f"{_BOX}/runner.py"]
+            binds += ["--remount-ro", "/", "--chdir", "/tmp"]
+            runner = [str(self._interpreter), *PYTHON_OPTIONS, f"{_BOX}/runner.py"]
             command = [*self._confinement(limits, status_write), *binds, *runner]
             launched = Launched.start(command, stdin, limits, (*opened, status_write), cwd="/", env={}, **identity)
         except OSError:
@@ -68,7 +75,7 @@ class Bubblewrap:
         finally:
             for descriptor in (*opened, status_write):
                 os.close(descriptor)
-        launched.status = os.fdopen(status_read, "rb", buffering=0)
+        launched.status = os.fdopen(status_read, "rb")
         launched.instruct(limits.rlimits(in_cgroup), program.command, _BOX, self._interpreter)
         return launched
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.verify.sandbox.launched import ENVIRONMENT, RUNNER, UNPRIVILEGED_ID, Launched
+from or1_megatron.verify.sandbox.launched import ENVIRONMENT, PYTHON_OPTIONS, RUNNER, UNPRIVILEGED_ID, Launched
 from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
 from or1_megatron.verify.sandbox.seccomp import lone_filter, namespaced_filter
 
@@ -71,7 +71,7 @@ class Landlock:
         try:
             box, scratch = self._fill(folder, program)
             environment = {**ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)}
-            runner = [str(self._interpreter), "-I", "-B", str(box / "runner.py")]
+            runner = [str(self._interpreter), *PYTHON_OPTIONS, str(box / "runner.py")]
             launched = Launched.start(
                 runner, stdin, limits, cwd=scratch, env=environment, start_new_session=True, **self._identity
             )

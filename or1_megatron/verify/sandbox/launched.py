@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,9 @@ from or1_megatron.verify.sandbox.cgroups import Cgroup, CgroupPool, Events
 from or1_megatron.verify.sandbox.program import Ending, SandboxFailure, SandboxLimits, SandboxResult
 
 RUNNER = Path(__file__).with_name("runner.py").read_bytes()
+PYTHON_OPTIONS = ("-I", "-S", "-B")
+"""No user site, no PYTHON* variables, no script folder on the path; no .pth files, which may import anything at every
+start (the runner adds the folders of packages itself); no bytecode written."""
 UNPRIVILEGED_ID = 65534  # nobody
 ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _SET_UP_S = 60.0
@@ -30,6 +33,7 @@ _STARVED_WALLS = 10
 _CPU_POLL_S = 0.01
 _CPUCLOCK_SCHED = 2  # clock_getcpuclockid's encoding: a process's clock is ~pid in the upper bits
 _REAP_S = 5.0
+_CLOSED_S = 0.5
 _STDERR_KEPT_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
 
@@ -45,13 +49,13 @@ class Launched:
     process: subprocess.Popen[bytes]
     gate: socket.socket
     limits: SandboxLimits
-    status: FileIO | None = None
+    status: BufferedReader | None = None
     folder: Path | None = None
     """Removed at the end."""
     whole_group: bool = False
     """The program may have children that do not end with it, so its process group is killed."""
     pid: int = 0
-    """The sandbox's first process; all others end with it. Known once it waits at the gate."""
+    """The sandbox's first process; all others end with it. Known once it exists."""
     output: bytearray = field(default_factory=bytearray)
     """What was read from standard output and not taken yet."""
     errors: bytearray = field(default_factory=bytearray)
@@ -102,26 +106,39 @@ class Launched:
         with suppress(BrokenPipeError):  # it has ended already; waiting at the gate reports that
             self.gate.send(marshal.dumps({"rlimits": dict(rlimits), "command": command, "lock": lock}, 2))
 
-    def wait_at_gate(self) -> None:
-        """Wait until the runner is confined. Raises SandboxFailure, with what it wrote, when it ends instead."""
+    def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
+        """Wait until the runner is confined, in a cgroup of ``cgroups``.
+
+        Raises SandboxFailure, with what it wrote, when it ends instead.
+        """
         self.gate.settimeout(_SET_UP_S)
         try:
+            self._identify()
+            if cgroups is not None and self.pid:  # the kernel takes its time, while the runner starts
+                self._enter(cgroups)
             arrived = self.gate.recv(1)
         except TimeoutError:
             raise SandboxFailure(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
-        except ConnectionResetError:  # it ended with its instructions unread
+        except (ConnectionResetError, ProcessLookupError):  # it ended with its instructions unread, or before
             arrived = b""
         if not arrived:
             assert self.process.stderr is not None
             readable, _, _ = select.select([self.process.stderr], [], [], _REAP_S)
             errors = os.read(self.process.stderr.fileno(), _CHUNK_BYTES) if readable else b""
             raise SandboxFailure(errors.decode("utf-8", "replace").strip()[-_STDERR_KEPT_BYTES:] or "it ended at once")
-        self.pid = self.process.pid
-        if self.status is not None:
-            self.pid = json.loads(self.status.read(_CHUNK_BYTES).splitlines()[0])["child-pid"]
 
-    def enter(self, cgroups: CgroupPool) -> None:
-        """Put the program, with all that it will start, into a cgroup. Call this before ``release``."""
+    def _identify(self) -> None:
+        """Find ``pid``. It stays 0 where bubblewrap ended before it made the sandbox. Raises TimeoutError."""
+        if self.status is None:
+            self.pid = self.process.pid
+            return
+        if not select.select([self.status], [], [], _SET_UP_S)[0]:
+            raise TimeoutError
+        if line := self.status.readline():
+            self.pid = json.loads(line)["child-pid"]
+
+    def _enter(self, cgroups: CgroupPool) -> None:
+        """Put the runner, with all that it will start, into a cgroup."""
         self._cgroups, self._cgroup = cgroups, cgroups.take()
         self._cgroup.limit(self.limits.memory_bytes, self.limits.processes)
         self._cgroup.add(self.pid)
@@ -138,10 +155,11 @@ class Launched:
     def read(self, line: bytes | None = None) -> Ending | None:
         """Read what the program writes until it ends, or, after sending ``line``, until it has written a line.
 
-        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there.
+        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there. What it had
+        written when this process, on a busy machine, looks too late counts.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
-        deadline_s = time.monotonic() + limits.wall_s - self.starved_s()
+        deadline_s, late = time.monotonic() + limits.wall_s - self.starved_s(), False
         with selectors.DefaultSelector() as selector:
             if line is not None:
                 selector.register(process.stdin, selectors.EVENT_WRITE)  # type: ignore[arg-type]
@@ -154,12 +172,16 @@ class Launched:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     remaining_s += self.starved_s()
-                if remaining_s <= 0:
+                if late and not _exited(process.pid, 0):
                     return "wall_time"
+                late = remaining_s <= 0
                 cpu_left_s = limits.cpu_s - self.cpu_s()
                 if cpu_left_s <= 0:
                     return "cpu_time"
-                for key, _ in selector.select(min(remaining_s, max(cpu_left_s, _CPU_POLL_S))):
+                ready = selector.select(max(min(remaining_s, max(cpu_left_s, _CPU_POLL_S)), 0))
+                if late and not ready:
+                    return "wall_time"
+                for key, _ in ready:
                     if key.data is None:
                         unsent = _write(key.fd, unsent)
                         ended = not unsent
@@ -170,7 +192,7 @@ class Launched:
                 if len(self.output) > limits.output_bytes:
                     return "output"
         # a process that goes on can close both pipes
-        return "exited" if _exited(process.pid, max(deadline_s - time.monotonic(), 0)) else "wall_time"
+        return "exited" if _exited(process.pid, max(deadline_s - time.monotonic(), _CLOSED_S)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
         """End every process. The result's ending is ``stopped``, or the kernel's limit that ended the program first.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import marshal
 import os
 import resource
+import site
 import sys
 from types import ModuleType
 
@@ -59,6 +60,14 @@ def lock(to: dict[str, Any]) -> None:
     call(libc.prctl, 22, 2, header, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
+def set_up_site() -> None:
+    """Do what Python's start does without ``-S``, but run no .pth file: packages' folders, ``exit``, ``help``."""
+    sys.path += filter(os.path.isdir, site.getsitepackages())
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+
+
 def run_here(path: str, arguments: list[str]) -> None:
     """Do what ``python path *arguments`` would do, without starting Python again."""
     with open(path, "rb") as file:
@@ -83,6 +92,7 @@ def main() -> None:
     os.closerange(3, 1 << 20)  # the gate, and anything else that was left open
     command = instructions["command"]
     if command[0] == sys.executable and not command[1].startswith("-"):
+        set_up_site()
         run_here(command[1], command[2:])
     else:
         os.execv(command[0], command)

@@ -99,9 +99,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
         launched = self._tier.launch(program, stdin, limits, self._cgroups is not None)
         try:
-            launched.wait_at_gate()
-            if self._cgroups is not None:
-                launched.enter(self._cgroups)
+            launched.wait_at_gate(self._cgroups)
         except BaseException:
             launched.close()
             raise
