@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,12 @@ _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
 ASK_EVERY_S = 5.0
 """How often a long wait asks whether Ray lives."""
-_TOO_SLOW = "timed out during startup"
+_START_WAITS = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+"""How long Ray waits for its own processes at a start; by default 30 to 60 s, which a busy machine exceeds."""
 _HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
 _SETTINGS_TYPE = b"\x04"
 
@@ -79,7 +83,8 @@ def start_ray(address: str | None, run_id: str) -> None:
     }
     if address is None:
         # Ray starts its workers at niceness 15: beside any other busy program an engine would get 3% of a core.
-        os.environ.setdefault("RAY_worker_niceness", "0")
+        for name, value in ({"RAY_worker_niceness": "0"} | _START_WAITS).items():
+            os.environ.setdefault(name, value)
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
         _check_answers(address)
@@ -87,7 +92,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
-        context = _init(options)
+        context = ray.init(**options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
             raise RayDidNotStart(
@@ -148,25 +153,6 @@ def _find_services() -> None:
     own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     _services["Ray's head"] = context.gcs_address
     _services["the raylet"] = f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}"
-
-
-def _init(options: Mapping[str, Any], attempts: int = 3) -> Any:
-    """Call ``ray.init``, again when a busy machine took longer to start a node than the 30 s that Ray allows."""
-    before = _children()
-    try:
-        return ray.init(**options)
-    except Exception as error:
-        if attempts == 1 or _TOO_SLOW not in str(error):
-            raise
-        logger.warning("Ray was not up in time and is started again: %s", error)
-    for pid in _children() - before:
-        os.kill(pid, signal.SIGKILL)
-    return _init(options, attempts - 1)
-
-
-def _children() -> set[int]:
-    """Return the child processes that this one has not yet waited for."""
-    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def stop_ray() -> None:
