@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import leaves
-from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, Section
+from or1_megatron.config.schema import Config, NonNegativeFloat, Positive, PositiveFloat, Section
 from or1_megatron.config.yaml_reader import read_file
 
 Scale = Literal["paper", "small"]
@@ -45,6 +45,14 @@ class Expectation(Section):
     """The arm that it is compared with."""
     margin: NonNegativeFloat = 0.0
     """How much lower it may be instead."""
+    within: PositiveFloat | None = None
+    """Chosen before the first run: a difference within this, either way, counts as none."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if self.margin and self.within:
+            raise ValueError(f"'{self.says}' has a margin and within; expected one of them")
+        return self
 
 
 class Condition(Section):

@@ -29,7 +29,7 @@ class ArmComparison:
     """With its own interval of 95%."""
     corrected: Estimate
     """With the interval at the level of Holm's correction, on which the verdict rests."""
-    verdict: Literal["as claimed", "the opposite", "not resolved", "not run"]
+    verdict: Literal["as claimed", "the opposite", "no difference", "not resolved", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def compare(
         p_value(found, -each.margin) if len(found) > 1 else 1.0 for each, found in zip(expectations, pairs, strict=True)
     ]
     return [
-        _judged(found, -each.margin, p, level)
+        _judged(each, found, p, level)
         for each, found, p, level in zip(expectations, pairs, p_values, holm(p_values), strict=True)
     ]
 
@@ -146,13 +146,16 @@ def paired(
     return differences
 
 
-def _judged(pairs: Sequence[float], null: float, p: float, level: float) -> ArmComparison:
+def _judged(expectation: Expectation, pairs: Sequence[float], p: float, level: float) -> ArmComparison:
     difference, corrected = estimate(pairs), estimate(pairs, level)
     if len(pairs) < 2:
         return ArmComparison(difference, corrected, "not run")
-    if p > level:
-        return ArmComparison(difference, corrected, "not resolved")
-    return ArmComparison(difference, corrected, "as claimed" if difference.mean > null else "the opposite")
+    if p <= level:
+        return ArmComparison(
+            difference, corrected, "as claimed" if difference.mean > -expectation.margin else "the opposite"
+        )
+    none = expectation.within is not None and abs(corrected.mean) + corrected.half_width <= expectation.within
+    return ArmComparison(difference, corrected, "no difference" if none else "not resolved")
 
 
 def measure(chosen: Arms, rows: Mapping[str, Rows]) -> list[EntryResult]:

@@ -189,7 +189,8 @@ def _verdict_table(expects: Sequence[Expectation], rows: ArmRows) -> str:
     for expected, found in zip(expects, compare(expects, rows, equal_times(rows.values())), strict=True):
         measured = f"`{expected.metric}`, {expected.window.replace('_', ' ')}"
         margin = f" − {expected.margin:g}" if expected.margin else ""
-        arms = f"{expected.higher} > {expected.than}{margin}"
+        within = f", none within {expected.within:g}" if expected.within else ""
+        arms = f"{expected.higher} > {expected.than}{margin}{within}"
         holm = "–" if isnan(found.corrected.half_width) else f"± {found.corrected.half_width:.3f}"
         cells.append([expected.says, measured, arms, found.difference, holm, f"**{found.verdict}**"])
     return _table(["claim", "metric, window", "comparison", "difference", "corrected", "seen"], cells)

@@ -142,6 +142,19 @@ def test_not_lower_by_more_than_a_margin() -> None:
     assert judged(expected, {s: [{"step": 0, "m": 0.4 + 0.001 * s}] for s in far}, lower).verdict == "the opposite"
 
 
+def test_a_difference_within_bounds_named_beforehand_is_none() -> None:
+    """Differences of -0.01, 0, 0.01: mean 0, half width 4.303 * 0.01 / sqrt(3) = 0.0248. A clear one is no none."""
+    higher = {seed: [{"step": 0, "m": value}] for seed, value in {1: 0.49, 2: 0.50, 3: 0.51}.items()}
+    lower = {seed: [{"step": 0, "m": 0.5}] for seed in (1, 2, 3)}
+    clear = {seed: [{"step": 0, "m": 0.51 + 0.0001 * seed}] for seed in (1, 2, 3)}
+    for within, verdict in ((None, "not resolved"), (0.024, "not resolved"), (0.025, "no difference")):
+        expected = Expectation(says="", metric="m", window="all", higher="a", than="b", within=within)
+        assert judged(expected, higher, lower).verdict == verdict
+        assert judged(expected, clear, lower).verdict == "as claimed"
+    with pytest.raises(ValueError, match="has a margin and within"):
+        Expectation(says="x", metric="m", higher="a", than="b", margin=0.1, within=0.1)
+
+
 def test_holms_levels_by_hand() -> None:
     """Holm's own procedure on four hypotheses at 0.05: 0.01 <= 0.0125 and 0.012 <= 0.0167 are rejected, 0.03 > 0.025 is
     not, and then neither is 0.04, though it is below 0.05."""
