@@ -21,7 +21,7 @@ from or1_megatron.selftest.provenance import commit
 
 _PREFIXES: Final = (
     *("CUDA_", "CUBLAS_", "GLOO_", "HF_", "LD_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "OR1_", "PYTHONPATH"),
-    *("PYTORCH_", "RAY_", "TORCH_", "TRITON_", "UCX_", "VLLM_"),
+    *("PATH", "PYTORCH_", "RAY_", "TORCH_", "TRITON_", "UCX_", "VLLM_"),
 )
 _NOT_COMPARED: Final = (
     *("OR1_SELFTEST_RESULTS", "OR1_LAUNCH", "OR1_TEST_SESSION"),  # ours
