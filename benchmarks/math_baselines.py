@@ -1,6 +1,5 @@
 r"""Other rules that judge a boxed answer by a gold, to compare with ours. They were written from their descriptions.
 
-``math_verify`` is the recipe's way: Math-Verify on the box, text equality first, the gold wrapped in a box.
 ``hendrycks`` is the string normaliser of the MATH benchmark's authors. ``deepscaler`` is the two-step rule of
 DeepScaleR's reward: normalised texts equal, or, element by element, equal by sympy, with the guards of its grader.
 """
@@ -14,15 +13,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 Rule = Callable[[str, str], bool]
-
-
-def math_verify(gold: str, answer: str) -> bool:
-    from math_verify import parse, verify
-
-    extracted = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    if extracted and isinstance(extracted[-1], str) and extracted[-1].strip() == gold:
-        return True
-    return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), extracted, timeout_seconds=None))
 
 
 def hendrycks(gold: str, answer: str) -> bool:
@@ -132,7 +122,7 @@ def _sympy_equal(gold: str, answer: str) -> bool:
     return False
 
 
-RULES: dict[str, Rule] = {"Math-Verify": math_verify, "Hendrycks": hendrycks, "DeepScaleR": deepscaler}
+RULES: dict[str, Rule] = {"Hendrycks": hendrycks, "DeepScaleR": deepscaler}
 
 
 class Bounded:

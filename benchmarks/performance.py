@@ -259,11 +259,12 @@ SECTIONS = (
         "python benchmarks/math_verifier.py --suite DIR",
         "Right answers refused and wrong answers accepted, on the labelled pairs of tests/data/math_pairs (notations "
         "that are known to be hard, far above everyday rates; nothing was tuned on the frozen third) and on "
-        "Math-Verify's own tests with its authors' labels. The same for Math-Verify alone, used as in the recipe, and "
-        "for two rules written from their descriptions. Verdicts per second of CPU time include the worker process.",
+        "Math-Verify's own tests with its authors' labels. The same for verify.math.judge: math_verify, the released "
+        "code's verdicts, and for two rules written from their descriptions. Verdicts per second of CPU time include "
+        "the worker process.",
         (
-            ("frozen third, refused beside Math-Verify", "≤ 0.75"),
-            ("frozen third, accepted beside Math-Verify", "≤ 1/3"),
+            ("frozen third, refused beside judge math_verify", "≤ 0.75"),
+            ("frozen third, accepted beside judge math_verify", "≤ 1/3"),
             ("verdicts/s/core", "≥ 400"),
         ),
     ),

@@ -17,6 +17,9 @@ from or1_megatron.verify.math.verifier import MathVerifier
 FAMILY = r"x=k\pi, k \in \mathbb{Z}"
 ODD = r"x=2k+1, k \in \mathbb{Z}"
 SQUARE = r"f(x)=x^2"
+THREES = r"n = 3k+1, k \in \mathbb{Z}"
+SIGNED = r"x=(-1)^k\frac\pi6+k\pi, k\in\mathbb Z"
+FROM_3 = r"n \ge 3, n \in \mathbb{N}"
 WRONG = [
     # the unknown over the integers is another set
     (r"\{x \mid x>0\}", r"x>0, x \in \mathbb{Z}"),
@@ -77,6 +80,32 @@ WRONG = [
     (r"y=2x", r"y=2x, x \in \{1,2\}"),
     (r"y=2x", r"y=2x, x \in \mathbb{Z}"),
     (r"x^2+y^2=1", r"x^2+y^2=1, x \in \mathbb{Z}"),
+    (THREES, r"n = 3m-1, m \in \mathbb{Z}"),
+    (THREES, r"n = 6m+1, m \in \mathbb{Z}"),
+    (SIGNED, r"x=\frac\pi6+k\pi \text{ or } x=\frac{5\pi}6+2k\pi, k\in\mathbb Z"),
+    (r"x = 60^\circ + 180^\circ n, n \in \mathbb{Z}", r"x = 240^\circ + 360^\circ k, k \in \mathbb{Z}"),
+    (r"x=\frac\pi6+2k\pi, k\in\mathbb Z", r"x=\arcsin(\frac12)+2k\pi, k\in\mathbb Z"),
+    (r"x=\frac\pi4+k\pi, k\in\mathbb Z", r"x=\frac\pi4+k\pi+10^{-30}, k\in\mathbb Z"),
+    (r"x=k\sqrt2, k\in\mathbb Z", r"x=1.41421356237k, k\in\mathbb Z"),
+    (r"x=k^2\pi, k\in\mathbb Z", r"x=(k+1)^2\pi, k\in\mathbb Z"),
+    (r"x=k\pi, y=2k, k\in\mathbb Z", r"x=k\pi+\pi, y=2k+2, k\in\mathbb Z"),
+    # integers by a bound
+    (FROM_3, r"n > 3, n \in \mathbb{N}"),
+    (FROM_3, r"\{2, 3, 4, \ldots\}"),
+    (FROM_3, r"\{3, 4, 6, \ldots\}"),
+    (FROM_3, r"\{3, 4, 5\}"),
+    (FROM_3, r"\{3, 4, 5, \ldots, 100\}"),
+    (FROM_3, r"\{5, 4, 3, \ldots\}"),
+    (FROM_3, r"[3, \infty)"),
+    (r"x \in \mathbb{Q}, x > 2", r"x \ge 3, x \in \mathbb{Q}"),
+    (r"x \in \mathbb{Q}, x > 0", r"\{x \in \mathbb{R} : x > 0\}"),
+    (r"\{x \in \mathbb{Q} \mid 0<x<3\}", r"\{1,2\}"),
+    (r"x \in \mathbb{Q}, x > 0", r"\text{all positive real numbers}"),
+    (r"(-\infty, 0)", r"\text{all negative integers}"),
+    (r"(-\infty, 0)", r"\text{all positive real numbers}"),
+    (r"n > 0, n \in \mathbb{Z}", r"\text{the non-negative integers}"),
+    (r"2 \text{ radians}", r"2^\circ"),
+    (r"2 \text{ radians}", r"2 \text{ degrees}"),
     (r"a_n=2n+1, n\in\mathbb{N}^*", r"a_n=2n+1, n \ge 2"),
     (r"a_n=2n+1, n\in\mathbb{N}^*", r"a_n=2n+1, n \ge 0"),
     # joined by another word
@@ -162,6 +191,21 @@ RIGHT = [
     (r"12\text{ square meters}", r"12\,\text{sq. m}"),
     (r"x=\frac\pi4+k\pi, k\in\mathbb Z", r"\frac{5\pi}4+k\pi, k\in\mathbb Z"),
     (r"x=\frac\pi4+k\pi, k\in\mathbb Z", r"x=\frac{5\pi}4-n\pi, n\in\mathbb Z"),
+    (THREES, r"n = 3m-2, m \in \mathbb{Z}"),
+    (THREES, r"n = 6m+1 \text{ or } n = 6m+4, m \in \mathbb{Z}"),
+    (SIGNED, r"x=\frac\pi6+2k\pi \text{ or } x=\frac{5\pi}6+2k\pi, k\in\mathbb Z"),
+    (r"x = 2k\pi \pm \frac\pi3, k\in\mathbb Z", r"x=\frac\pi3+2n\pi, x=\frac{5\pi}3+2n\pi, n\in\mathbb Z"),
+    (r"x = 60^\circ + 180^\circ n, n \in \mathbb{Z}", r"x = 240^\circ + 180^\circ k, k \in \mathbb{Z}"),
+    (r"x=\frac{k\pi}2, k\in\mathbb Z", r"x=k\pi \text{ or } x=\frac\pi2+k\pi, k\in\mathbb Z"),
+    (FROM_3, r"n > 2, n \in \mathbb{N}"),
+    (FROM_3, r"\{3, 4, 5, \ldots\}"),
+    (r"m < -1, m \in \mathbb{Z}", r"\{\ldots, -4, -3, -2\}"),
+    (r"m < -1, m \in \mathbb{Z}", r"\{-2, -3, -4, \ldots\}"),
+    (r"x \in \mathbb{Q}, x > 0", r"\{x \in \mathbb{Q} : x > 0\}"),
+    (r"x \in \mathbb{Q}, x > 0", r"\text{all positive rational numbers}"),
+    (r"(-\infty, 0)", r"\text{all negative real numbers}"),
+    (r"n \ge 0, n \in \mathbb{Z}", r"\text{the non-negative integers}"),
+    (r"\frac{5\pi}6 \text{ radians}", r"\frac56\pi \text{ rad}"),
 ]
 
 

@@ -8,10 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
-from or1_megatron.verify.math.reader.conditions import agree_where_one_is_silent, said, shifted
+from or1_megatron.verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
+from or1_megatron.verify.math.reader.families import same_family
 from or1_megatron.verify.math.reader.numerals import is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.ranges import Interval, conditioned, covered, members, names_of, same_ranges
+from or1_megatron.verify.math.reader.ranges import (
+    Interval,
+    conditioned,
+    counted_on,
+    covered,
+    members,
+    names_of,
+    of_integers,
+    same_ranges,
+)
 from or1_megatron.verify.math.reader.records import (
     Cases,
     Conditional,
@@ -94,7 +104,8 @@ def _same_conditional(gold: Reading, answer: Reading) -> bool:
         return False
     if not agree_where_one_is_silent(ours, theirs, values):
         return False
-    return compare(*values) or any(compare(values[0], other) for other in shifted(ours, theirs, values))
+    letter = parameter(ours, theirs)
+    return compare(*values) or (letter != "" and same_family(*values, letter))
 
 
 def _same_set(gold: Reading, answer: Reading) -> bool:
@@ -102,14 +113,18 @@ def _same_set(gold: Reading, answer: Reading) -> bool:
     sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
     if not any(isinstance(side, SetBuilder) for side in sides):
         return compare(*sides)
-    ranges = [conditioned(side) if isinstance(side, SetBuilder) else covered(side) for side in sides]
+    ranges = [conditioned(side) if isinstance(side, SetBuilder) else counted_on(side) for side in sides]
     unread = any(span is None and not isinstance(side, SetBuilder) for span, side in zip(ranges, sides, strict=True))
     if unread and any(isinstance(side, SetBuilder) and side.domain not in ("", "R") for side in sides):
         return False  # integers by a condition, and what is no set by one
     if ranges[0] is None or ranges[1] is None:
         raise Unreadable("a set by a condition that is no range")
-    domains = [side.domain if isinstance(side, SetBuilder) else "R" for side in sides]
-    return domains[0] == domains[1] and same_ranges(ranges[0], ranges[1])
+    domains = {side.domain for side in sides if isinstance(side, SetBuilder)}
+    if len(domains) > 1:
+        return False
+    if domains <= {"Z", "N", "Z+", "N0"}:
+        return same_ranges(of_integers(ranges[0]), of_integers(ranges[1]))
+    return all(isinstance(side, SetBuilder) for side in sides) and same_ranges(ranges[0], ranges[1])
 
 
 def _same_words(gold: Reading, answer: Reading) -> bool:

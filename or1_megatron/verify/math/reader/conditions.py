@@ -7,13 +7,13 @@ condition may be left out, and so may the integers or reals that a parameter run
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.ranges import Interval, covered, names_of, same_ranges
 from or1_megatron.verify.math.reader.records import Conditional, NumberSet, Reading, Relation, SetBuilder, Several
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import operations, substituted, symbols
+from or1_megatron.verify.math.reader.value import symbols
 
 Said = dict[frozenset[str], tuple[Reading, ...]]
 """The conditions by the letters that they are about."""
@@ -21,7 +21,6 @@ Said = dict[frozenset[str], tuple[Reading, ...]]
 _INTEGERS = NumberSet("Z")
 _REALS = NumberSet("R")
 _UNKNOWN = re.compile(r"[a-z]|\\[a-z]+ ")
-_MAX_SHIFT = 3
 
 
 def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
@@ -146,26 +145,11 @@ def _formula(value: Reading) -> tuple[str, Node | None]:
     return "", value.tree if isinstance(value, Quantity) else None
 
 
-def shifted(gold: Said, answer: Said, values: tuple[Reading, Reading]) -> Iterator[Reading]:
-    """Yield the answer of ``x = \\pi/4 + k\\pi`` with its integer k counted from another start, or downwards.
-
-    Only for angles, and where both say that k is an integer: ``a_k = 2k + 1`` is no family, and neither is ``n^2``.
-    """
-    (head, ours), (other, tree) = map(_formula, values)
-    letters = symbols(ours) if ours is not None else frozenset()
-    if ours is None or tree is None or len(letters) != 1 or symbols(tree) != letters or "pi" not in operations(ours):
-        return
-    (letter,) = letters
-    whole = all([number_set(one) for one in side.get(letters, ())] == [_INTEGERS] for side in (gold, answer))
-    if not whole or not _UNKNOWN.fullmatch(head) or letter in (head, other) or head == "y":
-        return
-    for start in range(-_MAX_SHIFT, _MAX_SHIFT + 1):
-        for step in (Node("sym", name=letter), Node("neg", (Node("sym", name=letter),))):
-            moved = substituted(tree, {letter: Node("add", (step, number_node(start)))})
-            yield _with_tree(values[1], moved)
-
-
-def _with_tree(value: Reading, tree: Node) -> Reading:
-    if isinstance(value, Relation):
-        return Relation(value.operators, (value.sides[0], Quantity(tree)), value.heads)
-    return Quantity(tree)
+def parameter(gold: Said, answer: Said) -> str:
+    """Return the one letter of which both sides say that it is an integer, and nothing else; "" for none."""
+    both = [
+        names
+        for names in gold.keys() & answer.keys()
+        if len(names) == 1 and all([number_set(one) for one in side[names]] == [_INTEGERS] for side in (gold, answer))
+    ]
+    return min(both[0]) if len(both) == 1 else ""

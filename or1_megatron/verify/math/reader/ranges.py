@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from or1_megatron.verify.math.reader.quantity import Quantity
-from or1_megatron.verify.math.reader.records import NumberSet, Reading, Relation, SetBuilder, Several, Union
+from or1_megatron.verify.math.reader.records import (
+    Dots,
+    NumberSet,
+    Reading,
+    Relation,
+    SetBuilder,
+    Several,
+    Union,
+)
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import operations, real, same, symbols
+from or1_megatron.verify.math.reader.value import operations, rational, real, same, symbols
 
 _INFINITY = Node("infty")
 _MINUS_INFINITY = Node("neg", (_INFINITY,))
@@ -24,6 +33,7 @@ class Interval:
 
 
 _MAX_MEMBERS = 64
+_SHOWN = 3
 _EVERYTHING = Interval(_MINUS_INFINITY, _INFINITY, False, False)
 _NUMBER_SETS = {
     "R": (_EVERYTHING,),
@@ -70,6 +80,42 @@ def members(built: SetBuilder) -> Several | None:
         return None  # whether N begins at 0 is not known
     counted = [n for n in found if n > 0 or built.domain == "Z"]
     return Several(tuple(Quantity(number_node(n)) for n in counted), "{}") if counted else None
+
+
+def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
+    r"""Return what ``\{3, 4, 5, \ldots\}`` and ``\{\ldots, -2, -1\}`` cover; None for anything else."""
+    if not isinstance(reading, Several) or reading.brackets != "{}":
+        return None
+    shown = [rational(item.tree) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
+    dots = [index for index, item in enumerate(reading.items) if isinstance(item, Dots)]
+    numbers = [value for value in shown if value is not None]
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) < _SHOWN or len(numbers) + 1 != len(reading.items) or steps not in ({1}, {-1}):
+        return None
+    if dots not in ([0], [len(numbers)]):
+        return None
+    end = number_node(numbers[-1] if dots == [0] else numbers[0])
+    upwards = (dots == [0]) == (steps == {-1})
+    return (Interval(end, _INFINITY, True, False) if upwards else Interval(_MINUS_INFINITY, end, False, True),)
+
+
+def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """Return the intervals with integers as closed ends: those of ``n > 2`` begin at 3. Other ends stay."""
+    return tuple(
+        Interval(low, high, low_closed, high_closed)
+        for span in spans
+        for low, low_closed in (_integer_end(span.low, span.low_closed, 1),)
+        for high, high_closed in (_integer_end(span.high, span.high_closed, -1),)
+    )
+
+
+def _integer_end(end: Node, closed: bool, inwards: int) -> tuple[Node, bool]:
+    value = rational(end)
+    if value is None:
+        return end, closed
+    if value.denominator == 1:
+        return (end, True) if closed else (number_node(value + inwards), True)
+    return number_node(math.ceil(value) if inwards > 0 else math.floor(value)), True
 
 
 def names_of(reading: Reading) -> frozenset[str]:

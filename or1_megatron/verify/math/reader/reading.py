@@ -33,12 +33,12 @@ from or1_megatron.verify.math.reader.records import (
     Words,
 )
 from or1_megatron.verify.math.reader.text import Token, Unreadable, plain, tokens
-from or1_megatron.verify.math.reader.tree import Node
+from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.units import JOINERS, KNOWN_WORDS
 from or1_megatron.verify.math.reader.value import symbols
 
 _RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
-_SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZN])\}?)?")
+_SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
 _LABEL_WORDS = (
     *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
     *("focus", "directrix", "amplitude", "period", "slope", "x-intercept", "y-intercept", "mean", "median", "mode"),
@@ -52,6 +52,8 @@ _HEAD = re.compile(
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
+_KINDS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
+_SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_KINDS)})")
 _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
 
 
@@ -74,6 +76,10 @@ def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = Non
 def _set_in_words(words: str) -> Reading | None:
     if _NO_SOLUTION.fullmatch(words) or words in ("empty set", "the empty set"):
         return Empty()
+    if found := _SIGNED.fullmatch(words):
+        operator = {"positive": ">", "negative": "<"}.get(found[1], ">=")
+        sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
+        return SetBuilder("x", _KINDS[found[2]], Relation((operator,), sides, ("x", "")))
     return NumberSet("R") if words in _EVERYTHING else None
 
 

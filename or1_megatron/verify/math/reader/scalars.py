@@ -57,7 +57,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 
 def _noun(text: str) -> str:
-    return " ".join(word.rstrip("s") for word in text.split())
+    return " ".join("radian" if word == "rad" else word.rstrip("s") for word in text.split())
 
 
 def _rounds_to(answer: Node, gold: Node) -> bool:
