@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -123,6 +124,10 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
     return {"right": False, "answer": answer, "how": "compared by Math-Verify"}
 
 
+_TO_WORK_OUT = re.compile(r"\\i*o?int|\\sum|\\prod|\\lim|\\det|vmatrix|[∫∮∑∏]|\\d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\b")
+"""An integral, a sum, a limit, a determinant or a derivative: a question's must not be its own answer."""
+
+
 def _second_opinion(gold: str, answer: str) -> Judgement:
     """Return Math-Verify's judgement, where the reader has none.
 
@@ -131,6 +136,7 @@ def _second_opinion(gold: str, answer: str) -> Judgement:
     degree signs, and Math-Verify must refuse every answer that differs from it in one number or letter.
     """
     unlike = states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer)
+    unlike = unlike or not set(_TO_WORK_OUT.findall(answer)) <= set(_TO_WORK_OUT.findall(gold))
     if unlike or not braces_balance(gold) or not marks_agree(gold, answer):
         return Judgement(False, "the answer cannot be read as what the gold is")
     if not _accepted_by_math_verify(gold, answer):

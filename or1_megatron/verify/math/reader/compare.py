@@ -41,10 +41,10 @@ from or1_megatron.verify.math.reader.records import (
     Words,
 )
 from or1_megatron.verify.math.reader.scalars import same_quantity
-from or1_megatron.verify.math.reader.spread import spread
+from or1_megatron.verify.math.reader.spread import same_links, spread
 from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.value import fraction, proportional, real, same, symbols
+from or1_megatron.verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
 
 _T = TypeVar("_T")
 _MAX_ITEMS = 64
@@ -61,6 +61,8 @@ def compare(gold: Reading, answer: Reading) -> bool:
         return _same_range(gold, answer, ranges[0], ranges[1])
     if isinstance(gold, SetBuilder) or isinstance(answer, SetBuilder):
         return _same_set(gold, answer)
+    if not same_links(gold, answer):
+        return False
     gold, answer = spread(gold), spread(answer)
     for kind, rule in _SPREAD_RULES:
         if isinstance(gold, kind) or isinstance(answer, kind):
@@ -160,9 +162,21 @@ def _all_same(gold: Sequence[Reading], answer: Sequence[Reading]) -> bool:
 
 
 def _same_modular(gold: Reading, answer: Reading) -> bool:
-    if isinstance(gold, Modular) and isinstance(answer, Modular) and not same(gold.modulus, answer.modulus):
+    if isinstance(gold, Modular) and isinstance(answer, Modular):
+        left = [side.value.sides[0] for side in (gold, answer) if isinstance(side.value, Relation)]
+        if not same(gold.modulus, answer.modulus) or (len(left) == 2 and not compare(*left)):
+            return False
+    elif isinstance(answer, Modular) and not _is_least(answer):
         return False
     return compare(_residue(gold), _residue(answer))
+
+
+def _is_least(modular: Modular) -> bool:
+    """Whether the residue is the least one: 3 mod 2 is not 3."""
+    residue = _residue(modular)
+    value = rational(residue.tree) if isinstance(residue, Quantity) else None
+    modulus = rational(modular.modulus)
+    return value is not None and modulus is not None and 0 <= value < modulus
 
 
 def _residue(reading: Reading) -> Reading:
@@ -266,24 +280,30 @@ def _assigned(relation: Relation) -> tuple[str, Reading] | None:
         return relation.heads[0], relation.sides[1]
     if set(relation.operators) != {"="}:
         return None
-    if len(relation.sides) == 2 and _is_measure(relation.sides[0]):
-        return "", relation.sides[1]
+    if len(relation.sides) == 2 and (measure := _measure(relation.sides[0])):
+        return measure, relation.sides[1]
     if relation.heads[0] and not _consistent(relation.sides[1:]):
         return None
     if relation.heads[0] and not relation.heads[-1]:
-        return relation.heads[0], relation.sides[-1]
+        return None if _is_in(relation.heads[0], relation.sides[-1]) else (relation.heads[0], relation.sides[-1])
     if relation.heads[-1] and not relation.heads[0] and len(relation.sides) == 2:
-        return relation.heads[-1], relation.sides[0]
+        return None if _is_in(relation.heads[-1], relation.sides[0]) else (relation.heads[-1], relation.sides[0])
     return (relation.heads[0], relation.sides[-1]) if relation.heads[0] else None
 
 
-def _is_measure(side: Reading) -> bool:
-    """Whether a side names a length or a ratio: ``|AB|``, ``S_1 : S_2``."""
+def _is_in(name: str, value: Reading) -> bool:
+    """Whether a name is part of the value that it is given, as in ``n = n^2``."""
+    return isinstance(value, Quantity) and name in symbols(value.tree)
+
+
+def _measure(side: Reading) -> str:
+    """Return the name of a length or a ratio: AB for ``|AB|`` and ``|BA|``, ``S_1 : S_2``; "" for anything else."""
     if isinstance(side, Ratio):
-        return all(part.op == "sym" or set(symbols(part)) for part in side.parts)
+        return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
     if not (isinstance(side, Quantity) and side.tree.op == "abs"):
-        return False
-    return all(name[:1].isupper() for name in symbols(side.tree)) and bool(symbols(side.tree))
+        return ""
+    names = sorted(symbols(side.tree))
+    return "".join(names) if all(name[:1].isupper() for name in names) else ""
 
 
 def _consistent(sides: tuple[Reading, ...]) -> bool:
@@ -324,7 +344,7 @@ def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
     if not values and set(answer.operators) == {"="} and isinstance(last, Quantity) and isinstance(gold, Quantity):
         first = answer.sides[0]
         numbers = isinstance(first, Quantity) and is_numeral(gold.tree) and is_numeral(last.tree)
-        named = isinstance(first, Quantity) and symbols(first.tree) and len(answer.sides) == 2
+        named = isinstance(first, Quantity) and len(symbols(first.tree)) > 1 and len(answer.sides) == 2
         if numbers and (named or _consistent(answer.sides)):
             return [last]  # a + b = 7, or 3 + 4 = 7, states a number
     return values
@@ -363,7 +383,7 @@ def _same_ratio(gold: Reading, answer: Reading) -> bool:
 def _ratio_parts(side: Reading) -> tuple[Node, ...] | None:
     if isinstance(side, Ratio):
         return side.parts
-    if isinstance(side, Quantity) and side.unit is None:
+    if isinstance(side, Quantity) and side.unit is None and not side.percent:
         return (side.tree, number_node(1))
     if isinstance(side, Relation) and (assigned := _assigned(side)):
         return _ratio_parts(assigned[1])
@@ -388,6 +408,8 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
     if isinstance(answer, Relation) and isinstance(gold, Several):
         if (chained := chain(answer)) and _same_several(gold, chained):
             return True
+        if answer.operators == ("in",) and gold.brackets == "":
+            return False
         return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
     if not (isinstance(gold, Several) and isinstance(answer, Several)):
         return _same_singleton(gold, answer)
@@ -404,10 +426,20 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
         return False
     brackets = {gold.brackets, answer.brackets}
     if "{}" in brackets and brackets <= {"", "{}"}:
-        return _matched(gold.items, answer.items, compare)
+        return _matched(gold.items, answer.items, _same_member)
     if brackets == {""} and not any(isinstance(item, Dots) for item in gold.items):
-        return _matched(gold.items, answer.items, compare)
+        return _matched(gold.items, answer.items, _same_member)
+    if brackets == {"", "()"}:
+        bare = answer if gold.brackets else gold
+        if bare.joined_by == "or" or any(isinstance(item, Relation) for item in bare.items):
+            return False  # alternatives are no point
     return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
+
+
+def _same_member(gold: Reading, answer: Reading) -> bool:
+    """Compare members of sets or lists. ``\\{1\\}`` is not 1 there, and neither is 2 behind an inequality x = 2."""
+    braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
+    return braces[0] == braces[1] and compare(gold, answer)
 
 
 def _joined_alike(gold: Several, answer: Several) -> bool:
@@ -418,7 +450,12 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
         return True
     stated = [names_of(item) if _inequality(item) else {item.heads[0]} for item in relations]
     names = {frozenset(name.partition("_")[0] for name in named) for named in stated}
-    return len(names) == 1 and not ("and" in joiners and any(map(_inequality, relations)))
+    return len(names) == 1 and not ("and" in joiners and any(map(_excludes, relations)))
+
+
+def _excludes(relation: Relation) -> bool:
+    """Whether it is an inequality, or says what is not."""
+    return _inequality(relation) or relation.operators == ("!=",)
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:

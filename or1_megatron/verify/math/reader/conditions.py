@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.ranges import Interval, covered, names_of, same_ranges
-from or1_megatron.verify.math.reader.records import Conditional, NumberSet, Reading, Relation, SetBuilder, Several
+from or1_megatron.verify.math.reader.records import (
+    Conditional,
+    NumberSet,
+    Reading,
+    Relation,
+    SetBuilder,
+    Several,
+    Words,
+)
 from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.value import symbols
 
@@ -111,6 +119,8 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
+    if any(isinstance(one, Relation) and isinstance(one.sides[-1], Words) for one in stated):
+        return bool(_KINDS & {word for one in stated for word in _words(one)})
     domain = number_set(stated[0])
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True
@@ -120,6 +130,14 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     heads = [head for head, _ in formulas if head]
     alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")
     return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
+
+
+_KINDS = frozenset({"even", "odd", "prime", "composite", "negative"})
+
+
+def _words(condition: Reading) -> list[str]:
+    last = condition.sides[-1] if isinstance(condition, Relation) else condition
+    return last.text.split() if isinstance(last, Words) else []
 
 
 def _is_point(condition: Reading) -> bool:

@@ -128,12 +128,16 @@ def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
     return ours == theirs if ours == sorted(set(ours)) else None
 
 
+_OTHER_PLACES = frozenset({"last", "root", "power", "from"})
+
+
 def ordinals(gold: str, answer: str) -> bool | None:
     """Compare ``third`` with ``3^{rd}``, and ``second quadrant`` with ``Quadrant II``. Both are still as written."""
     ours, theirs = _ordinal(gold), _ordinal(answer)
     if ours is None or theirs is None or not (ours[2] or theirs[2]):
         return None
-    return ours[0] == theirs[0] and (ours[1] == theirs[1] or "" in (ours[1], theirs[1]))
+    said = ours[1] == theirs[1] or theirs[1] == "" or (ours[1] == "" and theirs[1] not in _OTHER_PLACES)
+    return ours[0] == theirs[0] and said
 
 
 def _ordinal(raw: str) -> tuple[int, str, bool] | None:

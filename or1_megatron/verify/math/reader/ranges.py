@@ -193,7 +193,7 @@ def _bracketed(group: Several) -> tuple[Interval, ...] | None:
 
 def _alternatives(group: Several) -> tuple[Interval, ...] | None:
     relations = [item for item in group.items if isinstance(item, Relation)]
-    if all(relation.operators == ("!=",) for relation in relations):
+    if group.joined_by != "or" and all(relation.operators == ("!=",) for relation in relations):
         return _punctured(tuple(relation.sides[1] for relation in relations))
     excluding = any(relation.operators == ("!=",) for relation in relations)
     if group.joined_by == "and" or (group.joined_by == "," and excluding):

@@ -100,6 +100,9 @@ def _read(items: list[Token]) -> Reading:
     if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
         parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
         return Several(tuple(_as_tuple(_read(part)) for part in parts if part))
+    if "or" in separators and _has_solutions(parts):  # x=1, y=2 or x=3, y=4
+        parts, _ = split(items, lambda token: token.kind == "word" and token.text == "or")
+        return Several(tuple(_as_tuple(_read(part)) for part in parts if part), joined_by="or")
     if separators:
         return _listed(parts, separators)
     if modular := _modular(items):
@@ -117,6 +120,13 @@ def _read(items: list[Token]) -> Reading:
     return read_quantity(items)
 
 
+def _has_solutions(parts: list[list[Token]]) -> bool:
+    """Whether the parts give several names values, and some more than once."""
+    names = [spelling(split(part, lambda token: token.text == "=")[0][0]) for part in parts]
+    given = all(any(token.text == "=" for token in part) for part in parts)
+    return given and 1 < len(set(names)) < len(names)
+
+
 def _as_tuple(reading: Reading) -> Reading:
     return Several(reading.items, "()") if isinstance(reading, Several) and reading.brackets == "" else reading
 
@@ -131,7 +141,7 @@ def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
     if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
         raise Unreadable("a list with an empty place")
     filled[0] = without_lead_in(filled[0])
-    found = Several(tuple(_read(part) for part in filled), joined_by=joiner)
+    found = Several(tuple(_as_tuple(_read(part)) for part in filled), joined_by=joiner)
     return _conditional(found) or found
 
 

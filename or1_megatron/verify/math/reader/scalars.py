@@ -6,7 +6,7 @@ from or1_megatron.verify.math.reader.numerals import decimals, is_numeral
 from or1_megatron.verify.math.reader.quantity import Quantity
 from or1_megatron.verify.math.reader.rounding import rounds_to
 from or1_megatron.verify.math.reader.tree import Node, number_node
-from or1_megatron.verify.math.reader.units import UNITS
+from or1_megatron.verify.math.reader.units import OTHER_NUMBERS, UNITS
 from or1_megatron.verify.math.reader.value import operations, real, same, symbols
 
 _FAMILIES = (
@@ -42,6 +42,8 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     if answer.approximated and not (gold.approximated or decimals(gold.tree)):
         return False
     if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
+        return False
+    if not gold.noun and OTHER_NUMBERS & set(answer.noun.split()):
         return False
     if (gold.unit and answer.noun) or (answer.unit and gold.noun):
         return False

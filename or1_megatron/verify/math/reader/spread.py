@@ -35,6 +35,37 @@ def spread(reading: Reading) -> Reading:
     return reading
 
 
+def same_links(gold: Reading, answer: Reading) -> bool:
+    r"""Whether two lists link values alike: the signs of ``x = \pm 1, y = \mp 2``, the names of ``(x, y) = ...``."""
+    signs = _signs(gold), _signs(answer)
+    if all(signs) and signs[0].keys() == signs[1].keys():
+        swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}
+        if signs[0] not in (signs[1], swapped):
+            return False
+    names = _point_names(gold), _point_names(answer)
+    return not all(names) or names[0] == names[1]
+
+
+def _signs(reading: Reading) -> dict[str, str]:
+    """Return name to "pm", "mp" or "" of a list of several names' values, where any has a sign; else nothing."""
+    items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
+    found: dict[str, str] = {}
+    for item in items:
+        if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
+            return {}
+        value = item.sides[1]
+        signs = {"pm", "mp"} & set(operations(value.tree)) if isinstance(value, Quantity) else set()
+        found[item.heads[0]] = min(signs, default="")
+    return found if len(found) > 1 and any(found.values()) else {}
+
+
+def _point_names(reading: Reading) -> tuple[str, ...]:
+    """Return (x, y) of ``(x, y) = (1, 2), (3, 4)``."""
+    first = reading.items[0] if isinstance(reading, Several) and len(reading.items) > 1 else None
+    points = pointwise(first) if isinstance(first, Relation) else None
+    return tuple(item.heads[0] for item in points.items if isinstance(item, Relation)) if points else ()
+
+
 def _signed_points(point: Several) -> Several | None:
     r"""Return the points of ``(\pm a, \pm b)``: every sign by itself, or all together where one is ``\mp``."""
     signs = [set(operations(item.tree)) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
@@ -76,9 +107,9 @@ def _flattened(group: Several) -> tuple[Reading, ...]:
     for item in map(spread, map(_unnamed, group.items) if len(group.items) > 1 else group.items):
         parts = item.items if isinstance(item, Several) and item.brackets == "" else (item,)
         for part in parts:
-            if isinstance(part, Relation) and part.operators == ("=",) and part.heads[0]:
+            if isinstance(part, Relation) and part.operators in (("=",), ("!=",)) and part.heads[0]:
                 last = part
             elif last is not None and isinstance(part, Quantity) and len(flat) > 0:
-                part = Relation(("=",), (last.sides[0], part), (last.heads[0], ""))
+                part = Relation(last.operators, (last.sides[0], part), (last.heads[0], ""))
             flat.append(part)
     return tuple(flat)

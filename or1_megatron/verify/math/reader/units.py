@@ -192,6 +192,15 @@ HEDGES = frozenset(
 ) | set(NUMBER_WORDS)
 """Words that change the meaning of a number beside them. With one of them, nothing is read as a number."""
 
+OTHER_NUMBERS = frozenset(
+    (
+        *("pi", "sqrt", "rooted", "imaginary", "mod", "gross", "lakh", "lakhs", "crore", "crores", "kilo", "mega"),
+        *("tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths"),
+        *("bound", "excluded", "presumably", "guess", "nope", "ish", "off", "short"),
+    )
+)
+"""Words behind a number that make another one of it, or take it back."""
+
 LEAD_INS = frozenset(
     [
         "the",

@@ -301,6 +301,32 @@ def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
     return None not in values and values[0] != values[1]
 
 
+_SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
+_WIDE = ("4.7", "11.3", "57.1", "1013.7")
+
+
+def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
+    """Yield points far from 0 on both sides, for trees that may be other functions there: ``|x + 10|``."""
+    if not any(_SPLIT & set(operations(tree)) for tree in trees):
+        return
+    for size in _WIDE:
+        for sign in (1, -1):
+            for other in (1, -1) if len(names) > 1 else (1,):
+                yield {
+                    name: sign * other**index * (mpmath.mpf(size) + mpmath.mpf(index) / 7)
+                    for index, name in enumerate(names)
+                }
+
+
+def _real_values(left: Node, right: Node, point: Mapping[str, mpmath.mpf]) -> tuple[mpmath.mpf, mpmath.mpf] | None:
+    """Return both values; None where one is not real, undefined or too large."""
+    try:
+        values = evaluate(left, point), evaluate(right, point)
+    except (Undefined, TooLarge):
+        return None
+    return None if any(abs(mpmath.im(value)) > 1e-30 for value in values) else values
+
+
 def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
     if _differ_exactly(left, right, names):
         return False
@@ -316,6 +342,10 @@ def _same_everywhere(left: Node, right: Node, names: list[str]) -> bool:
             if not _close(*values, 40):
                 return False
             seen += 1
+        for point in _wide_points(names, left, right):
+            both = _real_values(left, right, point)
+            if both is not None and not _close(*both, 35):
+                return False
     return seen >= 2
 
 
@@ -356,6 +386,12 @@ def proportional(left: Node, right: Node, positive: bool = False) -> bool:
                     return False
                 ratio = over / under
                 seen += 1
+            for point in _wide_points(names, left, right):
+                both = _real_values(left, right, point)
+                if both is None or ratio is None or min(map(abs, both)) < 1e-30:
+                    continue
+                if not _close(ratio, both[0] / both[1], 35):
+                    return False
     except TooLarge:
         return False
     if ratio is None or seen < 2:
