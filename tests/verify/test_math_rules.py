@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import math_pairs
-from math_pairs import Part
 import psutil
 import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_pairs import Part
 
 from or1_megatron.types import Message, Problem
 from or1_megatron.verify.math.exact import decide
