@@ -102,6 +102,8 @@ RIGHT = [
     (r"\sqrt{x^2+2x+1}", "|x+1|"),
     ("|x-10|", "|10-x|"),
     (r"\frac{1}{\sqrt{x^2+1}+x}", r"\sqrt{x^2+1}-x"),
+    (r"\frac{1}{\sqrt{x^6+1}+x^3}", r"\sqrt{x^6+1}-x^3"),
+    (r"\frac{1}{\sqrt{x^{12}+1}+x^6}", r"\sqrt{x^{12}+1}-x^6"),
     (r"\int_0^2 e^x dx", r"\int_0^2 e^x dx"),
     ("3", r"3 \pmod 7"),
     (r"x \equiv 3 \pmod 7", r"3 \pmod 7"),

@@ -437,7 +437,7 @@ def _same_several(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_member(gold: Reading, answer: Reading) -> bool:
-    """Compare members of sets or lists. ``\\{1\\}`` is not 1 there, and neither is 2 behind an inequality x = 2."""
+    """Compare members of sets or lists, where ``\\{1\\}`` is not 1."""
     braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
     return braces[0] == braces[1] and compare(gold, answer)
 

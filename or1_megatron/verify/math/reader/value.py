@@ -303,6 +303,8 @@ def _differ_exactly(left: Node, right: Node, names: list[str]) -> bool:
 
 _SPLIT = frozenset({"abs", "root", "floor", "ceil", "max", "min"})
 _WIDE = ("4.7", "11.3", "57.1", "1013.7")
+_WIDE_DIGITS = 150
+"""Far from 0 a difference such as that of ``\\sqrt{x^6+1}`` and ``x^3`` loses many."""
 
 
 def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mpf]]:
@@ -321,7 +323,8 @@ def _wide_points(names: list[str], *trees: Node) -> Iterator[dict[str, mpmath.mp
 def _real_values(left: Node, right: Node, point: Mapping[str, mpmath.mpf]) -> tuple[mpmath.mpf, mpmath.mpf] | None:
     """Return both values; None where one is not real, undefined or too large."""
     try:
-        values = evaluate(left, point), evaluate(right, point)
+        with mpmath.workdps(_WIDE_DIGITS):
+            values = evaluate(left, point), evaluate(right, point)
     except (Undefined, TooLarge):
         return None
     return None if any(abs(mpmath.im(value)) > 1e-30 for value in values) else values
