@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # for an answer of Ray's own processes, which need a core for it
 ASK_EVERY_S = 5.0
 """How often a long wait asks whether Ray lives."""
-_START_WAITS = {
+START_WAITS = {
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
@@ -83,7 +83,7 @@ def start_ray(address: str | None, run_id: str) -> None:
     }
     if address is None:
         # Ray starts its workers at niceness 15: beside any other busy program an engine would get 3% of a core.
-        for name, value in ({"RAY_worker_niceness": "0"} | _START_WAITS).items():
+        for name, value in ({"RAY_worker_niceness": "0"} | START_WAITS).items():
             os.environ.setdefault(name, value)
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:

@@ -28,7 +28,6 @@ from or1_megatron.trainer import placement
 from or1_megatron.trainer.placement import engine_places
 
 RUN = "pretended"
-TRIES = 4
 
 
 class Settings:
@@ -73,28 +72,21 @@ def fork(world: int) -> int:
     return 0
 
 
-def start_nodes(nodes: list[dict[str, str]], tries: int = TRIES) -> Cluster:
-    """Start a raylet for each node's environment; again when the machine was too busy for Ray's 30 s."""
-    started, before = Cluster(), cluster._children()
-    try:
-        for environment in nodes:
-            seen = environment.get("CUDA_VISIBLE_DEVICES", environment["PRETENDED_GPUS"])
-            started.add_node(
-                num_cpus=1,
-                num_gpus=len(seen.split(",")),
-                env_vars=environment,
-                include_dashboard=False,
-                include_log_monitor=False,
-                no_monitor=True,
-            )
-    except Exception as error:
-        if tries == 1 or cluster._TOO_SLOW not in str(error):
-            raise
-    else:
-        return started
-    for pid in cluster._children() - before:
-        os.kill(pid, signal.SIGKILL)
-    return start_nodes(nodes, tries - 1)
+def start_nodes(nodes: list[dict[str, str]]) -> Cluster:
+    """Start a raylet for each node's environment."""
+    os.environ.update(cluster.START_WAITS)
+    started = Cluster()
+    for environment in nodes:
+        seen = environment.get("CUDA_VISIBLE_DEVICES", environment["PRETENDED_GPUS"])
+        started.add_node(
+            num_cpus=1,
+            num_gpus=len(seen.split(",")),
+            env_vars=environment,
+            include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
+        )
+    return started
 
 
 def end(nodes: Cluster) -> None:
