@@ -162,7 +162,8 @@ def test_wrong_and_hostile_programs_fail(verifier: CodeVerifier, case: str) -> N
     assert (verdict.reward, verdict.status) == (0.0, "wrong"), verdict.detail
     assert verdict.detail
     assert [child.name() for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"] == []
-    assert verifier.verify(problem(DOUBLE), answer("print(int(input()) * 2)"), truncated=False).status == "right"
+    after = verifier.verify(problem(DOUBLE), answer("print(int(input()) * 2)"), truncated=False)
+    assert after.status == "right", after.detail
 
 
 @needs_bubblewrap
