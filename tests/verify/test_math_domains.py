@@ -6,13 +6,9 @@ Not proven: rates on answers of models.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
-
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.math.verifier import MathVerifier
 
 FAMILY = r"x=k\pi, k \in \mathbb{Z}"
 ODD = r"x=2k+1, k \in \mathbb{Z}"
@@ -209,23 +205,11 @@ RIGHT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[MathVerifier]:
-    made = MathVerifier(timeout_s=60.0)
-    yield made
-    made.close()
-
-
-def is_right(verifier: MathVerifier, gold: str, answer: str) -> bool:
-    problem = Problem("id", "s", "math", (Message("user", "q"),), json.dumps([gold]), {}, "x.jsonl:1")
-    return verifier.verify(problem, rf"</think>\boxed{{{answer}}}", truncated=False).status == "right"
-
-
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_what_says_the_same(verifier: MathVerifier, gold: str, answer: str) -> None:
-    assert is_right(verifier, gold, answer) and is_right(verifier, gold, gold)
+def test_what_says_the_same(is_right: Callable[[str, str], bool], gold: str, answer: str) -> None:
+    assert is_right(gold, answer) and is_right(gold, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_near_misses(verifier: MathVerifier, gold: str, answer: str) -> None:
-    assert not is_right(verifier, gold, answer)
+def test_near_misses(is_right: Callable[[str, str], bool], gold: str, answer: str) -> None:
+    assert not is_right(gold, answer)
