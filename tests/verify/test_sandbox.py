@@ -115,19 +115,26 @@ def test_a_session_answers_and_says_how_it_ended(sandbox: Sandbox) -> None:
         session.ask(b"")
 
 
-@pytest.mark.parametrize(("source", "ending"), [("print(7)", "exited"), ("while True: print(7)", "wall_time")])
-def test_a_busy_machine_that_looks_late_sees_what_was_done(
+@pytest.mark.parametrize(
+    ("source", "ending"),
+    [
+        ("print(7)", "exited"),
+        ("import time\ntime.sleep(1)\nprint(7)", "exited"),
+        ("while True: print(7)", "wall_time"),
+        ("import time\nprint(7, flush=True)\ntime.sleep(600)", "wall_time"),
+    ],
+)
+def test_a_machine_that_pauses_does_not_use_up_the_programs_time(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, source: str, ending: str
 ) -> None:
-    """The clock jumps beyond the limit before the first look. Output goes on and on, or has ended by then."""
-    launched = sandbox._launch(python(source), b"", replace(LIMITS, cpu_s=60.0))
+    """The clock jumps beyond the limit at the first look; the program has ended, goes on for a second, or for ever."""
+    launched = sandbox._launch(python(source), b"", replace(LIMITS, cpu_s=0.4 if "sleep" in source else 60.0))
     try:
         launched.release()
-        if ending == "exited":
+        if source == "print(7)":
             assert launched_module._exited(launched.process.pid, 60.0)
-        jumps = itertools.chain([0.0], itertools.repeat(1000.0))
-        started_s = time.monotonic()
-        monkeypatch.setattr(launched_module.time, "monotonic", lambda: started_s + next(jumps))
+        jumps, monotonic = itertools.chain([0.0, 0.0], itertools.repeat(30.0)), time.monotonic
+        monkeypatch.setattr(launched_module.time, "monotonic", lambda: monotonic() + next(jumps))
         stopped = launched.read()
         monkeypatch.undo()
         result = launched.finish(stopped or "exited")

@@ -155,11 +155,12 @@ class Launched:
     def read(self, line: bytes | None = None) -> Ending | None:
         """Read what the program writes until it ends, or, after sending ``line``, until it has written a line.
 
-        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there. What it had
-        written when this process, on a busy machine, looks too late counts.
+        Returns the limit that it met, "exited" when it ended by itself, and None when a line is there. A time in which
+        this process did not run, on a busy or a paused machine, is not the program's, and what it wrote then counts.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
-        deadline_s, late = time.monotonic() + limits.wall_s - self.starved_s(), False
+        left_s, late, starved_s = limits.wall_s, False, self.starved_s()
+        latest_s = time.monotonic() + (1 + _STARVED_WALLS) * limits.wall_s
         with selectors.DefaultSelector() as selector:
             if line is not None:
                 selector.register(process.stdin, selectors.EVENT_WRITE)  # type: ignore[arg-type]
@@ -169,16 +170,19 @@ class Launched:
             while open_pipes if line is None else process.stdout in open_pipes:
                 if line is not None and b"\n" in self.output:
                     return None
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    remaining_s += self.starved_s()
+                if left_s <= 0:
+                    waited_s = self.starved_s() - starved_s
+                    left_s, starved_s = left_s + waited_s, starved_s + waited_s
                 if late and not _exited(process.pid, 0):
                     return "wall_time"
-                late = remaining_s <= 0
+                looked_s = time.monotonic()
+                late = left_s <= 0 or looked_s > latest_s
                 cpu_left_s = limits.cpu_s - self.cpu_s()
                 if cpu_left_s <= 0:
                     return "cpu_time"
-                ready = selector.select(max(min(remaining_s, max(cpu_left_s, _CPU_POLL_S)), 0))
+                wait_s = 0.0 if late else min(left_s, max(cpu_left_s, _CPU_POLL_S))
+                ready = selector.select(wait_s)
+                left_s -= min(time.monotonic() - looked_s, wait_s)
                 if late and not ready:
                     return "wall_time"
                 for key, _ in ready:
@@ -192,7 +196,7 @@ class Launched:
                 if len(self.output) > limits.output_bytes:
                     return "output"
         # a process that goes on can close both pipes
-        return "exited" if _exited(process.pid, max(deadline_s - time.monotonic(), _CLOSED_S)) else "wall_time"
+        return "exited" if _exited(process.pid, max(left_s, _CLOSED_S)) else "wall_time"
 
     def finish(self, stopped: Ending) -> SandboxResult:
         """End every process. The result's ending is ``stopped``, or the kernel's limit that ended the program first.

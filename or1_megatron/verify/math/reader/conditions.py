@@ -120,7 +120,7 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     if any(map(_is_point, stated)):
         return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
     if any(isinstance(one, Relation) and isinstance(one.sides[-1], Words) for one in stated):
-        return bool(_KINDS & {word for one in stated for word in _words(one)})
+        return bool(_NARROWING & {word for one in stated for word in _words(one)})
     domain = number_set(stated[0])
     if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
         return True
@@ -132,7 +132,7 @@ def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Rea
     return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
 
 
-_KINDS = frozenset({"even", "odd", "prime", "composite", "negative"})
+_NARROWING = frozenset({"even", "odd", "prime", "composite", "negative"})
 
 
 def _words(condition: Reading) -> list[str]:

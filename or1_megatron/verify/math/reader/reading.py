@@ -52,8 +52,8 @@ _HEAD = re.compile(
 _CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
-_KINDS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
-_SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_KINDS)})")
+_NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
+_SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
 _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
 
 
@@ -79,7 +79,7 @@ def _set_in_words(words: str) -> Reading | None:
     if found := _SIGNED.fullmatch(words):
         operator = {"positive": ">", "negative": "<"}.get(found[1], ">=")
         sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
-        return SetBuilder("x", _KINDS[found[2]], Relation((operator,), sides, ("x", "")))
+        return SetBuilder("x", _NUMBERS[found[2]], Relation((operator,), sides, ("x", "")))
     return NumberSet("R") if words in _EVERYTHING else None
 
 
