@@ -87,6 +87,8 @@ def replay(
     show(dump, replayed, layout, console)
     limit = TOLERANCE[settings.dtype] if tolerance is None else tolerance
     differences = list(differ(dump.report, replayed.report, limit))
+    if dump.raised:
+        differences = [f"not reproduced: in the run the update raised {dump.raised!r}, now it went through"]
     for line in differences:
         console.print(line, style="red", soft_wrap=True)
     if not differences:
@@ -100,8 +102,8 @@ def model_of(dump: UpdateDump, folder: Path, model: Path | None) -> ModelConfig:
     weights = model or folder / WEIGHTS
     if model is None and not weights.is_dir():
         raise DumpError(
-            f"{folder} holds no weights (safety.dump_weights was off): give --model, the HF folder of the policy as it "
-            f"was after step {dump.step - 1}"
+            f"{folder} holds no weights (safety.dump_weights was off, or the update raised): give --model, the HF "
+            f"folder of the policy as it was after step {dump.step - 1}"
         )
     return ModelConfig(hf=weights, dtype=dump.context["model"]["dtype"])
 

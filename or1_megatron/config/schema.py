@@ -301,10 +301,10 @@ class SafetyConfig(Section):
     max_rejected_in_a_row: Positive = 10
     """A step with every group rejected trains nothing; this many in a row end the run. Unit: rollout steps."""
     keep_dumps: NonNegative = 2
-    """The batch of a skipped SGD step is dumped for ``or1 replay``; the newest dumps stay. 0: dump none. Unit:
-    dumps."""
+    """The batch of an SGD step that is skipped or raises is dumped for ``or1 replay``; the newest dumps stay. 0: dump
+    none. Unit: dumps."""
     dump_weights: bool = True
-    """Dump the weights of the step with it, as an HF folder: the model's size on disk for each dump."""
+    """Dump the weights of a skipped step with it, as an HF folder: the model's size on disk for each dump."""
     dump_steps: tuple[Positive, ...] = ()
     """Steps whose batches are dumped in any case; these dumps all stay."""
     alarms: bool = True

@@ -55,7 +55,7 @@ def main() -> int:
                 "grad_norm": str(report.grad_norm),  # as text: JSON has no nan
                 "sums": {name: str(value) for name, value in report.sums.items()},
                 "first_not_finite": first_not_finite(scores.log_probs),
-                "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs),
+                "log_prob_difference": largest_difference(scores.log_probs, dump.log_probs) if dump.log_probs else 0.0,
             }
             arguments.found.write_text(json.dumps(found))
     finally:

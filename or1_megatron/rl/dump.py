@@ -38,7 +38,7 @@ _FORMAT: Final = 2
 _OBJECTIVES: Final = {kind.__name__: kind for kind in (*BUILT_IN.values(), CrossEntropy)}
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
-Reason = Literal["skipped", "asked"]
+Reason = Literal["skipped", "asked", "raised"]
 
 
 class DumpError(UserError, ValueError):
@@ -49,7 +49,8 @@ class DumpError(UserError, ValueError):
 class UpdateDump:
     """One update: its inputs and its results.
 
-    ``log_probs``: per sample, the policy's log-probs of the counted tokens, by a forward pass on the same weights.
+    ``log_probs``: per sample, the policy's log-probs of the counted tokens, by a forward pass on the same weights;
+    empty if the update raised, as are weights and results: then ``raised`` is the error.
     ``context``: sections of the resolved configuration (``model``, ``parallel``, ``optimizer``), and ``versions``.
     """
 
@@ -64,6 +65,7 @@ class UpdateDump:
     log_probs: tuple[Float32Array, ...]
     context: Mapping[str, Any]
     aggregation: Aggregation = "token_mean"
+    raised: str = ""
 
 
 def unpack(batch: Batch) -> list[Sample]:
@@ -157,6 +159,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "step": dump.step,
         "update": dump.update,
         "reason": dump.reason,
+        "raised": dump.raised,
         "objective": {"class": _class_name(dump.objective), "fields": asdict(dump.objective)},
         "temperature": dump.objective.temperature,
         "token_count": dump.token_count,
@@ -164,7 +167,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "seen": {
             "skipped": report.skipped,
             "grad_norm": _plain(report.grad_norm),
-            "learning_rate": report.learning_rate,
+            "learning_rate": _plain(report.learning_rate),
             "sums": {name: _plain(value) for name, value in report.sums.items()},
             "first_not_finite": {str(sample): token for sample, token in first_not_finite(dump.log_probs).items()},
         },
@@ -215,7 +218,7 @@ def read_dump(folder: Path) -> UpdateDump:
             sums={name: float(value) for name, value in seen["sums"].items()},
             token_count=record["token_count"],
             grad_norm=float(seen["grad_norm"]),
-            learning_rate=seen["learning_rate"],
+            learning_rate=float(seen["learning_rate"]),
             skipped=seen["skipped"],
             forward_backward_s=0.0,
             optimizer_s=0.0,
@@ -223,6 +226,7 @@ def read_dump(folder: Path) -> UpdateDump:
         log_probs=log_probs,
         context=record["context"],
         aggregation=aggregation,
+        raised=record.get("raised", ""),
     )
 
 
@@ -296,4 +300,4 @@ def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float
 def _cut(values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> list[Any]:
     if int(lengths.sum()) != values.size:
         raise ValueError(f"{values.size} values, expected {int(lengths.sum())}")
-    return np.split(values, np.cumsum(lengths)[:-1])
+    return np.split(values, np.cumsum(lengths)[:-1]) if lengths.size else []

@@ -1,4 +1,7 @@
-"""SGD steps whose loss or gradient is not finite: they are counted and dumped, and too many in a row end the run."""
+"""SGD steps that fail. One whose loss or gradient is not finite is counted and dumped; too many in a row end the run.
+
+One that raises is dumped, too.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +70,16 @@ class UpdateGuard:
         """Dumps of the skipped steps in a row."""
 
     def update(self, sgd_step: SgdStep) -> UpdateReport:
-        """Make the step, and dump it when it was skipped or is in ``safety.dump_steps``.
+        """Make the step, and dump it when it was skipped, raised or is in ``safety.dump_steps``.
 
         Raises TooManySkipped, naming the dumps, when ``safety.max_skipped_in_a_row`` is reached.
         """
         aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
-        report = self._update(sgd_step)
+        try:
+            report = self._update(sgd_step)
+        except Exception as error:
+            self._keep_raised(aside, sgd_step, error)
+            raise
         if not report.skipped:
             self.in_a_row, self._dumped = 0, []
             self._keep(aside, sgd_step, report)
@@ -119,7 +126,20 @@ class UpdateGuard:
             return None
         return _Aside(folder, reason, log_probs)
 
-    def _keep(self, aside: _Aside | None, sgd_step: SgdStep, report: UpdateReport) -> Path | None:
+    def _keep_raised(self, aside: _Aside | None, sgd_step: SgdStep, error: Exception) -> None:
+        """Dump the batch, alone unless more is there: the ranks, which end, can neither score it nor export weights."""
+        if self._dumps is None or (aside is None and self._config.keep_dumps == 0):
+            return
+        unknown = math.nan
+        report = UpdateReport({"loss": unknown}, sgd_step.batch.token_count, unknown, unknown, False, 0.0, 0.0)
+        try:
+            aside = aside or _Aside(self._dumps.open(sgd_step.step, sgd_step.index), "raised", ())
+        except OSError as lost:
+            self._tell_lost(self._dumps, sgd_step, lost)
+            return
+        self._keep(aside, sgd_step, report, f"{type(error).__name__}: {error}")
+
+    def _keep(self, aside: _Aside | None, sgd_step: SgdStep, report: UpdateReport, raised: str = "") -> Path | None:
         """Complete the dump and return its folder; None when there is none."""
         if self._dumps is None or aside is None:
             return None
@@ -134,6 +154,7 @@ class UpdateGuard:
             log_probs=aside.log_probs,
             context=self._dumps.context,
             aggregation=sgd_step.batch.aggregation,
+            raised=raised,
         )
         try:
             return self._dumps.close(aside.folder, dump)

@@ -21,7 +21,7 @@ import ranks
 from rich.console import Console
 
 from or1_megatron.commands.replay import differ, replay
-from or1_megatron.rl.dump import DumpError, read_dump
+from or1_megatron.rl.dump import DumpError, read_dump, write_dump
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import UpdateReport
 
@@ -94,6 +94,17 @@ def test_with_other_weights_it_is_not_reproduced(made: tuple[Path, Any], tiny_qw
     """The model as it was before the updates that came first."""
     status, output = replayed(made[0] / "step_000007_update_0", "--model", str(tiny_qwen2))
     assert status == 1 and "not reproduced: gradient norm was" in output, output
+
+
+@pytest.mark.slow
+def test_a_dump_of_an_update_that_raised(made: tuple[Path, Any], tmp_path: Path) -> None:
+    """It has no weights and no log-probs: the update is made on the model that is given, and goes through here."""
+    made_dump, folder = read_dump(made[0] / "step_000007_update_0"), tmp_path / "raised"
+    folder.mkdir()
+    write_dump(folder, replace(made_dump, reason="raised", raised="RuntimeError: out of memory", log_probs=()))
+    status, output = replayed(folder, "--model", str(made[0] / "step_000007_update_0" / "weights"))
+    assert status == 1, output
+    assert "not reproduced: in the run the update raised 'RuntimeError: out of memory', now it went through" in output
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from or1_megatron.config.schema import (
 )
 from or1_megatron.errors import AgreedError
 from or1_megatron.evaluate.held_out import HeldOut
-from or1_megatron.interfaces import EnginesLost
+from or1_megatron.interfaces import EnginesLost, Objective
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
 from or1_megatron.rl.dump import DumpStore, read_dump
 from or1_megatron.rl.loop import Loop
@@ -41,7 +41,7 @@ from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
-from or1_megatron.types import Verdict, VersionSpan
+from or1_megatron.types import Batch, UpdateReport, Verdict, VersionSpan
 
 PROBLEMS = 16
 STAGE = StageConfig(
@@ -552,6 +552,25 @@ def test_skipped_update_is_counted_and_dumped(tmp_path: Path) -> None:
         np.testing.assert_array_equal(sample.engine_log_probs, sampled)
         np.testing.assert_allclose(log_probs, sampled, atol=1e-6)
     assert [alarm for alarm in world.diary.alarms if f"or1 replay {folder}" in alarm and "loss (nan)" in alarm]
+
+
+def test_an_update_that_raises_is_dumped(tmp_path: Path) -> None:
+    """The ranks are lost: the dump has batch and error, and neither log-probs nor weights. The error ends the run."""
+    world = World(tmp_path, [STAGE], evaluated=False)
+    true = world.policy.update
+
+    def fail(batch: Batch, objective: Objective) -> UpdateReport:
+        if len(world.policy.updates) == 1:
+            raise RuntimeError("out of memory")
+        return true(batch, objective)
+
+    world.policy.update = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        world.loop.run()
+    found = read_dump(tmp_path / "dumps" / "step_000002_update_0")
+    assert (found.reason, found.raised) == ("raised", "RuntimeError: out of memory")
+    assert found.log_probs == () and not (tmp_path / "dumps" / "step_000002_update_0" / "weights").exists()
+    assert found.token_count == sum(int(sample.loss_mask.sum()) for sample in found.samples) > 0
 
 
 def test_dumps_that_were_asked_for(tmp_path: Path) -> None:
