@@ -280,7 +280,7 @@ def _prepare(folder: Path, policy: MegatronPolicy) -> CheckpointError | None:
 def _reason(error: BaseException) -> str:
     """Return an error's reason in one line."""
     if isinstance(error, OSError) and error.errno in _FULL:
-        return "the disk is full"
+        return os.strerror(error.errno)
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else repr(error)
 

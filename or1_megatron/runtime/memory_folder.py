@@ -61,7 +61,7 @@ def remove_memory_folder(checkpoints: Path) -> None:
 def bring_to_disk(keeper: CheckpointKeeper) -> None:
     """Copy the newest checkpoint in memory to the disk, if it is newer than those there, and delete those in memory.
 
-    Only the process that holds the run's lock may call this. What cannot be copied is lost, with a warning.
+    Only the process that holds the run's lock may call this. What cannot be copied stays in memory, with a warning.
     """
     try:
         newest = keeper.newest_intact() if keeper.memory is not None else None
@@ -73,8 +73,10 @@ def bring_to_disk(keeper: CheckpointKeeper) -> None:
                 sync(path)
             put_in_place(aside, keeper.folder / newest.name)
     except Exception as error:
-        log.warning("the newest checkpoint was in memory, and could not be brought to the disk: %s", error)
-    remove_memory_folder(keeper.folder)
+        kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
+        log.warning(kept, memory_folder(keeper.folder), error)
+    else:
+        remove_memory_folder(keeper.folder)
 
 
 def _prefix(checkpoints: Path) -> str:

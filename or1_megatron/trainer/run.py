@@ -1,7 +1,7 @@
 """What every trainer rank runs, under torchrun.
 
     or1 train CONFIG                                                    (starts it on one machine)
-    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (several nodes)
+    torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (without a launcher of ours)
 
 Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop. The other ranks hold
 their share of the policy and execute the verbs that rank 0 relays.

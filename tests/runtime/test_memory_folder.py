@@ -109,8 +109,12 @@ def test_a_run_that_ends_keeps_the_newest_on_disk(keeper: CheckpointKeeper, on_d
         check_manifest(folder)
 
 
-def test_what_cannot_be_brought_to_disk_is_named(keeper: CheckpointKeeper, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_brought_to_disk_stays_in_memory(
+    keeper: CheckpointKeeper, caplog: pytest.LogCaptureFixture
+) -> None:
     make(keeper.memory, 5)
     (keeper.folder / "step_000005.partial").write_text("in the way")
     bring_to_disk(keeper)
-    assert "could not be brought to the disk" in caplog.text and keeper.complete() == []
+    assert "could not be copied to the disk" in caplog.text and keeper.complete() == []
+    memory = memory_keeper(keeper.folder)
+    assert memory is not None and [path.name for path in memory.complete()] == ["step_000005"]

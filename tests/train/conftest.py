@@ -69,7 +69,4 @@ def train() -> Iterator[Callable[..., Training]]:
 
     yield start
     for training in started:
-        for child in training.descendants():
-            child.kill()
-        training.process.kill()
-        training.process.wait()
+        training.end()

@@ -6,47 +6,20 @@ that the result is as good as an undisturbed run's (benchmarks/chaos.py).
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from training import PATIENCE_S, Training, read_rows
+from training import ROOT, Training, faults, process_of, read_rows, wait_for_rows
 
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(3000)
-
-
-def process_of(run: Path, who: str) -> int:
-    """The pid of the process that calls itself so; waits until there is one."""
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        for beat in read_beats(beats_folder(RunFolder(run).run_id)):
-            if beat.who == who and psutil.pid_exists(beat.pid):
-                return beat.pid
-        time.sleep(0.1)
-    raise AssertionError(f"no {who}")
-
-
-def wait_for_rows(training: Training, run: Path, step: int) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=-1) < step:
-        assert training.process.poll() is None, training.finish()[1][-5000:]
-        assert time.monotonic() < give_up, f"no row of step {step}"
-        training.descendants()
-        time.sleep(0.1)
-
-
-def faults(run: Path) -> list[dict[str, str]]:
-    path = run / "faults.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 @pytest.mark.slow
@@ -93,3 +66,24 @@ def test_a_run_goes_on_by_itself(
     assert output.count("The ranks start again in") == output.count(" in /dev/shm/or1_checkpoints_") >= 3
     assert memory_folder(run / "checkpoints") is None
     assert not beats_folder(RunFolder(run).run_id).is_dir() or not read_beats(beats_folder(RunFolder(run).run_id))
+
+
+@pytest.mark.slow
+def test_plain_torchrun_starts_the_ranks_again(small_config: Callable[[Path], Path], tmp_path: Path) -> None:
+    """``torchrun --max-restarts``: rank 1 is killed; both ranks go on from the newest checkpoint, and Ray with them."""
+    run = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    training = Training.of(
+        [*torchrun, "--max-restarts", "2", "-m", "or1_megatron.trainer.run", str(small_config(run))],
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        wait_for_rows(training, run, 2)
+        os.kill(process_of(run, "rank 1"), signal.SIGKILL)
+        status, output = training.finish()
+    finally:
+        training.end()
+    assert status == 0, output[-6000:]
+    assert training.survivors() == []
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(7))
+    assert [fault["why"] for fault in faults(run) if fault["kind"] == "restart"] == ["torchrun started them again"]

@@ -7,9 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import psutil
+
+from or1_megatron.runtime.heartbeat import beats_folder, read_beats
+from or1_megatron.runtime.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 800.0
@@ -30,16 +35,34 @@ class Training:
             environment |= {"SABOTAGE": "hold", "SABOTAGE_STEP": str(hold_after)}
         sets = [part for override in overrides for part in ("--set", override)]
         path = [SABOTAGE, ROOT] if "SABOTAGE" in environment else [ROOT]
+        command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), *sets]
+        self._start(command, {**environment, "PYTHONPATH": os.pathsep.join(map(str, path))})
+
+    @classmethod
+    def of(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Start a run by another command."""
+        training = cls.__new__(cls)
+        training._start(command, environment)
+        return training
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), *sets],
+            command,
             cwd=ROOT,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, path))},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         self._seen: dict[int, float] = {}
+
+    def end(self) -> None:
+        """Kill what is left of the run."""
+        for child in self.descendants():
+            child.kill()
+        self.process.kill()
+        self.process.wait()
 
     def descendants(self) -> list[psutil.Process]:
         try:
@@ -121,3 +144,28 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
     if not metrics.is_file():
         return []
     return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def process_of(run: Path, who: str) -> int:
+    """The pid of the process that calls itself so; waits until there is one."""
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        for beat in read_beats(beats_folder(RunFolder(run).run_id)):
+            if beat.who == who and psutil.pid_exists(beat.pid):
+                return beat.pid
+        time.sleep(0.1)
+    raise AssertionError(f"no {who}")
+
+
+def wait_for_rows(training: Training, run: Path, step: int) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=-1) < step:
+        assert training.process.poll() is None, training.finish()[1][-5000:]
+        assert time.monotonic() < give_up, f"no row of step {step}"
+        training.descendants()
+        time.sleep(0.1)
+
+
+def faults(run: Path) -> list[dict[str, str]]:
+    path = run / "faults.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

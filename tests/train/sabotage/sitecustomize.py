@@ -5,6 +5,7 @@ kill: engines kill themselves, each way once: while receiving, when they have lo
 holds what has happened.
 memory: a bit of one of rank 1's parameters flips, when its replicas have been compared for handoff 1; later a bit of an
 engine's final norm, when its tensors have been compared with what it received.
+clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import mmap
 import os
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -131,7 +134,16 @@ def hold(loop: Any) -> None:
     loop.Loop.train_step = held
 
 
-FAULTS = {
+def move_clock() -> None:
+    with (Path(os.environ["SABOTAGE_FOLDER"]) / "clock").open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() + struct.unpack("d", memory)[0]
+    time.time_ns = lambda: nanoseconds() + int(1e9 * struct.unpack("d", memory)[0])
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "clock": {},
     "hold": {"or1_megatron.rl.loop": hold},
     "memory": {
         "or1_megatron.parallel.replicas": note_replicas,
@@ -168,3 +180,5 @@ class Saboteur(importlib.abc.MetaPathFinder):
 
 if os.environ.get("SABOTAGE"):
     sys.meta_path.insert(0, Saboteur(dict(FAULTS[os.environ["SABOTAGE"]])))
+    if os.environ["SABOTAGE"] == "clock":
+        move_clock()
