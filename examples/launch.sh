@@ -13,7 +13,6 @@
 #   RAY_PORT     of Ray's head on node 0 (6379)
 #   RAY_AUTH_TOKEN_PATH  file of the token that Ray's nodes know each other by ($RUNS/ray_token, made if there is none);
 #                RAY_AUTH_MODE=disabled: none
-#   GRACE_S      seconds to save after SIGTERM or SIGUSR1 before the ranks are killed (270; more than checkpoint.signal_grace_s)
 #   DRY_RUN=1    print the plan and what is not there yet; start nothing
 #
 # Exit status: 0 the stage is done; 3 stopped by a signal, its state saved (run the same again to resume); else failed.
@@ -29,7 +28,7 @@ recipe=configs/recipes/$name.yaml
 [[ -f $recipe ]] || die "no recipe $recipe; there are: $(cd configs/recipes && echo *.yaml)"
 
 export NNODES=${NNODES:-1} NODE_RANK=${NODE_RANK:-0} MASTER_PORT=${MASTER_PORT:-29500}
-ray_port=${RAY_PORT:-6379} grace_s=${GRACE_S:-270}
+ray_port=${RAY_PORT:-6379}
 for variable in MODEL DATA EVAL RUNS; do
   [[ -n ${!variable:-} ]] || die "$variable is not set; see the top of examples/launch.sh"
 done
@@ -48,14 +47,12 @@ arguments=("$recipe" --set "run.stage=$stage" "$@")
 # Node 0 checks everything; the others need not read the data too.
 if [[ ${DRY_RUN:-} == 1 ]] || ((NODE_RANK > 0)); then look=--dry-run; else look=--check; fi
 or1 train "${arguments[@]}" "$look" || exit 2
-ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
-((ranks % NNODES == 0)) || die "parallel.ranks = $ranks does not divide by NNODES = $NNODES; choose another LAYOUT"
 if [[ ${DRY_RUN:-} == 1 ]]; then exit 0; fi
 
-ray_pid="" agent=""
+ray_pid="" launcher=""
 cleanup() {
   trap '' TERM USR1 INT
-  [[ -z $agent ]] || kill -KILL "$agent" 2>/dev/null || true
+  [[ -z $launcher ]] || kill -KILL "$launcher" 2>/dev/null || true
   [[ -z $ray_pid ]] || { kill -TERM "$ray_pid" 2>/dev/null && wait "$ray_pid" 2>/dev/null; } || true
 }
 trap cleanup EXIT
@@ -86,42 +83,26 @@ if ((NNODES > 1)); then
     done
   done
   ((started)) || die "Ray did not start; see $log"
-  meeting=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
-else
-  meeting=(--standalone)
+  arguments+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
 
-# On a signal torchrun would kill each rank's process group. So it ignores signals, and they go to the ranks alone, which save
-# and end; what has not ended after the grace period is killed.
-(
-  trap '' TERM USR1 INT HUP
-  exec torchrun "${meeting[@]}" --nproc-per-node $((ranks / NNODES)) --max-restarts 0 --signals-to-handle SIGQUIT \
-    -m or1_megatron.trainer.run "${arguments[@]}"
-) &
-agent=$!
+# It saves and stops when it is told to, and starts the ranks again after what can be mended.
+or1 train "${arguments[@]}" &
+launcher=$!
 stopped=""
 pass_on() {
-  [[ -z $stopped ]] || return 0
   stopped=$1
-  for rank in $(ps -o pid= --ppid "$agent"); do kill -s "$1" "$rank" 2>/dev/null || true; done
-  (
-    sleep "$grace_s" & # killed with this shell, or it would be left behind
-    nap=$!
-    trap 'kill "$nap"' TERM
-    wait "$nap" && kill -KILL "$agent"
-  ) 2>/dev/null &
-  guard=$!
+  kill -s "$1" "$launcher" 2>/dev/null || true
 }
 trap 'pass_on TERM' TERM INT HUP
 trap 'pass_on USR1' USR1
 status=0
 while :; do # wait returns early when a trapped signal comes
-  wait "$agent" && status=0 || status=$?
-  kill -0 "$agent" 2>/dev/null || break
+  wait "$launcher" && status=0 || status=$?
+  kill -0 "$launcher" 2>/dev/null || break
 done
-agent=""
-[[ -z ${guard:-} ]] || kill "$guard" 2>/dev/null || true
-if [[ -n $stopped ]]; then
+launcher=""
+if [[ -n $stopped && $status -ne 0 ]]; then
   echo "launch.sh: stopped by SIG$stopped; run the same again to resume" >&2
   exit 3
 fi

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +18,7 @@ from or1_megatron.runtime.driver import check_driver
 
 if TYPE_CHECKING:
     from or1_megatron.config.schema import Config
+    from or1_megatron.runtime.nodes import Nodes
     from or1_megatron.sizing.conflicts import Device
 
 
@@ -48,6 +49,10 @@ def train(
             help="--dry-run for this model shape (`or1 recipes` lists them) or a folder's config.json; reads no data.",
         ),
     ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="How many nodes have trainer ranks. Run the same on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="This node's number. Node 0 decides on restarts.")] = 0,
+    master_addr: Annotated[str | None, typer.Option(help="Name or address of node 0.")] = None,
+    master_port: Annotated[int, typer.Option(help="Port of node 0 at which the launchers meet.")] = 29500,
 ) -> None:
     """Train as CONFIG says. A run folder that holds checkpoints is resumed.
 
@@ -66,8 +71,12 @@ def train(
         with _naming_what_makes_data(path):
             if dry_run:
                 _dry_run(loaded, device, shape)
+            elif check:
+                _check(loaded, device)
             else:
-                _start(loaded, path, overrides, device, check)
+                nodes = _nodes(loaded, nnodes, node_rank, master_addr, master_port)
+                with nullcontext() if nodes is None else nodes:
+                    _start(loaded, path, overrides, device, nodes)
 
 
 @contextmanager
@@ -102,29 +111,54 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
         print(f"or1: not there yet: {line}", file=sys.stderr)
 
 
-def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, check_only: bool) -> None:
+def _check(config: Config, device: Device | None) -> None:
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.plan_tables import render
+    from or1_megatron.trainer.preflight import check_inputs, check_room
+
+    planned = plan_run(config, _device(device))
+    Console().print(render(planned))
+    check_inputs(config, ground_truths=True)
+    check_room(planned)
+
+
+def _nodes(config: Config, count: int, rank: int, address: str | None, port: int) -> Nodes | None:
+    """Meet the launchers of the other nodes; None on a single node. UserError: the options contradict each other."""
+    from or1_megatron.errors import UserError
+    from or1_megatron.runtime.nodes import Nodes
+
+    ranks = config.parallel.ranks
+    wrong = []
+    if rank >= count:
+        wrong.append(f"--node-rank {rank}: expected 0 to {count - 1}, since --nnodes is {count}")
+    if count > 1 and address is None:
+        wrong.append("--master-addr is missing: the nodes meet at node 0's address")
+    if ranks % count:
+        wrong.append(f"parallel.ranks is {ranks}, which {count} nodes cannot share equally; choose another layout")
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return Nodes(count, rank, str(address), port, config.cluster.join_timeout_s) if count > 1 else None
+
+
+def _start(config: Config, path: Path, overrides: Sequence[str], device: Device | None, nodes: Nodes | None) -> None:
+    from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.trainer.preflight import check_inputs, check_room, no_room_in_memory
 
     planned = plan_run(config, _device(device))
-    if check_only:
-        Console().print(render(planned))
-        check_inputs(config, ground_truths=True)
-        check_room(planned)
-        return
-    for warning in planned.warnings:
-        print(f"or1: warning: {warning}", file=sys.stderr)
-    check_inputs(config)
+    if nodes is None or nodes.rank == 0:  # the others need not read the data, too
+        for warning in planned.warnings:
+            print(f"or1: warning: {warning}", file=sys.stderr)
+        check_inputs(config)
     check_room(planned)
     if (lacking := no_room_in_memory(planned)) is not None:
         print(f"or1: warning: {lacking}", file=sys.stderr)
         overrides = [*overrides, "checkpoint.in_memory=false"]
-    raise typer.Exit(_keep_running(config, [str(path), *(part for key in overrides for part in ("--set", key))]))
+    arguments = [str(path), *(part for key in overrides for part in ("--set", key))]
+    raise typer.Exit(_keep_running(config, arguments, nodes))
 
 
-def _keep_running(config: Config, arguments: Sequence[str]) -> int:
-    """Run the ranks, and again after what can be mended; return the exit code for the shell."""
+def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None) -> int:
+    """Run this node's ranks, and again after what can be mended; return the exit code for the shell."""
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
     from or1_megatron.runtime.memory_folder import bring_to_disk
@@ -136,13 +170,16 @@ def _keep_running(config: Config, arguments: Sequence[str]) -> int:
     folder = RunFolder(config.run.folder)
 
     def attempt() -> Ended:
+        if nodes is not None and nodes.rank == 0:
+            nodes.begin()
         return launch(
             "or1_megatron.trainer.run",
             arguments,
-            ranks=config.parallel.ranks,
+            ranks=config.parallel.ranks // (1 if nodes is None else nodes.count),
             threads_per_rank=config.parallel.threads_per_rank,
             grace_s=config.checkpoint.signal_grace_s,
             monitor=Monitor(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
+            nodes=nodes,
         )
 
     def leave_memory() -> None:
@@ -151,7 +188,14 @@ def _keep_running(config: Config, arguments: Sequence[str]) -> int:
                 bring_to_disk(checkpoint_keeper(config, folder))
         except RunFolderBusy:
             pass  # another trainer goes on with the run
+        except OSError as error:  # the disk that ended the run: what is in memory stays there
+            print(f"or1: warning: {error}", file=sys.stderr)
 
+    if nodes is not None and nodes.rank > 0:
+        code = 1  # node 0 ends before the first attempt only for an error
+        while nodes.begin():
+            code = attempt().code
+        return code
     return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
 
 

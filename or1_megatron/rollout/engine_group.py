@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.cluster import wait_for
 from or1_megatron.rollout.ray_errors import failure_of
+from or1_megatron.runtime.nodes import several_nodes
 from or1_megatron.types import Float32Array, Int32Array
 
 _ANSWER_S = 20.0  # the actor of an engine that runs answers at once, whatever the engine does
@@ -34,9 +35,9 @@ class EngineGroup:
 
     @property
     def address(self) -> str:
-        """This host, as the engines' nodes reach it."""
+        """This host, as the nodes of the engines and of the trainer's other ranks reach it."""
         nodes = gather([handle.ready.remote() for handle in self._handles], self._timeout_s, "tell its node")
-        alone = set(nodes) == {ray.get_runtime_context().get_node_id()}
+        alone = not several_nodes() and set(nodes) == {ray.get_runtime_context().get_node_id()}
         return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:

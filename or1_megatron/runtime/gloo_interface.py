@@ -11,6 +11,7 @@ import socket
 import psutil
 
 from or1_megatron.errors import UserError
+from or1_megatron.runtime.nodes import several_nodes
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -24,9 +25,8 @@ def choose_gloo_interface() -> None:
         UserError: no interface of this host leads to MASTER_ADDR.
     """
     master = os.environ.get("MASTER_ADDR", "localhost")
-    several_nodes = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # At a loopback address only ranks of this host can meet.
-    if not several_nodes or _VARIABLE in os.environ or master == "localhost" or _loopback(master):
+    if not several_nodes() or _VARIABLE in os.environ or master == "localhost" or _loopback(master):
         return
     name = socket.gethostname()
     try:

@@ -1,4 +1,4 @@
-"""Run ranks on this machine under torchrun, with signals that mean "save and stop".
+"""Run this node's ranks under torchrun, with signals that mean "save and stop".
 
 torchrun's agent runs in this process. By default it answers a signal by sending it to each rank's whole process group,
 and SIGKILL 30 s later. That group holds Ray's daemons and the engines that rank 0 started, which would die before the
@@ -16,16 +16,19 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
 import psutil
+import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from or1_megatron.errors import USER_ERROR
+from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.monitor import Monitor
+from or1_megatron.runtime.nodes import Nodes
 from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
 
 FORWARDED: Final = {
@@ -86,15 +89,18 @@ def launch(
     threads_per_rank: int | None,
     grace_s: float,
     monitor: Monitor | None = None,
+    nodes: Nodes | None = None,
 ) -> Ended:
-    """Run ``ranks`` processes of ``module`` with ``arguments`` until they end. Main thread only.
+    """Run ``ranks`` processes of ``module`` with ``arguments`` on this node until they end. Main thread only.
 
     Args:
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         grace_s: seconds that the ranks have to save and exit after a signal.
         monitor: ends what stalls, while the ranks run.
+        nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all of them
+            are one group; where one fails, all end, and each launcher returns how the first one failed.
 
-    No process of the ranks is left when it returns.
+    No process of the ranks is left on this node when it returns.
     """
     threads = threads_of_rank(threads_per_rank, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # else torchrun sets 1 and prints a long notice
@@ -102,19 +108,46 @@ def launch(
     os.environ[LAUNCH_MARK] = supervisor.mark  # the ranks and all that they start inherit it
     logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
     previous = {number: signal.signal(number, supervisor.on_signal) for number in FORWARDED}
-    options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # torchrun must handle at least one signal, but none of FORWARDED.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
+    watched = nullcontext() if nodes is None else nodes.watched(supervisor.kill)
     try:
-        torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+        with watched:
+            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as error:
         supervisor.add_sessions(failure.pid for failure in error.failures.values())
-        return _failed(error, supervisor.number)
+        return _first_of_all(nodes, _failed(error, supervisor.number))
+    except dist.DistError as error:
+        if nodes is None:
+            raise
+        how = f"the {nodes.count} nodes did not meet at {nodes.address}:{nodes.port}: {error}".splitlines()[0]
+        return _first_of_all(nodes, Ended(1, bool(supervisor.number), PART_LOST, how))
     finally:
         supervisor.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
     return Ended(128 + supervisor.number if supervisor.number else 0, bool(supervisor.number))
+
+
+def _meeting(nodes: Nodes | None) -> list[str]:
+    """Return torchrun's options that say where the ranks of all nodes meet."""
+    if nodes is None:
+        return ["--standalone"]
+    options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
+    options += ["--master-addr", nodes.address, "--master-port", str(nodes.port)]
+    return [*options, "--rdzv-conf", f"timeout={nodes.timeout_s:.0f}"]
+
+
+def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
+    """Return how the first rank of all nodes failed. ``ended``: how this node's did."""
+    if nodes is None:
+        return ended
+    if ended.asked:  # the other nodes must not begin again
+        nodes.first_failure(STOPPED, ended.code, ended.how)
+        return ended
+    rank_code, code, how = nodes.first_failure(ended.rank_code, ended.code, ended.how)
+    return Ended(code, False, rank_code, how)
 
 
 def is_launched() -> bool:
@@ -168,7 +201,7 @@ class _Supervisor:
     def end(self) -> None:
         """Kill what the ranks, which have ended, left behind, and wait until it is gone."""
         self._ended.set()
-        self._kill_left_over()
+        self.kill()
         asked_flag(self.mark).unlink(missing_ok=True)
         if self._monitor is None:
             return
@@ -189,7 +222,7 @@ class _Supervisor:
         if not self._ended.wait(self._grace_s + KILL_MARGIN_S):
             waited_s = self._grace_s + KILL_MARGIN_S
             print(f"or1: the ranks did not end within {waited_s:g} s; killing them", file=sys.stderr)
-            self._kill_left_over()
+            self.kill()
 
     def _ranks(self) -> list[psutil.Process]:
         """Return this process's direct children that run the module."""
@@ -202,8 +235,8 @@ class _Supervisor:
                 continue
         return found
 
-    def _kill_left_over(self) -> None:
-        """Kill the processes in a rank's session and those with the launch's mark in their environment.
+    def kill(self) -> None:
+        """Kill the ranks and what they started: all in a rank's session, or with the launch's mark in its environment.
 
         Neither test finds all of them: some programs start sessions of their own, some overwrite their environment (by
         setting a process title), and a rank may end before its session was found.

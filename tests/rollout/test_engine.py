@@ -16,7 +16,7 @@ from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import pool
-from or1_megatron.rollout.engine_group import gather
+from or1_megatron.rollout.engine_group import EngineGroup, gather
 from or1_megatron.rollout.pool import EngineError, EnginePlace, EnginePool, engine_env
 from or1_megatron.types import Completion, Request, Sampling
 
@@ -198,3 +198,23 @@ def test_the_deadline_of_a_start_grows_with_the_weights(tmp_path: Path, monkeypa
 def test_a_start_that_takes_too_long_says_whose_deadline_it_was(ray_cluster: None) -> None:
     with pytest.raises(EngineError, match=r"^engine 0 did not start within 0 s \(rollout.start_timeout_s = 90\)$"):
         gather([ray.ObjectRef.from_random()], 0.0, "start", "rollout.start_timeout_s = 90")
+
+
+def test_trainer_ranks_on_other_nodes_get_an_address_that_they_can_reach(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All engines are on this node. The loopback serves only if all ranks are here, too."""
+
+    @ray.remote(num_cpus=0)
+    class Engine:
+        def ready(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    engine = Engine.remote()
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.1.2.3")
+    group = EngineGroup([engine], workers_per_engine=1, timeout_s=240.0)
+    for world, here, address in (("2", "2", "127.0.0.1"), ("2", "1", "10.1.2.3")):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        assert group.address == address
+    ray.kill(engine)

@@ -1,0 +1,186 @@
+"""The launchers of a run on several nodes: they start its ranks together, and end them together.
+
+Each node has its own ``or1 train``. Node 0's hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT while it
+lives, and decides whether there is another attempt; the others follow. The store's keys:
+
+    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
+    ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
+    beat/<node>   the node's launcher counts once a second
+    left/<node>   the node has read that the run has ended
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final, Self
+
+import torch.distributed as dist
+
+from or1_megatron.errors import UserError
+
+_POLL_S: Final = 0.2
+_LOOK_S: Final = 1.0
+_GRACE_S: Final = 10.0
+"""After another node's ranks have failed: the time in which this node's may report where they were, and end."""
+_SILENT_S: Final = 60.0
+"""A node whose launcher has not counted for this long is lost. A network may drop for less."""
+_LEAVE_S: Final = 10.0
+_END: Final = "end"
+
+
+def several_nodes() -> bool:
+    """Return whether the ranks of this one's world are on several nodes, as torchrun's environment says."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class NodesError(UserError):
+    """The launchers of a run do not meet, or have lost each other: names the node and the address."""
+
+
+class Nodes:
+    """This node's launcher among those of all nodes. Use it from one thread; ``watched`` starts its own.
+
+    Args:
+        count: how many nodes have ranks.
+        rank: this one's number; node 0 decides.
+        address, port: where node 0 can be reached, and a free port on it.
+        timeout_s: how long the nodes wait for each other.
+
+    Raises:
+        NodesError: node 0 does not answer in time, or on node 0: the port is taken.
+    """
+
+    def __init__(self, count: int, rank: int, address: str, port: int, timeout_s: float) -> None:
+        self.count, self.rank, self.address, self.timeout_s = count, rank, address, timeout_s
+        self.port = 0
+        """Where the ranks of this attempt meet."""
+        self._where = f"{address}:{port}"
+        self._attempt = -1
+        try:
+            self._store = self._connected(host=rank == 0)
+            self._own = self._connected(host=False)  # of the watching thread: a call that waits holds up no other
+        except dist.DistError as error:
+            place, said = f"{self._where} (--master-addr, --master-port)", str(error).strip().splitlines()[0]
+            if rank == 0:
+                raise NodesError(f"node 0 cannot listen at {place}: {said}") from None
+            late = f"within {timeout_s:g} s (cluster.join_timeout_s)"
+            raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {said}") from None
+
+    def _connected(self, host: bool) -> dist.TCPStore:
+        address, port = self._where.rsplit(":", 1)
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        return dist.TCPStore(address, int(port), None, host, timeout, wait_for_workers=False)
+
+    def begin(self) -> bool:
+        """Begin the next attempt; on nodes other than 0, wait for node 0. Return False if there is none.
+
+        Raises:
+            NodesError: node 0 is gone, or has not decided in ``timeout_s``.
+        """
+        self._attempt += 1
+        key = f"attempt/{self._attempt}"
+        if self.rank == 0:
+            self.port = _free_port()
+            self._store.set(key, str(self.port))
+            return True
+        give_up = time.monotonic() + self.timeout_s
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() > give_up:
+                    raise NodesError(f"node 0 at {self._where} has begun no attempt within {self.timeout_s:g} s")
+                time.sleep(_POLL_S)
+            said = self._store.get(key).decode()
+            if said == _END:
+                self._store.set(f"left/{self.rank}", "1")
+                return False
+            self._store.set(f"beat/{self.rank}", f"{self._attempt}.0")
+        except dist.DistError:
+            raise NodesError(f"the launcher of node 0 at {self._where} is gone; this node ends") from None
+        self.port = int(said)
+        return True
+
+    def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
+        """Report how this node's ranks failed (``launch.Ended``); return the attempt's first report, of any node."""
+        own = f"{rank_code} {code} {how} (node {self.rank})"
+        try:
+            first: str = self._store.compare_set(f"ended/{self._attempt}", "", own).decode()
+        except dist.DistError:
+            first = own
+        codes = first.split(" ", 2)
+        return int(codes[0]), int(codes[1]), codes[2]
+
+    @contextmanager
+    def watched(self, end_ranks: Callable[[], None]) -> Iterator[None]:
+        """Within the block, on a thread: call ``end_ranks`` once the attempt has failed on another node."""
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(over, end_ranks), name="nodes", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watch.join(2 * _LOOK_S)
+
+    def close(self) -> None:
+        """On node 0: tell the other nodes that the run has ended, and wait a moment until they know."""
+        if self.rank > 0:
+            return
+        self._store.set(f"attempt/{self._attempt + 1}", _END)
+        give_up = time.monotonic() + _LEAVE_S
+        while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch(self, over: threading.Event, end_ranks: Callable[[], None]) -> None:
+        beats: dict[int, tuple[bytes, float]] = {}
+        count = 0
+        while not over.wait(_LOOK_S):
+            count += 1
+            try:
+                self._own.set(f"beat/{self.rank}", f"{self._attempt}.{count}")
+                failed = self._own.check([f"ended/{self._attempt}"]) or self._lost(beats)
+            except dist.DistError:
+                failed = True  # node 0's launcher is gone
+            if failed:
+                if not over.wait(_GRACE_S):
+                    end_ranks()
+                return
+
+    def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:
+        """Return whether a node has not counted for too long, and report it as failed; on node 0."""
+        now = time.monotonic()
+        for node in range(1, self.count) if self.rank == 0 else ():
+            beat = self._own.get(f"beat/{node}") if self._own.check([f"beat/{node}"]) else b""
+            if beats.get(node, (None, now))[0] != beat:
+                beats[node] = (beat, now)
+            elif beat and now - beats[node][1] > _SILENT_S:
+                self._own.compare_set(
+                    f"ended/{self._attempt}",
+                    "",
+                    f"{-signal.SIGKILL} {128 + signal.SIGKILL} the launcher of node {node} gave no sign of life for "
+                    f"{_SILENT_S:g} s",
+                )
+                return True
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

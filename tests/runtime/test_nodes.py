@@ -1,0 +1,181 @@
+"""Launchers on several nodes start their ranks together and end them together: real launchers and torchrun agents.
+
+The nodes are processes of this machine, each with one small rank. Not proven here: several hosts (the slow
+examples/test_recipe_scripts.py), and that trainer ranks go on from their checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from or1_megatron.runtime.nodes import Nodes, NodesError, _free_port
+
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in a collective, where no handler runs
+rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+attempt = len(list(folder.glob(f"{rank}.*.up")))
+up = folder / f"{rank}.{attempt}.up"
+up.with_suffix(".part").write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']}")
+up.with_suffix(".part").rename(up)
+while not (folder / f"{rank}.{attempt}.go").exists():
+    time.sleep(0.05)
+sys.exit(int((folder / f"{rank}.{attempt}.go").read_text()))
+"""
+
+LAUNCHER = """
+import sys
+from or1_megatron.errors import UserError
+from or1_megatron.runtime import nodes
+from or1_megatron.runtime.launch import launch
+nodes._GRACE_S, nodes._SILENT_S = 0.5, float(sys.argv[4])
+def attempt():
+    ended = launch("or1_node_rank", sys.argv[3:4], ranks=1, threads_per_rank=1, grace_s=5.0, nodes=group)
+    print(ended.rank_code, ended.code, ended.how, flush=True)
+    return ended.rank_code
+try:
+    with nodes.Nodes(2, int(sys.argv[1]), "127.0.0.1", int(sys.argv[2]), 120.0) as group:
+        while group.begin():
+            if attempt() == 0 and group.rank == 0:
+                break
+except UserError as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+
+PATIENCE_S = 120.0
+
+
+class TwoNodes:
+    """Two launchers with a rank each, in a folder."""
+
+    def __init__(self, folder: Path, silent_s: float) -> None:
+        (folder / "or1_node_rank.py").write_text(RANK)
+        self.folder, port = folder, _free_port()
+        path = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
+        self.launchers = [
+            subprocess.Popen(
+                [sys.executable, "-c", LAUNCHER, str(node), str(port), str(folder), str(silent_s)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in (0, 1)
+        ]
+
+    def pid(self, rank: int, attempt: int) -> int:
+        """The pid of a rank, once it is up; it knows of both."""
+        up, give_up = self.folder / f"{rank}.{attempt}.up", time.monotonic() + PATIENCE_S
+        while not up.exists():
+            assert time.monotonic() < give_up, f"rank {rank} did not start"
+            time.sleep(0.05)
+        pid, world = up.read_text().split()
+        assert world == "2"
+        return int(pid)
+
+    def finish(self, rank: int, attempt: int, code: int = 0) -> None:
+        (self.folder / f"{rank}.{attempt}.go").write_text(str(code))
+
+    def end(self, node: int) -> tuple[int, list[str]]:
+        output, _ = self.launchers[node].communicate(timeout=PATIENCE_S)
+        return self.launchers[node].returncode, [line for line in output.splitlines() if not line.startswith("[W")]
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
+    made: list[TwoNodes] = []
+
+    def make(silent_s: float = 600.0) -> TwoNodes:
+        made.append(TwoNodes(tmp_path, silent_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for launcher in each.launchers:
+            launcher.kill()
+            launcher.wait()
+        for up in tmp_path.glob("*.up"):
+            if psutil.pid_exists(pid := int(up.read_text().split()[0])):
+                os.kill(pid, signal.SIGKILL)
+
+
+def gone(pid: int) -> bool:
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., TwoNodes]) -> None:
+    """Rank 1 is killed; rank 0 waits for it for ever, and its own launcher ends it. Both say how rank 1 ended."""
+    nodes = two_nodes()
+    first = [nodes.pid(rank, 0) for rank in (0, 1)]
+    os.kill(first[1], signal.SIGKILL)
+    assert gone(first[0])
+    for rank in (0, 1):
+        nodes.pid(rank, 1)
+    for rank in (0, 1):
+        nodes.finish(rank, 1)
+    for node in (0, 1):
+        code, said = nodes.end(node)
+        assert code == 0, said
+        assert len(said) == 2, said
+        assert re.match(rf"-9 137 rank 1 \(pid {first[1]}\) was killed by SIGKILL .*\(node 1\)$", said[0]), said
+        assert said[1] == "0 0 ", said
+
+
+def test_what_ends_the_run_on_one_node_has_its_exit_code_on_all(two_nodes: Callable[..., TwoNodes]) -> None:
+    nodes = two_nodes()
+    for rank in (0, 1):
+        nodes.pid(rank, 0)
+    nodes.finish(1, 0, code=2)
+    for rank in (0, 1):
+        nodes.pid(rank, 1)
+        nodes.finish(rank, 1)
+    assert [nodes.end(node)[1][0][:14] for node in (0, 1)] == ["2 2 rank 1 (pi"] * 2
+
+
+def test_node_0s_launcher_is_killed(two_nodes: Callable[..., TwoNodes]) -> None:
+    """The other node's ranks end, and its launcher says why."""
+    nodes = two_nodes()
+    pids = [nodes.pid(rank, 0) for rank in (0, 1)]
+    nodes.launchers[0].kill()
+    code, said = nodes.end(1)
+    assert code == 2
+    assert "the launcher of node 0 at 127.0.0.1:" in said[-1] and "is gone" in said[-1]
+    assert gone(pids[1])
+
+
+def test_another_nodes_launcher_falls_silent(two_nodes: Callable[..., TwoNodes]) -> None:
+    """It is stopped, as a host that is switched off looks: node 0 ends its rank and names the node."""
+    nodes = two_nodes(silent_s=3.0)
+    pids = [nodes.pid(rank, 0) for rank in (0, 1)]
+    nodes.launchers[1].send_signal(signal.SIGSTOP)
+    assert gone(pids[0])
+    assert nodes.launchers[0].stdout is not None
+    said = next(line for line in nodes.launchers[0].stdout if not line.startswith("[W"))
+    assert said == "-9 137 the launcher of node 1 gave no sign of life for 3 s\n"
+
+
+def test_node_0_is_not_there_or_its_port_is_taken() -> None:
+    port = _free_port()
+    with pytest.raises(NodesError, match=rf"node 1 did not reach node 0 at 127.0.0.1:{port} .* within 1 s"):
+        Nodes(2, 1, "127.0.0.1", port, 1.0)
+    with Nodes(1, 0, "127.0.0.1", port, 1.0), pytest.raises(NodesError, match=f"cannot listen at 127.0.0.1:{port}"):
+        Nodes(2, 0, "127.0.0.1", port, 1.0)
