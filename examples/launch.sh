@@ -47,6 +47,8 @@ arguments=("$recipe" --set "run.stage=$stage" "$@")
 # Node 0 checks everything; the others need not read the data too.
 if [[ ${DRY_RUN:-} == 1 ]] || ((NODE_RANK > 0)); then look=--dry-run; else look=--check; fi
 or1 train "${arguments[@]}" "$look" || exit 2
+ranks=$(or1 config "${arguments[@]}" --key parallel.ranks)
+((ranks % NNODES == 0)) || die "parallel.ranks = $ranks does not divide by NNODES = $NNODES; choose another LAYOUT"
 if [[ ${DRY_RUN:-} == 1 ]]; then exit 0; fi
 
 ray_pid="" launcher=""

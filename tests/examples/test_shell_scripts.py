@@ -1,4 +1,4 @@
-"""launch.sh, evaluate.sh and job.sbatch with small stand-ins for or1, torchrun, ray, srun and scontrol on the PATH.
+"""launch.sh, evaluate.sh and job.sbatch with small stand-ins for or1, ray, srun and scontrol on the PATH.
 
 What is called, with what, in which order, and what becomes of a signal and of a failure. That the real programs take
 these arguments is test_recipe_scripts' to show; of Slurm nothing is proven here.
@@ -19,31 +19,31 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 250.0
 """How long a script may take on a busy machine."""
-LAST_CHECK = 'case "$*" in *"config "*) echo 4 ;; *"${REFUSES:-nothing}"*) exit 2 ;; esac'
 
-# A rank says that it is up and which signal it heard; torchrun starts two and ends as they do.
-RANK = """
+# `or1 train` says that it is up and which signal it heard.
+TRAIN = """
 import os, signal, sys, time
 def heard(number, frame):
     open(os.environ["HEARD"], "a").write(signal.Signals(number).name + "\\n")
-    sys.exit(0)
+    sys.exit(128 + number)
 signal.signal(signal.SIGTERM, heard), signal.signal(signal.SIGUSR1, heard)
 open(os.environ["HEARD"], "a").write("up\\n")
-time.sleep(float(os.environ.get("RANK_S", "0")))
-sys.exit(int(os.environ.get("RANK_STATUS", "0")))
+time.sleep(float(os.environ.get("TRAIN_S", "0")))
+sys.exit(int(os.environ.get("TRAIN_STATUS", "0")))
 """
-TORCHRUN = f"""#!{sys.executable}
-import subprocess, sys
-ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}]) for _ in range(2)]
-sys.exit(max([rank.wait() for rank in ranks]))
-"""
+OR1 = f"""case "$*" in
+  "config "*) echo 4 ;;
+  *"${{REFUSES:-nothing}}"*) exit 2 ;;
+  *" --check" | *" --dry-run") ;;
+  "train "*) exec {sys.executable} "$TRAIN" ;;
+esac"""
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> dict[str, str]:
     """An environment in which every program of another's notes its arguments in the file ``said``."""
     programs = {
-        "or1": LAST_CHECK,
+        "or1": OR1,
         "ray": 'echo "Ray runtime started"; exec sleep 600',
         "srun": 'shift; SLURM_NODEID=0 exec "$@"',
         "scontrol": '[[ $1 != show ]] || printf "node0\\nnode1\\n"',
@@ -51,14 +51,21 @@ def stage(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "bin").mkdir()
     for name, body in programs.items():
         (tmp_path / "bin" / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>"$SAID"\n{body}\n')
-    (tmp_path / "bin/torchrun").write_text(TORCHRUN.replace("import", 'import os\nopen(os.environ["SAID"], "a")'
-        '.write(" ".join(["torchrun", *__import__("sys").argv[1:]]) + "\\n")\nimport', 1))  # fmt: skip
+    (tmp_path / "train.py").write_text(TRAIN)
     for program in (tmp_path / "bin").iterdir():
         program.chmod(0o755)
     for folder in ("model", "data", "eval", "runs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    names = {"MODEL": "model", "DATA": "data", "EVAL": "eval", "RUNS": "runs", "SAID": "said", "HEARD": "heard"}
+    names = {
+        "MODEL": "model",
+        "DATA": "data",
+        "EVAL": "eval",
+        "RUNS": "runs",
+        "SAID": "said",
+        "HEARD": "heard",
+        "TRAIN": "train.py",
+    }
     return {
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         **{key: f"{tmp_path}/{name}" for key, name in names.items()},
@@ -76,8 +83,8 @@ def lines(environment: Mapping[str, str], name: str = "SAID") -> list[str]:
 
 
 def signalled(environment: Mapping[str, str], number: signal.Signals, *command: str) -> tuple[int, str]:
-    """Exit status and stderr of a command that is sent a signal once both of its ranks are up."""
-    env = {**os.environ, **environment, "RANK_S": "600"}
+    """Exit status and stderr of a command that is sent a signal once it trains."""
+    env = {**os.environ, **environment, "TRAIN_S": "600"}
 
     def take_signals() -> None:  # a shell's background jobs, as these tests may be one, are born deaf to SIGINT
         signal.signal(number, signal.SIG_DFL)
@@ -86,7 +93,7 @@ def signalled(environment: Mapping[str, str], number: signal.Signals, *command: 
         command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=take_signals
     ) as process:
         deadline = time.monotonic() + PATIENCE_S
-        while lines(environment, "HEARD").count("up") < 2:
+        while lines(environment, "HEARD").count("up") < 1:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)
@@ -101,13 +108,12 @@ ASKED = "configs/recipes/or1_7b.yaml --set run.stage=2 --set optimizer.lr=2e-6"
 def test_one_node_checks_asks_for_the_ranks_and_trains(stage: dict[str, str]) -> None:
     done = run(stage, *LAUNCH)
     assert done.returncode == 0, done.stderr
-    options = "--max-restarts 0 --signals-to-handle SIGQUIT -m or1_megatron.trainer.run"
     assert lines(stage) == [
         f"or1 train {ASKED} --check",
         f"or1 config {ASKED} --key parallel.ranks",
-        f"torchrun --standalone --nproc-per-node 4 {options} {ASKED}",
+        f"or1 train {ASKED}",
     ]
-    assert run({**stage, "RANK_STATUS": "7"}, *LAUNCH).returncode == 7
+    assert run({**stage, "TRAIN_STATUS": "7"}, *LAUNCH).returncode == 7
     before = len(lines(stage))
     assert run({**stage, "REFUSES": "--check"}, *LAUNCH).returncode == 2
     assert run({**stage, "DRY_RUN": "1"}, *LAUNCH).returncode == 0
@@ -131,13 +137,12 @@ def test_a_node_of_two_starts_its_part_of_ray(stage: dict[str, str], rank: int) 
     cluster = f"--set cluster.ray_address=127.0.0.1:{port} --set cluster.nodes=2"
     where = "--head --port" if rank == 0 else "--address"
     place = str(port) if rank == 0 else f"127.0.0.1:{port}"
-    check, config, ray, torchrun = lines(stage)
+    check, config, ray, train = lines(stage)
     assert check == f"or1 train {ASKED} {cluster} --{'check' if rank == 0 else 'dry-run'}"
     assert config == f"or1 config {ASKED} {cluster} --key parallel.ranks"
     assert ray == f"ray start {where} {place} --block --disable-usage-stats"
-    assert torchrun.startswith(
-        f"torchrun --nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 "
-    )
+    meeting = f"--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port 29500"
+    assert train == f"or1 train {ASKED} {cluster} {meeting}"
     token = Path(stage["RUNS"]) / "ray_token"
     assert (token.is_file() and token.stat().st_mode & 0o077 == 0) if rank == 0 else not token.exists()
 
@@ -145,12 +150,12 @@ def test_a_node_of_two_starts_its_part_of_ray(stage: dict[str, str], rank: int) 
 @pytest.mark.parametrize(
     ("sent", "heard"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGTERM")]
 )
-def test_a_signal_reaches_the_ranks_and_the_launcher_says_so(
+def test_a_signal_reaches_the_training_and_the_script_says_so(
     stage: dict[str, str], sent: signal.Signals, heard: str
 ) -> None:
     status, said = signalled(stage, sent, *LAUNCH)
     assert status == 3 and f"stopped by {'SIGUSR1' if sent is signal.SIGUSR1 else 'SIGTERM'}" in said
-    assert lines(stage, "HEARD") == ["up", "up", heard, heard]
+    assert lines(stage, "HEARD") == ["up", heard]
 
 
 def test_evaluate_takes_the_last_stage_and_every_set(stage: dict[str, str]) -> None:
@@ -183,11 +188,11 @@ def test_a_slurm_job_finds_its_nodes_and_is_queued_again_when_stopped_or_failed(
     assert done.returncode == 0, done.stderr
     said = lines(stage)
     assert said[0] == "scontrol show hostnames node[0-1]" and said[1].startswith("srun --kill-on-bad-exit=0 bash -c ")
-    assert any(line.startswith("torchrun --standalone") and line.endswith(ASKED) for line in said)
+    assert said[-1] == f"or1 train {ASKED}"
     assert not any("requeue" in line for line in said)
     for failed, restarts, again in (("7", "2", True), ("7", "3", False), ("2", "0", False)):  # 2: a user's error
         Path(stage["SAID"]).unlink()
-        failing = {"RANK_STATUS": failed, "SLURM_RESTART_COUNT": restarts}
+        failing = {"TRAIN_STATUS": failed, "SLURM_RESTART_COUNT": restarts}
         assert run({**stage, **slurm, **failing}, *job).returncode == int(failed)
         assert ("scontrol requeue 12345" in lines(stage)) == again
     Path(stage["HEARD"]).unlink()
