@@ -11,7 +11,7 @@ STOPPED: Final = 3
 """Exit status of a trainer rank that saved and stopped because it was asked to."""
 
 PART_LOST: Final = 4
-"""Exit status of a trainer rank after a PartLost: the ranks can be started again."""
+"""Exit status after a PartLost, of commands and of trainer ranks: the same may succeed when it is started again."""
 
 
 class Or1Error(Exception):
@@ -24,7 +24,7 @@ class Or1Error(Exception):
 class UserError(Or1Error):
     """An error that its message explains: bad input, or something outside the code that failed.
 
-    A command prints the message, without a traceback, and exits with USER_ERROR.
+    A command prints the message, without a traceback, and exits with USER_ERROR (PART_LOST after a PartLost).
     """
 
 

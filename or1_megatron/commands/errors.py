@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import typer
 
-from or1_megatron.errors import USER_ERROR, UserError
+from or1_megatron.errors import PART_LOST, USER_ERROR, PartLost, UserError
 
 
 @contextmanager
 def explained(*also: type[Exception]) -> Iterator[None]:
     """Print a UserError, an OSError about a path the user gave, or one of ``also`` on stderr, and exit with USER_ERROR.
 
-    Any other error keeps its traceback.
+    A PartLost exits with PART_LOST, since the same command may succeed later. Any other error keeps its traceback.
     """
     try:
         yield
@@ -25,4 +25,4 @@ def explained(*also: type[Exception]) -> Iterator[None]:
         if not isinstance(error, (UserError, *USER_OS_ERRORS, *also)):
             raise
         print(f"or1: error: {error}", file=sys.stderr)
-        raise typer.Exit(USER_ERROR) from None
+        raise typer.Exit(PART_LOST if isinstance(error, PartLost) else USER_ERROR) from None

@@ -1,12 +1,16 @@
 """The launchers of a run on several nodes: they start its ranks together, and end them together.
 
 Each node has its own ``or1 train``. Node 0's hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT while it
-lives, and decides whether there is another attempt; the others follow. The store's keys:
+lives, and decides whether there is another attempt; the others follow. An attempt begins once the launchers of all
+nodes wait for it. The store's keys:
 
+    begun         the number of the attempt that began last
+    here/<i>/<node>  the node's launcher waits for attempt i
     attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
     beat/<node>   the node's launcher counts once a second
     left/<node>   the node has read that the run has ended
+    error/<node>  why the node's launcher could not start its ranks
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from or1_megatron.errors import UserError
+from or1_megatron.errors import PartLost, UserError
 
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
@@ -33,6 +37,7 @@ _GRACE_S: Final = 10.0
 _SILENT_S: Final = 60.0
 """A node whose launcher has not counted for this long is lost. A network may drop for less."""
 _LEAVE_S: Final = 10.0
+"""Node 0 waits so long for the others to read that the run has ended."""
 _END: Final = "end"
 
 
@@ -41,7 +46,7 @@ def several_nodes() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class NodesError(UserError):
+class NodesError(PartLost):
     """The launchers of a run do not meet, or have lost each other: names the node and the address."""
 
 
@@ -52,7 +57,7 @@ class Nodes:
         count: how many nodes have ranks.
         rank: this one's number; node 0 decides.
         address, port: where node 0 can be reached, and a free port on it.
-        timeout_s: how long the nodes wait for each other.
+        timeout_s: how long node 0 waits for the others, and they for node 0 to answer at all.
 
     Raises:
         NodesError: node 0 does not answer in time, or on node 0: the port is taken.
@@ -62,6 +67,7 @@ class Nodes:
         self.count, self.rank, self.address, self.timeout_s = count, rank, address, timeout_s
         self.port = 0
         """Where the ranks of this attempt meet."""
+        self._store_port = port
         self._where = f"{address}:{port}"
         self._attempt = -1
         try:
@@ -75,27 +81,31 @@ class Nodes:
             raise NodesError(f"node {rank} did not reach node 0 at {place} {late}: {said}") from None
 
     def _connected(self, host: bool) -> dist.TCPStore:
-        address, port = self._where.rsplit(":", 1)
         timeout = datetime.timedelta(seconds=self.timeout_s)
-        return dist.TCPStore(address, int(port), None, host, timeout, wait_for_workers=False)
+        return dist.TCPStore(self.address, self._store_port, None, host, timeout, wait_for_workers=False)
 
     def begin(self) -> bool:
-        """Begin the next attempt; on nodes other than 0, wait for node 0. Return False if there is none.
+        """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
+
+        Node 0 waits for the others ``timeout_s``; they wait for it as long as it lives. A node whose launcher was
+        started again joins the attempt after the one that runs.
 
         Raises:
-            NodesError: node 0 is gone, or has not decided in ``timeout_s``.
+            NodesError: on node 0: another node has not come in time; on the others: node 0 is gone.
+            UserError: on node 0: another node cannot start its ranks.
         """
-        self._attempt += 1
-        key = f"attempt/{self._attempt}"
         if self.rank == 0:
+            self._wait_for_others()
+            self._attempt += 1
             self.port = _free_port()
-            self._store.set(key, str(self.port))
+            self._store.set("begun", str(self._attempt))
+            self._store.set(f"attempt/{self._attempt}", str(self.port))
             return True
-        give_up = time.monotonic() + self.timeout_s
         try:
-            while not self._store.check([key]):
-                if time.monotonic() > give_up:
-                    raise NodesError(f"node 0 at {self._where} has begun no attempt within {self.timeout_s:g} s")
+            begun = int(self._store.get("begun")) if self._store.check(["begun"]) else -1
+            self._attempt = begun + 1
+            self._store.set(f"here/{self._attempt}/{self.rank}", "1")
+            while not self._store.check([key := f"attempt/{self._attempt}"]):
                 time.sleep(_POLL_S)
             said = self._store.get(key).decode()
             if said == _END:
@@ -106,6 +116,22 @@ class Nodes:
             raise NodesError(f"the launcher of node 0 at {self._where} is gone; this node ends") from None
         self.port = int(said)
         return True
+
+    def _wait_for_others(self) -> None:
+        """Wait until the launchers of all nodes wait for the next attempt; a signal's handler may raise here."""
+        attempt = self._attempt + 1
+        give_up = time.monotonic() + self.timeout_s
+        others = range(1, self.count)
+        while missing := [node for node in others if not self._store.check([f"here/{attempt}/{node}"])]:
+            for node in missing:
+                if self._store.check([key := f"error/{node}"]):
+                    raise UserError(f"node {node} could not start its ranks: {self._store.get(key).decode()}")
+            if time.monotonic() > give_up:
+                raise NodesError(
+                    f"no launcher of node {', '.join(map(str, missing))} has come to {self._where} within "
+                    f"{self.timeout_s:g} s (cluster.join_timeout_s); run the same command on all nodes to go on"
+                )
+            time.sleep(_POLL_S)
 
     def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
         """Report how this node's ranks failed (``launch.Ended``); return the attempt's first report, of any node."""
@@ -129,22 +155,24 @@ class Nodes:
             over.set()
             watch.join(2 * _LOOK_S)
 
-    def close(self) -> None:
-        """On node 0: tell the other nodes that the run has ended, and wait a moment until they know."""
-        if self.rank > 0:
-            return
-        self._store.set(f"attempt/{self._attempt + 1}", _END)
-        give_up = time.monotonic() + _LEAVE_S
-        while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
-            time.sleep(_POLL_S)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """Node 0 tells the others that the run has ended; another one tells it why it cannot start its ranks."""
+        if self.rank == 0:
+            self._end()
+        elif isinstance(error, UserError) and not isinstance(error, NodesError):
+            self._store.set(f"error/{self.rank}", str(error))
+
+    def _end(self) -> None:
+        """Tell the other nodes that the run has ended, and wait a moment until they know."""
+        self._store.set(f"attempt/{self._attempt + 1}", _END)
+        give_up = time.monotonic() + _LEAVE_S
+        while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
+            time.sleep(_POLL_S)
 
     def _watch(self, over: threading.Event, end_ranks: Callable[[], None]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from or1_megatron.errors import UserError
 from or1_megatron.runtime.nodes import Nodes, NodesError, _free_port
 
 RANK = """
@@ -61,18 +62,18 @@ class TwoNodes:
 
     def __init__(self, folder: Path, silent_s: float) -> None:
         (folder / "or1_node_rank.py").write_text(RANK)
-        self.folder, port = folder, _free_port()
-        path = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
-        self.launchers = [
-            subprocess.Popen(
-                [sys.executable, "-c", LAUNCHER, str(node), str(port), str(folder), str(silent_s)],
-                env={**os.environ, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in (0, 1)
-        ]
+        self.folder, self.port, self.silent_s = folder, _free_port(), silent_s
+        self.launchers = [self.start(node) for node in (0, 1)]
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        path = os.pathsep.join(part for part in (str(self.folder), os.environ.get("PYTHONPATH", "")) if part)
+        return subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(node), str(self.port), str(self.folder), str(self.silent_s)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def pid(self, rank: int, attempt: int) -> int:
         """The pid of a rank, once it is up; it knows of both."""
@@ -123,47 +124,28 @@ def gone(pid: int) -> bool:
 
 
 def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., TwoNodes]) -> None:
-    """Rank 1 is killed; rank 0 waits for it for ever, and its own launcher ends it. Both say how rank 1 ended."""
-    nodes = two_nodes()
-    first = [nodes.pid(rank, 0) for rank in (0, 1)]
-    os.kill(first[1], signal.SIGKILL)
-    assert gone(first[0])
-    for rank in (0, 1):
-        nodes.pid(rank, 1)
-    for rank in (0, 1):
-        nodes.finish(rank, 1)
-    for node in (0, 1):
-        code, said = nodes.end(node)
-        assert code == 0, said
-        assert len(said) == 2, said
-        assert re.match(rf"-9 137 rank 1 \(pid {first[1]}\) was killed by SIGKILL .*\(node 1\)$", said[0]), said
-        assert said[1] == "0 0 ", said
-
-
-def test_what_ends_the_run_on_one_node_has_its_exit_code_on_all(two_nodes: Callable[..., TwoNodes]) -> None:
+    """Both launchers know how the first rank ended: rank 1 exits with 2, then is killed while rank 0 waits for ever."""
     nodes = two_nodes()
     for rank in (0, 1):
         nodes.pid(rank, 0)
     nodes.finish(1, 0, code=2)
+    pids = [nodes.pid(rank, 1) for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGKILL)
+    assert gone(pids[0])
     for rank in (0, 1):
-        nodes.pid(rank, 1)
-        nodes.finish(rank, 1)
-    assert [nodes.end(node)[1][0][:14] for node in (0, 1)] == ["2 2 rank 1 (pi"] * 2
+        nodes.pid(rank, 2)
+        nodes.finish(rank, 2)
+    for node in (0, 1):
+        code, said = nodes.end(node)
+        assert code == 0, said
+        assert len(said) == 3, said
+        assert said[0].startswith("2 2 rank 1 (pid "), said
+        assert re.match(rf"-9 137 rank 1 \(pid {pids[1]}\) was killed by SIGKILL .*\(node 1\)$", said[1]), said
+        assert said[2] == "0 0 ", said
 
 
-def test_node_0s_launcher_is_killed(two_nodes: Callable[..., TwoNodes]) -> None:
-    """The other node's ranks end, and its launcher says why."""
-    nodes = two_nodes()
-    pids = [nodes.pid(rank, 0) for rank in (0, 1)]
-    nodes.launchers[0].kill()
-    code, said = nodes.end(1)
-    assert code == 2
-    assert "the launcher of node 0 at 127.0.0.1:" in said[-1] and "is gone" in said[-1]
-    assert gone(pids[1])
-
-
-def test_another_nodes_launcher_falls_silent(two_nodes: Callable[..., TwoNodes]) -> None:
-    """It is stopped, as a host that is switched off looks: node 0 ends its rank and names the node."""
+def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:
+    """Node 1's is stopped, as a host that is switched off looks, and then comes back; then node 0's is killed."""
     nodes = two_nodes(silent_s=3.0)
     pids = [nodes.pid(rank, 0) for rank in (0, 1)]
     nodes.launchers[1].send_signal(signal.SIGSTOP)
@@ -171,6 +153,37 @@ def test_another_nodes_launcher_falls_silent(two_nodes: Callable[..., TwoNodes])
     assert nodes.launchers[0].stdout is not None
     said = next(line for line in nodes.launchers[0].stdout if not line.startswith("[W"))
     assert said == "-9 137 the launcher of node 1 gave no sign of life for 3 s\n"
+
+    nodes.launchers[1].kill()
+    os.kill(pids[1], signal.SIGKILL)
+    nodes.launchers[1].wait()
+    nodes.launchers[1] = nodes.start(1)
+    pids = [nodes.pid(rank, 1) for rank in (0, 1)]
+    nodes.launchers[0].kill()
+    code, lines = nodes.end(1)
+    assert code == 2
+    assert "the launcher of node 0 at 127.0.0.1:" in lines[-1] and "is gone" in lines[-1]
+    assert gone(pids[1])
+
+
+def test_another_node_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)  # nobody is there to be told of the end
+    with (
+        Nodes(3, 0, "127.0.0.1", _free_port(), 0.5) as nodes,
+        pytest.raises(NodesError, match=r"of node 1, 2 has come"),
+    ):
+        nodes.begin()
+
+
+def test_another_node_cannot_start_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("or1_megatron.runtime.nodes._LEAVE_S", 0.0)
+    port = _free_port()
+    with Nodes(2, 0, "127.0.0.1", port, 60.0) as nodes:
+        with pytest.raises(UserError), Nodes(2, 1, "127.0.0.1", port, 60.0):
+            raise UserError("the disk is full")
+        with pytest.raises(UserError, match="node 1 could not start its ranks: the disk is full") as raised:
+            nodes.begin()
+        assert not isinstance(raised.value, NodesError)  # it comes again on every start
 
 
 def test_node_0_is_not_there_or_its_port_is_taken() -> None:

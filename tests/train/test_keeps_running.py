@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,28 @@ def test_a_run_goes_on_by_itself(
     assert output.count("The ranks start again in") == output.count(" in /dev/shm/or1_checkpoints_") >= 3
     assert memory_folder(run / "checkpoints") is None
     assert not beats_folder(RunFolder(run).run_id).is_dir() or not read_beats(beats_folder(RunFolder(run).run_id))
+
+
+@pytest.mark.slow
+def test_a_loaded_machine_kills_nothing(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """Beside two busy loops per core, each in a session of its own, all is late and nothing counts as stalled."""
+    run = tmp_path / "run"
+    loop = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(loop, start_new_session=True) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        training = train(small_config(run), "cluster.heartbeat_s=6")
+        for step in range(1, 7):
+            wait_for_rows(training, run, step)
+        status, output = training.finish()
+    finally:
+        for each in loops:
+            each.kill()
+            each.wait()
+    assert status == 0, output[-6000:]
+    assert faults(run) == []
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(7))
 
 
 @pytest.mark.slow
