@@ -170,7 +170,7 @@ class _Supervisor:
     def __init__(self, module: str, ranks: int, grace_s: float, monitor: Monitor | None) -> None:
         self.number = 0
         """The first signal received; 0: none yet."""
-        self.mark = uuid.uuid4().hex
+        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._module = module
         self._rank_count = ranks
         self._grace_s = grace_s

@@ -30,7 +30,7 @@ REPEAT_S = 2.0
 launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
-"""The variable in the environment of all that ``launch`` starts; its value names the launch."""
+"""The variable in the environment of all that ``launch`` starts; its value is "<launcher's pid>-<hex>"."""
 
 _ASKED_S = 1.0
 _LAST_WORDS_S = 2.0
@@ -141,6 +141,15 @@ def _launcher_was_asked() -> bool:
 
 def _heard(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the watcher thread acts. Without a Python handler the signal would kill the process."""
+
+
+def launcher_pid() -> int:
+    """Return the pid that this rank's parent had when it started the rank: our launcher's, else that of today.
+
+    Today's parent is another process if the launcher was killed while this one was importing.
+    """
+    mark = os.environ.get(LAUNCH_MARK)
+    return os.getppid() if mark is None else int(mark.partition("-")[0])
 
 
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
