@@ -180,7 +180,7 @@ def test_a_parent_that_is_gone_already_is_noticed() -> None:
 
 
 def test_a_rank_whose_launcher_died_while_it_was_imported_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parent is then another process already; else it would wait for the launcher's store and hold the run's lock."""
+    """Its parent is then another process already; else it would wait for its store and hold the lock."""
     with running("import time; print('ready', flush=True); time.sleep(120)") as launcher:
         launcher.kill()
         launcher.wait()
