@@ -6,8 +6,9 @@
 
 First one quickstart runs undisturbed. Then each run gets faults at random times (exponential, seeded): a random role,
 killed (SIGKILL) or stopped (SIGSTOP). A loop stands in for the scheduler: it starts `or1 train` again when the launcher
-itself was killed. Each run's outcome is kept in runs/NAME; finished runs are not repeated, a broken-off one is. Writes
-benchmarks/results/NAME.json and docs/images/NAME.svg.
+itself was killed, and as examples/job.sbatch does, at most three times, when the run gave up. Each run's outcome is kept
+in runs/NAME; finished runs are not repeated, a broken-off one is. Writes benchmarks/results/NAME.json and
+docs/images/NAME.svg.
 
 "To progress" is the time from a fault to the next new row of metrics, the finish of the step under way included; a
 fault that came while an earlier one was not yet over is left out of these times.
@@ -34,6 +35,7 @@ from typing import Any
 import psutil
 from result import ROOT, figure, write_result
 
+from or1_megatron.errors import USER_ERROR
 from or1_megatron.report.figures import svg
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.run_folder import RunFolder
@@ -46,7 +48,7 @@ ROLES = {  # what the command line of a process holds: its first word for Ray's 
     "rank": r"or1_megatron\.trainer\.run ",
     "engine": r"^ray::EngineActor",
     "manager": r"^ray::RolloutManager",
-    "verifier": r"or1_megatron\.verify\.pool\.worker",
+    "verifier": r"or1_megatron\.verify\.[\w.]*worker",
     "Ray": r"/raylet/raylet |/gcs/gcs_server ",
 }
 WEIGHTS = {"launcher": 1, "rank": 2, "engine": 2, "manager": 2, "verifier": 1, "Ray": 1}
@@ -57,6 +59,8 @@ ACCURACY_NOISE = 0.05
 """256 held-out problems at 85%: the standard error of a difference of two runs is 3%, the seeds' own spread aside."""
 EFFECTIVE = {45.0: 0.45, 120.0: 0.7}
 GIVE_UP_S = 3600.0
+QUEUED_AGAIN = 3
+"""MAX_RESTARTS of examples/job.sbatch."""
 MARK = "OR1_CHAOS"
 
 
@@ -80,6 +84,7 @@ class Disturbed:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         status: int | None = None
+        gave_up = 0
         next_s = self._next_fault_s()
         with self.folder.with_suffix(".log").open("w") as log:
             while status != 0 and self._now_s() < GIVE_UP_S:
@@ -90,13 +95,14 @@ class Disturbed:
                     if self._now_s() >= next_s and self._disturb():
                         next_s = self._next_fault_s()
                     time.sleep(0.1)
-                if status not in (0, -signal.SIGKILL):
-                    break  # the run gave up by itself
+                gave_up += status not in (0, -signal.SIGKILL)
+                if status == USER_ERROR or gave_up > QUEUED_AGAIN:
+                    break
             if launcher.poll() is None:
                 launcher.kill()
         wall_s = self._now_s()
         self._read_rows()
-        return self._outcome(status, wall_s)
+        return {**self._outcome(status, wall_s), "gave_up": gave_up}
 
     def _start(self, log: Any) -> subprocess.Popen[bytes]:
         sets = [f"run.seed={self.seed}", f"run.dir={self.folder}", "track.console=plain", *SAVES * bool(self.mean_s)]
@@ -221,6 +227,9 @@ def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: flo
         "faults": figure(len(faults), ""),
         "runs finished": figure(sum(run["finished"] for run in runs), "", at_least=len(runs)),
         "runs with whole rows in order": figure(sum(run["rows_in_order"] for run in runs), "", at_least=len(runs)),
+        "times that a run gave up, and the scheduler's stand-in went on": figure(
+            sum(run["gave_up"] for run in runs), ""
+        ),
         "processes left behind": figure(sum(len(run["left_behind"]) for run in runs), "", at_most=0),
         "undisturbed: wall time": figure(undisturbed["wall_s"], "s"),
         "undisturbed: accuracy": figure(undisturbed["accuracy_after"], "share"),

@@ -114,7 +114,7 @@ def launch(
     watched = nullcontext() if nodes is None else nodes.watched(supervisor.kill)
     try:
         with watched:
-            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+            torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
     except ChildFailedError as error:
         supervisor.add_sessions(failure.pid for failure in error.failures.values())
         return _first_of_all(nodes, _failed(error, supervisor.number))

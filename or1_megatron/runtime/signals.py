@@ -143,15 +143,6 @@ def _heard(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the watcher thread acts. Without a Python handler the signal would kill the process."""
 
 
-def launcher_pid() -> int:
-    """Return the pid that this rank's parent had when it started the rank: our launcher's, else that of today.
-
-    Today's parent is another process if the launcher was killed while this one was importing.
-    """
-    mark = os.environ.get(LAUNCH_MARK)
-    return os.getppid() if mark is None else int(mark.partition("-")[0])
-
-
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send ``sig`` to this process when its parent dies, so that nothing outlives a killed run.
 

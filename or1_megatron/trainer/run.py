@@ -55,7 +55,7 @@ from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
-from or1_megatron.runtime.signals import StopRequested, die_with_parent, launcher_pid
+from or1_megatron.runtime.signals import StopRequested, die_with_parent
 from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
@@ -385,7 +385,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    die_with_parent(launcher_pid())
+    die_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
     for name, value in QUIET_ENVIRONMENT.items():

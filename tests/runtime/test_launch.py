@@ -222,6 +222,22 @@ def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["7 7 rank 1", "[]", "0 0 ", "[]"], done.stderr
 
 
+def test_a_killed_launcher_takes_ranks_along_that_are_being_imported(tmp_path: Path, started: list[Launched]) -> None:
+    """Also one that is stopped: no code of its own could end it."""
+    launched = Launched(tmp_path, "deaf")
+    started.append(launched)
+    launched.wait_up()
+    ranks, helpers = launched.pids()[::2], launched.pids()[1::2]
+    os.kill(ranks[1], signal.SIGSTOP)
+    launched.process.kill()
+    give_up = time.monotonic() + PATIENCE_S
+    while any(map(_lives, ranks)):
+        assert time.monotonic() < give_up, "a rank outlives its launcher"
+        time.sleep(0.05)
+    for helper in helpers:  # the trainer's own end with rank 0
+        os.kill(helper, signal.SIGKILL)
+
+
 def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) -> None:
     run = Launched(tmp_path, "done")
     started.append(run)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from or1_megatron.errors import PART_LOST
-from or1_megatron.runtime.launch import _Supervisor
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag, launcher_pid
+from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
 
 SAVES = """
 import sys, threading, time
@@ -177,15 +176,3 @@ def test_a_parent_that_is_gone_already_is_noticed() -> None:
     assert os.getpid() != 1
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
-
-
-def test_a_rank_whose_launcher_died_while_it_was_imported_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parent is then another process already; else it would wait for its store and hold the lock."""
-    with running("import time; print('ready', flush=True); time.sleep(120)") as launcher:
-        launcher.kill()
-        launcher.wait()
-    monkeypatch.setenv(LAUNCH_MARK, f"{launcher.pid}-a1")
-    command = [sys.executable, "-m", "or1_megatron.trainer.run", "nowhere.yaml"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
-    monkeypatch.setenv(LAUNCH_MARK, _Supervisor("nothing", ranks=0, grace_s=1.0, monitor=None).mark)
-    assert launcher_pid() == os.getpid()

@@ -1,0 +1,24 @@
+"""Runs a module as a rank that ends when its launcher does: ``python -m or1_megatron.runtime.rank MODULE ARGS``.
+
+A module of ranks takes seconds to import. A launcher that is killed meanwhile must take the rank with it: the rank would
+wait for the launcher's store, and hold the run's lock once it has it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from or1_megatron.runtime.signals import LAUNCH_MARK, die_with_parent
+
+
+def main() -> None:
+    """Ask the kernel to end this process with its launcher, and become the module."""
+    die_with_parent(int(os.environ[LAUNCH_MARK].partition("-")[0]))
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
