@@ -6,8 +6,8 @@
 
 First one quickstart runs undisturbed. Then each run gets faults at random times (exponential, seeded): a random role,
 killed (SIGKILL) or stopped (SIGSTOP). A loop stands in for the scheduler: it starts `or1 train` again when the launcher
-itself was killed, and as examples/job.sbatch does, at most three times, when the run gave up. Each run's outcome is kept
-in runs/NAME; finished runs are not repeated, a broken-off one is. Writes benchmarks/results/NAME.json and
+itself was killed, and as examples/job.sbatch does, at most three times, when the run gave up. Each run's outcome is
+kept in runs/NAME; finished runs are not repeated, a broken-off one is. Writes benchmarks/results/NAME.json and
 docs/images/NAME.svg.
 
 "To progress" is the time from a fault to the next new row of metrics, the finish of the step under way included; a

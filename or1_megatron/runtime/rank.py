@@ -1,7 +1,7 @@
 """Runs a module as a rank that ends when its launcher does: ``python -m or1_megatron.runtime.rank MODULE ARGS``.
 
-A module of ranks takes seconds to import. A launcher that is killed meanwhile must take the rank with it: the rank would
-wait for the launcher's store, and hold the run's lock once it has it.
+A module of ranks takes seconds to import. A launcher that is killed meanwhile must take the rank with it: the rank
+would wait for the launcher's store, and hold the run's lock once it has it.
 """
 
 from __future__ import annotations
