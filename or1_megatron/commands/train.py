@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -150,18 +151,28 @@ def _start(config: Config, path: Path, overrides: Sequence[str], device: Device 
             print(f"or1: warning: {warning}", file=sys.stderr)
         check_inputs(config)
     check_room(planned)
-    if (lacking := no_room_in_memory(planned)) is not None:
+    if (lacking := no_room_in_memory(planned, _ranks_here(config, nodes))) is not None:
         print(f"or1: warning: {lacking}", file=sys.stderr)
         overrides = [*overrides, "checkpoint.in_memory=false"]
     arguments = [str(path), *(part for key in overrides for part in ("--set", key))]
     raise typer.Exit(_keep_running(config, arguments, nodes))
 
 
+def _ranks_here(config: Config, nodes: Nodes | None) -> int:
+    return config.parallel.ranks // (1 if nodes is None else nodes.count)
+
+
 def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None) -> int:
     """Run this node's ranks, and again after what can be mended; return the exit code for the shell."""
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
-    from or1_megatron.runtime.memory_folder import bring_to_disk
+    from or1_megatron.runtime.memory_folder import (
+        bring_part,
+        bring_parts_to_disk,
+        bring_to_disk,
+        memory_folder,
+        remove_parts,
+    )
     from or1_megatron.runtime.monitor import Monitor
     from or1_megatron.runtime.restarts import Restarts
     from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
@@ -171,11 +182,12 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
 
     def attempt() -> Ended:
         if nodes is not None and nodes.rank == 0:
+            leave_memory()
             nodes.begin()
         return launch(
             "or1_megatron.trainer.run",
             arguments,
-            ranks=config.parallel.ranks // (1 if nodes is None else nodes.count),
+            ranks=_ranks_here(config, nodes),
             threads_per_rank=config.parallel.threads_per_rank,
             grace_s=config.checkpoint.signal_grace_s,
             monitor=Monitor(os.getpid(), folder.run_id, config.cluster.heartbeat_s, FaultRecord(folder.root)),
@@ -183,9 +195,12 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
         )
 
     def leave_memory() -> None:
+        if memory_folder(folder.checkpoints) is None:
+            return
         try:
             with folder.lock():
-                bring_to_disk(checkpoint_keeper(config, folder))
+                keeper = checkpoint_keeper(config, folder)
+                bring_to_disk(keeper) if nodes is None else bring_parts_to_disk(keeper, nodes.bring)
         except RunFolderBusy:
             pass  # another trainer goes on with the run
         except OSError as error:  # the disk that ended the run: what is in memory stays there
@@ -193,8 +208,13 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
 
     if nodes is not None and nodes.rank > 0:
         code = 1  # node 0 ends before the first attempt only for an error
-        while nodes.begin():
-            code = attempt().code
+        checkpoints = folder.checkpoints
+        try:
+            while nodes.begin(partial(bring_part, checkpoints)):
+                remove_parts(checkpoints)
+                code = attempt().code
+        finally:
+            remove_parts(checkpoints)
         return code
     return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
 

@@ -1,5 +1,8 @@
 """The folder of a run's checkpoints in shared memory, which outlives the run's processes but not the node.
 
+With trainer ranks on several nodes, each node has a folder of this name, with a part of each checkpoint (``saver``).
+Ranks do not load that: the launchers bring their parts to the disk first.
+
 Its name is new for each run; the link ``in_memory`` among the checkpoints on disk leads to it. So a run folder that was
 made anew, or copied, never finds the checkpoints of another run.
 """
@@ -11,12 +14,13 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import sync
-from or1_megatron.runtime.run_folder import CheckpointKeeper, put_in_place
+from or1_megatron.runtime.manifest import check_manifest, sync
+from or1_megatron.runtime.run_folder import CheckpointKeeper, put_in_place, step_of
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +81,67 @@ def bring_to_disk(keeper: CheckpointKeeper) -> None:
         log.warning(kept, memory_folder(keeper.folder), error)
     else:
         remove_memory_folder(keeper.folder)
+
+
+def bring_parts_to_disk(keeper: CheckpointKeeper, others: Callable[[str], None]) -> None:
+    """As ``bring_to_disk``, for checkpoints of which each node has a part; on node 0.
+
+    Args:
+        others: has all other nodes call ``bring_part`` with a checkpoint's name, and returns when they have.
+    """
+    folder = memory_folder(keeper.folder)
+    newest, on_disk = keeper.newest(), max((step_of(path) or 0 for path in keeper.complete()), default=-1)
+    if folder is None or newest is None or newest.parent != folder or (step_of(newest) or 0) <= on_disk:
+        remove_memory_folder(keeper.folder)
+        return
+    aside = keeper.folder / (newest.name + PARTIAL_SUFFIX)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        bring_part(keeper.folder, newest.name)
+        others(newest.name)
+        check_manifest(aside)
+        put_in_place(aside, keeper.folder / newest.name)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        log.warning("the newest checkpoint in memory, %s, is lost: %s", newest.name, error)
+    remove_memory_folder(keeper.folder)
+
+
+def bring_part(checkpoints: Path, name: str) -> None:
+    """Copy this node's files of a checkpoint in memory to where node 0 puts it together, unless they are there.
+
+    What cannot be copied is missing there, with a warning here.
+    """
+    aside = checkpoints / (name + PARTIAL_SUFFIX)
+    try:
+        for part in _parts(checkpoints):
+            for file in [*part.glob(f"{name}/*"), *part.glob(f"{name}{PARTIAL_SUFFIX}/*")]:
+                if aside.is_dir() and not (aside / file.name).exists():
+                    copy = aside / f".{file.name}.{os.uname().nodename}"
+                    shutil.copyfile(file, copy)
+                    sync(copy)
+                    copy.rename(aside / file.name)
+    except OSError as error:
+        log.warning("a part of checkpoint %s could not be copied to the disk: %s", name, error)
+
+
+def drop_older_parts(next_one: Path) -> None:
+    """Delete all but the newest of this node's checkpoints in memory, before the next one is written."""
+    others = [path for path in next_one.parent.glob("step_*") if not path.name.startswith(next_one.name)]
+    for path in sorted(others)[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_parts(checkpoints: Path) -> None:
+    """Delete this node's parts of the run's checkpoints in memory."""
+    for part in _parts(checkpoints):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _parts(checkpoints: Path) -> list[Path]:
+    found = SHARED_MEMORY.glob(_prefix(checkpoints) + "*")
+    return [path for path in found if path.stat().st_uid == os.getuid()]
 
 
 def _prefix(checkpoints: Path) -> str:

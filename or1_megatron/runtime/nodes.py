@@ -6,6 +6,8 @@ nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  the node's launcher waits for attempt i
+    bring/<i>     before attempt i: the checkpoint whose part each node brings to the disk
+    brought/<i>/<node>  the node has done so
     attempt/<i>   the port of node 0 at which the ranks of attempt i meet; "end": there is no such attempt
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line; then every node ends its ranks
     beat/<node>   the node's launcher counts once a second
@@ -39,11 +41,18 @@ _SILENT_S: Final = 60.0
 _LEAVE_S: Final = 10.0
 """Node 0 waits so long for the others to read that the run has ended."""
 _END: Final = "end"
+_BRING_S: Final = 1800.0
+"""For all nodes to write their parts of a checkpoint to the disk."""
 
 
 def several_nodes() -> bool:
     """Return whether the ranks of this one's world are on several nodes, as torchrun's environment says."""
     return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def ranks_per_node(world: int) -> int:
+    """Return how many of the ``world`` ranks are on this rank's node, as on each."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 class NodesError(PartLost):
@@ -84,11 +93,14 @@ class Nodes:
         timeout = datetime.timedelta(seconds=self.timeout_s)
         return dist.TCPStore(self.address, self._store_port, None, host, timeout, wait_for_workers=False)
 
-    def begin(self) -> bool:
+    def begin(self, bring: Callable[[str], None] = lambda name: None) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if there is none.
 
         Node 0 waits for the others ``timeout_s``; they wait for it as long as it lives. A node whose launcher was
         started again joins the attempt after the one that runs.
+
+        Args:
+            bring: on the others: brings this node's part of a checkpoint to the disk, when node 0 asks (``bring``).
 
         Raises:
             NodesError: on node 0: another node has not come in time; on the others: node 0 is gone.
@@ -105,7 +117,12 @@ class Nodes:
             begun = int(self._store.get("begun")) if self._store.check(["begun"]) else -1
             self._attempt = begun + 1
             self._store.set(f"here/{self._attempt}/{self.rank}", "1")
+            asked = f"bring/{self._attempt}"
             while not self._store.check([key := f"attempt/{self._attempt}"]):
+                if asked and self._store.check([asked]):
+                    bring(self._store.get(asked).decode())
+                    self._store.set(f"brought/{self._attempt}/{self.rank}", "1")
+                    asked = ""
                 time.sleep(_POLL_S)
             said = self._store.get(key).decode()
             if said == _END:
@@ -117,12 +134,23 @@ class Nodes:
         self.port = int(said)
         return True
 
+    def bring(self, name: str) -> None:
+        """On node 0, between attempts: have the others bring their parts of a checkpoint to the disk, and wait.
+
+        A node that does not wait for the next attempt within a minute is taken for lost.
+        """
+        self._store.set(f"bring/{self._attempt + 1}", name)
+        began = time.monotonic()
+        while absent := self._missing("brought"):
+            waited_s = time.monotonic() - began
+            if (waited_s > _SILENT_S and absent == self._missing("here")) or waited_s > _BRING_S:
+                return
+            time.sleep(_POLL_S)
+
     def _wait_for_others(self) -> None:
         """Wait until the launchers of all nodes wait for the next attempt; a signal's handler may raise here."""
-        attempt = self._attempt + 1
         give_up = time.monotonic() + self.timeout_s
-        others = range(1, self.count)
-        while missing := [node for node in others if not self._store.check([f"here/{attempt}/{node}"])]:
+        while missing := self._missing("here"):
             for node in missing:
                 if self._store.check([key := f"error/{node}"]):
                     raise UserError(f"node {node} could not start its ranks: {self._store.get(key).decode()}")
@@ -132,6 +160,11 @@ class Nodes:
                     f"{self.timeout_s:g} s (cluster.join_timeout_s); run the same command on all nodes to go on"
                 )
             time.sleep(_POLL_S)
+
+    def _missing(self, key: str) -> list[int]:
+        """Return the nodes other than 0 that have not set this key for the next attempt."""
+        next_one = self._attempt + 1
+        return [node for node in range(1, self.count) if not self._store.check([f"{key}/{next_one}/{node}"])]
 
     def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
         """Report how this node's ranks failed (``launch.Ended``); return the attempt's first report, of any node."""

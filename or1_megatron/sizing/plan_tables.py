@@ -19,6 +19,7 @@ from or1_megatron.sizing.run_plan import Evaluation, Plan
 from or1_megatron.sizing.storage import in_memory_bytes
 
 Row = tuple[str, str]
+_NODE_GPUS = 8
 
 
 def render(found: Plan) -> RenderableType:
@@ -220,5 +221,6 @@ def _memory_rows(found: Plan) -> Iterator[Row]:
         yield each.process, str(each)
     if found.device == "cpu":
         yield "at one time", gib(needed(found.config, found.memory, found.device))
-    if in_memory := in_memory_bytes(found.config, found.shape):
-        yield "checkpoints in memory", f"{gib(in_memory)} of host memory, if that much is free"
+    here = found.config.parallel.ranks if found.device == "cpu" else _NODE_GPUS
+    if in_memory := in_memory_bytes(found.config, found.shape, here):
+        yield "checkpoints in memory", f"{gib(in_memory)} of a node's host memory, if that much is free"

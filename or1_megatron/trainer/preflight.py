@@ -87,10 +87,10 @@ def check_room(planned: Plan) -> None:
     check_memory(planned.config, planned.shape, planned.device, there)
 
 
-def no_room_in_memory(planned: Plan) -> str | None:
+def no_room_in_memory(planned: Plan, ranks_here: int) -> str | None:
     """Return why this machine has no room for checkpoints in memory; None: it has, or the run makes none."""
     config = planned.config
-    if not (wanted := in_memory_bytes(config, planned.shape)):
+    if not (wanted := in_memory_bytes(config, planned.shape, ranks_here)):
         return None
     rest = needed(config, planned.memory, "cpu")
     if planned.device == "cuda":

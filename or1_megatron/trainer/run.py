@@ -52,6 +52,7 @@ from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.launch import is_launched, threads_of_rank
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
+from or1_megatron.runtime.nodes import ranks_per_node
 from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
@@ -119,7 +120,7 @@ def dump_store(config: Config, folder: RunFolder) -> DumpStore:
 @contextmanager
 def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
     """Build this rank's mesh and its share of the policy; end the process group afterwards."""
-    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_here(config)))
+    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_per_node(config.parallel.ranks)))
     start_process_group(config.cluster.verb_timeout_s)
     try:
         mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
@@ -127,11 +128,6 @@ def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
         yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
     finally:
         stop_process_group()
-
-
-def ranks_here(config: Config) -> int:
-    """Return how many of the ranks are on this node; torchrun knows."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks))
 
 
 def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
@@ -210,8 +206,9 @@ def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin
     check_resumable(config, folder)
     keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
     begin = begin_of(config, folder, whole=True)
-    if in_memory_bytes(config, planned.shape) and ranks_here(config) == config.parallel.ranks:
-        lacking = None if is_launched() else no_room_in_memory(planned)  # `or1 train` has looked
+    here = ranks_per_node(config.parallel.ranks)
+    if in_memory_bytes(config, planned.shape, here) and (here == config.parallel.ranks or is_launched()):
+        lacking = None if is_launched() else no_room_in_memory(planned, here)  # `or1 train` has looked
         if lacking is None:
             make_memory_folder(folder.checkpoints)
             keeper.memory = memory_keeper(folder.checkpoints)

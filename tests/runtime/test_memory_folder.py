@@ -10,7 +10,15 @@ import pytest
 
 from or1_megatron.runtime import memory_folder
 from or1_megatron.runtime.manifest import check_manifest, write_manifest
-from or1_megatron.runtime.memory_folder import bring_to_disk, make_memory_folder, memory_keeper, remove_memory_folder
+from or1_megatron.runtime.memory_folder import (
+    bring_part,
+    bring_parts_to_disk,
+    bring_to_disk,
+    make_memory_folder,
+    memory_keeper,
+    remove_memory_folder,
+    remove_parts,
+)
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
@@ -118,3 +126,36 @@ def test_what_cannot_be_brought_to_disk_stays_in_memory(
     assert "could not be copied to the disk" in caplog.text and keeper.complete() == []
     memory = memory_keeper(keeper.folder)
     assert memory is not None and [path.name for path in memory.complete()] == ["step_000005"]
+
+
+def test_parts_of_several_nodes_are_put_together_on_disk(
+    keeper: CheckpointKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Node 0 has the manifest, node 1 the other file. Without node 1 it is lost, and the disk's counts."""
+    on_disk = make(keeper, 3)
+    newest = make(keeper.memory, 5)
+    elsewhere = tmp_path / "shm_1"
+    part = elsewhere / newest.parent.name / "step_000005.partial"
+    part.mkdir(parents=True)
+    (newest / "weights.bin").rename(part / "weights.bin")
+
+    def node_1(name: str) -> None:
+        with monkeypatch.context() as there:
+            there.setattr(memory_folder, "SHARED_MEMORY", elsewhere)
+            bring_part(keeper.folder, name)
+
+    bring_parts_to_disk(keeper, node_1)
+    assert [path.name for path in keeper.complete()] == ["step_000003", "step_000005"]
+    check_manifest(keeper.folder / "step_000005")
+    assert memory_folder.memory_folder(keeper.folder) is None
+
+    make_memory_folder(keeper.folder)
+    keeper.memory = memory_keeper(keeper.folder)
+    (make(keeper.memory, 6) / "weights.bin").unlink()
+    bring_parts_to_disk(keeper, node_1)
+    assert [path.name for path in keeper.complete()] == ["step_000003", "step_000005"]
+    assert "step_000006, is lost: " in caplog.text and "weights.bin is missing" in caplog.text
+    assert on_disk.is_dir() and list(keeper.folder.glob("*.partial")) == []
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", elsewhere)
+    remove_parts(keeper.folder)
+    assert list(elsewhere.iterdir()) == []

@@ -232,9 +232,10 @@ def test_room_for_checkpoints_in_memory(
     monkeypatch.setattr(preflight, "disk_free", lambda folder: shared_gib * GIB)
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(free_gib * GIB, free_gib * GIB))
     planned = plan(quickstart(), HALF_B, device="cpu")
-    reason = preflight.no_room_in_memory(planned)
+    reason = preflight.no_room_in_memory(planned, planned.config.parallel.ranks)
     assert (reason is None) == room
     if reason is not None:
         assert "would take 11.04 GiB" in reason and f"{free_gib}.00 GiB of free memory" in reason
-    assert preflight.no_room_in_memory(plan(quickstart("checkpoint.in_memory=false"), HALF_B, device="cpu")) is None
-    assert "11.04 GiB of host memory" in shown(planned)
+    without = plan(quickstart("checkpoint.in_memory=false"), HALF_B, device="cpu")
+    assert preflight.no_room_in_memory(without, without.config.parallel.ranks) is None
+    assert "11.04 GiB of a node's host memory" in shown(planned)

@@ -59,13 +59,19 @@ def test_the_host_of_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "generations"),
-    [([], 2), (["checkpoint.in_memory=false"], 0), (["checkpoint.every_steps=1"], 0), (["cluster.nodes=2"], 0)],
+    ("keys", "ranks_per_node", "checkpoints"),
+    [
+        ([], 128, 2),
+        ([], 8, 4 / 16),
+        (["checkpoint.in_memory=false"], 128, 0),
+        (["checkpoint.every_steps=1"], 8, 0),
+    ],
 )
-def test_checkpoints_in_memory(keys: list[str], generations: int) -> None:
-    """Two generations on one node; none where every step is on disk anyway."""
-    config = load_config(named("recipe")["or1_32b"], ["cluster.nodes=1", "checkpoint.every_steps=5", *keys])
-    assert in_memory_bytes(config, LARGE) == generations * 14 * LARGE.parameters
+def test_checkpoints_in_memory(keys: list[str], ranks_per_node: int, checkpoints: float) -> None:
+    """Two generations; with 16 nodes each has its own sixteenth and another's; none where every step is on disk."""
+    config = load_config(named("recipe")["or1_32b"], ["checkpoint.every_steps=5", *keys])
+    assert config.parallel.ranks == 128
+    assert in_memory_bytes(config, LARGE, ranks_per_node) == checkpoints * 14 * LARGE.parameters
 
 
 def test_free_space_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
