@@ -174,7 +174,7 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
         remove_parts,
     )
     from or1_megatron.runtime.monitor import Monitor
-    from or1_megatron.runtime.restarts import Restarts
+    from or1_megatron.runtime.restarts import Restarts, signals_leave
     from or1_megatron.runtime.run_folder import RunFolder, RunFolderBusy
     from or1_megatron.trainer.preflight import checkpoint_keeper
 
@@ -208,13 +208,13 @@ def _keep_running(config: Config, arguments: Sequence[str], nodes: Nodes | None)
 
     if nodes is not None and nodes.rank > 0:
         code = 1  # node 0 ends before the first attempt only for an error
-        checkpoints = folder.checkpoints
-        try:
-            while nodes.begin(partial(bring_part, checkpoints)):
-                remove_parts(checkpoints)
-                code = attempt().code
-        finally:
-            remove_parts(checkpoints)
+        with signals_leave():
+            try:
+                while nodes.begin(partial(bring_part, folder.checkpoints)):
+                    remove_parts(folder.checkpoints)
+                    code = attempt().code
+            finally:
+                remove_parts(folder.checkpoints)
         return code
     return Restarts(folder, config.run.max_restarts).run(attempt, leave_memory)
 

@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -66,13 +67,11 @@ class Restarts:
 
         Main thread only. ``at_the_end``: called before the last words, when nothing is launched any more.
         """
-        previous = {number: signal.signal(number, _leave) for number in FORWARDED}
-        try:
-            code, last_words = self._attempts(launch)
-        finally:
-            at_the_end()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with signals_leave():
+            try:
+                code, last_words = self._attempts(launch)
+            finally:
+                at_the_end()
         if last_words is not None:
             self._say(last_words())
         return code
@@ -134,6 +133,17 @@ class Restarts:
         if not self._folder.metrics.is_file():
             return -1
         return max((int(row["step"]) for row in read_rows(self._folder.metrics, bad_lines=[])), default=-1)
+
+
+@contextmanager
+def signals_leave() -> Iterator[None]:
+    """Have stop signals raise SystemExit within the block, but while ``launch`` handles them. Main thread only."""
+    previous = {number: signal.signal(number, _leave) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
