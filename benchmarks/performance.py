@@ -200,6 +200,30 @@ SECTIONS = (
         "30B mixture shard to shard, and vLLM's sharded backend at 235B.",
     ),
     Section(
+        "chaos",
+        "Random kills and stops",
+        "python benchmarks/chaos.py --mean-s 45 --faults 40",
+        "Whole quickstarts whose processes are killed or stopped at random, with nobody touching anything. Effective "
+        "training time is the wall time of an undisturbed run over that of a disturbed one. To progress: from a fault "
+        "to the next row of metrics, the end of the step under way included, where no other fault came meanwhile.",
+        (("runs finished", "all"), ("effective training time", "≥ 45%")),
+    ),
+    Section(
+        "chaos_rare",
+        "The same, a fault in two minutes",
+        "python benchmarks/chaos.py --mean-s 120 --faults 10 --name chaos_rare",
+        "As above.",
+        (("runs finished", "all"), ("effective training time", "≥ 70%")),
+    ),
+    Section(
+        "paired_commits",
+        "What keeping a run going costs when nothing fails",
+        "python benchmarks/paired_commits.py --before CHECKOUT_OF_5887e70",
+        "A short quickstart, in turn with the commit before signs of life, checkpoints in memory and comparisons of "
+        "replicas, which also lacks all other changes since.",
+        (("its upper bound (95%)", "≤ 1.03"),),
+    ),
+    Section(
         "data_pipeline",
         "The data pipeline",
         "python benchmarks/data_pipeline.py --scratch FOLDER",
