@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from or1_megatron.parallel import saver
+from or1_megatron.parallel import node_copies, saver
 from or1_megatron.parallel.checkpoint import load
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
@@ -33,6 +33,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     shm, disk = folder / f"shm_{rank}", folder / "run" / "checkpoints"
     shm.mkdir(parents=True)
+    node_copies.PIECE_BYTES = 10_007  # type: ignore[misc]
     saver.SHARED_MEMORY = memory_folder.SHARED_MEMORY = shm  # type: ignore[misc]
     parallel = ParallelConfig(ranks=world)
     mesh = build_mesh(parallel, seed=1)
