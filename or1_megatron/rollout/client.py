@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from or1_megatron.config.schema import RolloutConfig, VerifyConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
-from or1_megatron.rollout.manager import ManagerActor, RolloutError
+from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests
@@ -242,6 +242,7 @@ def start_rollouts(
     run_id: str,
     ray_options: Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    answer_s: float = ANSWER_S,
 ) -> RolloutsClient:
     """Start the RolloutManager and its verifiers over engines that need not be up yet.
 
@@ -249,6 +250,7 @@ def start_rollouts(
         abilities: those of the problems that will come, e.g. {"math"}.
         ray_options: for manager and verifiers, e.g. a scheduling strategy.
         stop: true once the run has been asked to stop.
+        answer_s: as for ``RolloutManager``.
 
     Raises:
         RolloutError: the manager or a verifier did not start.
@@ -267,6 +269,7 @@ def start_rollouts(
             dict(ray_options or {}),
             config.step_timeout_s,
             number,
+            answer_s,
         )
         try:
             if number:  # first: an engine may be lost, too

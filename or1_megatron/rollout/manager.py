@@ -31,6 +31,9 @@ from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
 
 _HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
+ANSWER_S = 120.0
+"""An engine answers within seconds. Where no answer has come for this long, it was lost on its way: a network that
+drops for some seconds can do that, and Ray notices minutes later, if at all."""
 _NAMED_IN_ERRORS = 8
 
 
@@ -66,6 +69,7 @@ class RolloutManager:
         ray_options: Mapping[str, Any],
         step_timeout_s: float,
         number: int = 0,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """
         Args:
@@ -73,8 +77,10 @@ class RolloutManager:
             max_concurrent: responses that one engine decodes at once.
             ray_options: for the verifier actors, where the cluster has several nodes; on one they are plain processes.
             number: of the run's managers; the engines do nothing for one whose successor they have heard from.
+            answer_s: an engine that has answered once, and then does not for this long, is killed.
         """
         self._number = number
+        self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
         self._successors = False
@@ -217,14 +223,20 @@ class RolloutManager:
 
     async def _drain(self, index: int) -> None:
         engine = self._engines[index]
+        timeout_s: float | None = None  # it may still be starting
         while self._failure is None and self._engines[index] == engine:
             try:
-                harvest: Harvest = pickle.loads(
-                    await engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
-                )
+                call = engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
+                harvest: Harvest = pickle.loads(await asyncio.wait_for(call, timeout_s))
+            except TimeoutError:
+                ray.kill(engine, no_restart=True)
+                silent = f"it gave no answer for {self._answer_s:g} s, and was killed"
+                self._engine_failed(index, engine, RayError(silent))
+                return
             except RayError as error:
                 self._engine_failed(index, engine, error)
                 return
+            timeout_s = self._answer_s
             if self._engines[index] != engine or index in self._scheduler.lost:
                 return  # its requests are being sampled elsewhere
             self._busy_s[index].extend(harvest.busy_s)

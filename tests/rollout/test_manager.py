@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
@@ -22,6 +23,7 @@ from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.manager import RolloutError
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.types import DeferRule, Group, RefillRule, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 48)
@@ -246,6 +248,29 @@ def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_
         client.collect()
     with pytest.raises(RolloutError, match="engine 0 died"):
         client.roll_out(PROMPTS, 1, SAMPLING, seed=4)
+    client.close()
+    pool.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_cluster: None) -> None:
+    """It is stopped, which looks like an answer that the network has lost: its process lives, and Ray sees nothing."""
+    run_id = f"{RUN_ID}-silent"
+    config = rollout_config(engines=1)
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
+    verify = VerifyConfig(workers=1)
+    client = start_rollouts(pool, config, verify, frozenset({"math"}), run_id, answer_s=15.0)
+    pool.wait_ready()
+    client.roll_out(PROMPTS, 1, SAMPLING, seed=2)
+    assert len(client.collect()[0]) == 5
+    engine = psutil.Process(next(beat.pid for beat in read_beats(beats_folder(run_id)) if beat.who == "engine 0"))
+    engine.suspend()
+    try:
+        client.roll_out(PROMPTS, 1, SAMPLING, seed=3)
+        with pytest.raises(RolloutError, match=r"engine 0 died .*: it gave no answer for 15 s, and was killed"):
+            client.collect()
+    finally:
+        engine.kill()
     client.close()
     pool.close()
 
