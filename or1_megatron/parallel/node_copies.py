@@ -15,13 +15,12 @@ from torch import Tensor
 PIECE_BYTES: Final = 1 << 26
 
 
-def copy_to_next_node(own: Path, per_node: int, group: dist.ProcessGroup) -> None:
+def copy_to_next_node(own: Path, written: bool, per_node: int, group: dist.ProcessGroup) -> None:
     """Send ``own`` ``per_node`` ranks ahead, and write the file of the rank as far behind beside it; collective.
-
-    All ranks of the world must call it; a rank without a file sends none, and the other one then writes none.
 
     Args:
         own: ``file_name(rank)`` in the folder of the checkpoint on this node.
+        written: it is whole. Otherwise nothing is sent, and the other rank writes nothing.
         per_node: ranks on each node; at least two nodes.
         group: all ranks, over gloo.
 
@@ -30,7 +29,7 @@ def copy_to_next_node(own: Path, per_node: int, group: dist.ProcessGroup) -> Non
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ahead, behind = (rank + per_node) % world, (rank - per_node) % world
-    size = torch.tensor([own.stat().st_size if own.is_file() else 0])
+    size = torch.tensor([own.stat().st_size if written else 0])
     coming = torch.empty_like(size)
     _exchange(size, ahead, coming, behind, group)
     left, due = int(size), int(coming)

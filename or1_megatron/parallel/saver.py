@@ -6,7 +6,7 @@ rounds each buffer up to a power of two); state that data-parallel ranks share i
 writes. It talks to the other ranks over a process group of its own, since training uses the other groups meanwhile.
 
 A checkpoint in shared memory of several nodes lies in pieces: each node has the files of its ranks and of those of the
-node before (``node_copies``); node 0 has what exists once, too. ``memory_folder.bring_part`` puts them together.
+node before (``node_copies``); node 0 has what exists once, too. ``memory_folder.bring_to_disk`` puts them together.
 
 Every rank writes and syncs its file. Rank 0 adds the files that exist once, the manifest last, syncs them, and renames
 the folder into place. A kill at any moment leaves the earlier checkpoints as they were.
@@ -45,7 +45,7 @@ from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSl
 from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
-from or1_megatron.runtime.memory_folder import SHARED_MEMORY, drop_older_parts
+from or1_megatron.runtime.memory_folder import SHARED_MEMORY, drop_older_parts, part_folder
 from or1_megatron.runtime.nodes import ranks_per_node
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE, put_in_place
 
@@ -135,8 +135,10 @@ class CheckpointSaver:
         if self._mesh.rank == 0 and problem is None:
             problem = _prepare(folder, self._policy, share=2 * per_node / self._mesh.world if in_pieces else 1.0)
         raise_together(self._mesh, problem)
-        if in_pieces and self._mesh.rank and self._mesh.rank % per_node == 0:
-            drop_older_parts(folder)
+        if in_pieces and (node := self._mesh.rank // per_node) > 0:
+            folder = part_folder(folder, node)
+            if self._mesh.rank % per_node == 0:
+                drop_older_parts(folder)
         self._policy.sync_parameters()
         common = {"sgd_steps": self._policy.sgd_steps, "optimizer_step": optimizer_step(self._policy)}
         loop_json = json.dumps(loop_state) if self._mesh.rank == 0 else ""
@@ -243,12 +245,11 @@ class CheckpointSaver:
             part = _RankFile(slices, path.name, entry, job.random)
         except Exception as error:  # rank 0 reports it
             log.info("rank %d could not write its part of %s", self._mesh.rank, job.folder, exc_info=True)
-            path.unlink(missing_ok=True)
             part = _reason(error)
         if job.in_pieces:
             assert self._group is not None
             try:
-                copy_to_next_node(path, ranks_per_node(self._mesh.world), self._group)
+                copy_to_next_node(path, isinstance(part, _RankFile), ranks_per_node(self._mesh.world), self._group)
             except OSError as error:
                 part = _reason(error)
         return part

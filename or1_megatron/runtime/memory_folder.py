@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints in shared memory, which outlives the run's processes but not the node.
 
-With trainer ranks on several nodes, each node has a folder of this name, with a part of each checkpoint (``saver``).
-Ranks do not load that: the launchers bring their parts to the disk first.
+With trainer ranks on several nodes, each node has a folder with a part of each checkpoint (``saver``). Those of nodes
+other than 0 have the node's number behind the name. Ranks do not load parts: the launchers bring them to the disk.
 
 Its name is new for each run; the link ``in_memory`` among the checkpoints on disk leads to it. So a run folder that was
 made anew, or copied, never finds the checkpoints of another run.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import check_manifest, sync
+from or1_megatron.runtime.manifest import CheckpointDamaged, check_manifest, sync
 from or1_megatron.runtime.run_folder import CheckpointKeeper, put_in_place, step_of
 
 log = logging.getLogger(__name__)
@@ -62,86 +62,92 @@ def remove_memory_folder(checkpoints: Path) -> None:
     (checkpoints / _LINK).unlink(missing_ok=True)
 
 
-def bring_to_disk(keeper: CheckpointKeeper) -> None:
-    """Copy the newest checkpoint in memory to the disk, if it is newer than those there, and delete those in memory.
+def bring_to_disk(keeper: CheckpointKeeper, others: Callable[[str], None] | None = None) -> bool:
+    """Bring the newest checkpoint in memory to the disk, if it is newer than those there; delete those in memory.
 
-    Only the process that holds the run's lock may call this. What cannot be copied stays in memory, with a warning.
-    """
-    try:
-        newest = keeper.newest_intact() if keeper.memory is not None else None
-        if newest is not None and newest.parent != keeper.folder:
-            aside = keeper.folder / (newest.name + PARTIAL_SUFFIX)
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(newest, aside)
-            for path in (*aside.iterdir(), aside):
-                sync(path)
-            put_in_place(aside, keeper.folder / newest.name)
-    except Exception as error:
-        kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
-        log.warning(kept, memory_folder(keeper.folder), error)
-    else:
-        remove_memory_folder(keeper.folder)
-
-
-def bring_parts_to_disk(keeper: CheckpointKeeper, others: Callable[[str], None]) -> None:
-    """As ``bring_to_disk``, for checkpoints of which each node has a part; on node 0.
+    Only the process that holds the run's lock may call this. If the disk does not take it, all stays in memory, with a
+    warning, and the result is False.
 
     Args:
-        others: has all other nodes call ``bring_part`` with a checkpoint's name, and returns when they have.
+        others: where each node has a part: has the other nodes call ``bring_part`` for a checkpoint's name, and returns
+            when they have. Then only the newest checkpoint is tried: what one lacks, the one before it lacks, too.
     """
-    folder = memory_folder(keeper.folder)
-    newest, on_disk = keeper.newest(), max((step_of(path) or 0 for path in keeper.complete()), default=-1)
-    if folder is None or newest is None or newest.parent != folder or (step_of(newest) or 0) <= on_disk:
-        remove_memory_folder(keeper.folder)
-        return
-    aside = keeper.folder / (newest.name + PARTIAL_SUFFIX)
+    on_disk = max((step_of(path) or 0 for path in keeper.complete()), default=-1)
+    saved = [] if keeper.memory is None else keeper.memory.complete()
+    newer = [path.name for path in reversed(saved) if (step_of(path) or 0) > on_disk]
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        bring_part(keeper.folder, newest.name)
-        others(newest.name)
-        check_manifest(aside)
-        put_in_place(aside, keeper.folder / newest.name)
-    except Exception as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        log.warning("the newest checkpoint in memory, %s, is lost: %s", newest.name, error)
+        for name in newer if others is None else newer[:1]:
+            if _put_together(keeper.folder, name, others):
+                break
+    except OSError as error:
+        kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
+        log.warning(kept, memory_folder(keeper.folder), error)
+        return False
     remove_memory_folder(keeper.folder)
+    return True
 
 
-def bring_part(checkpoints: Path, name: str) -> None:
-    """Copy this node's files of a checkpoint in memory to where node 0 puts it together, unless they are there.
+def _put_together(checkpoints: Path, name: str, others: Callable[[str], None] | None) -> bool:
+    """Make a checkpoint on disk of its files in memory, of all nodes; return whether it is whole. Raises OSError."""
+    aside = checkpoints / (name + PARTIAL_SUFFIX)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    bring_part(checkpoints, name)
+    if others is not None:
+        others(name)
+    try:
+        check_manifest(aside)
+    except CheckpointDamaged as why:
+        log.warning("%s. It was in memory, and is lost", why)
+        shutil.rmtree(aside, ignore_errors=True)
+        return False
+    sync(aside)
+    put_in_place(aside, checkpoints / name)
+    return True
 
-    What cannot be copied is missing there, with a warning here.
+
+def part_folder(folder: Path, node: int) -> Path:
+    """Return where ``node`` has its part of the checkpoint that is ``folder`` on node 0."""
+    return folder.parent.with_name(folder.parent.name + _node_suffix(node)) / folder.name
+
+
+def bring_part(checkpoints: Path, name: str, node: int = 0) -> None:
+    """Copy a node's files of a checkpoint in memory to where node 0 puts it together, unless they are there.
+
+    Raises OSError.
     """
     aside = checkpoints / (name + PARTIAL_SUFFIX)
-    try:
-        for part in _parts(checkpoints):
-            for file in [*part.glob(f"{name}/*"), *part.glob(f"{name}{PARTIAL_SUFFIX}/*")]:
-                if aside.is_dir() and not (aside / file.name).exists():
-                    copy = aside / f".{file.name}.{os.uname().nodename}"
-                    shutil.copyfile(file, copy)
-                    sync(copy)
-                    copy.rename(aside / file.name)
-    except OSError as error:
-        log.warning("a part of checkpoint %s could not be copied to the disk: %s", name, error)
+    for part in _parts(checkpoints, node):
+        for file in [*part.glob(f"{name}/*"), *part.glob(f"{name}{PARTIAL_SUFFIX}/*")]:
+            if aside.is_dir() and not (aside / file.name).exists():
+                copy = aside / f"{file.name}.{node}"
+                shutil.copyfile(file, copy)
+                sync(copy)
+                copy.rename(aside / file.name)
 
 
 def drop_older_parts(next_one: Path) -> None:
-    """Delete all but the newest of this node's checkpoints in memory, before the next one is written."""
+    """Delete all but the newest of a node's checkpoints in memory, before the next one is written."""
     others = [path for path in next_one.parent.glob("step_*") if not path.name.startswith(next_one.name)]
     for path in sorted(others)[:-1]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_parts(checkpoints: Path) -> None:
-    """Delete this node's parts of the run's checkpoints in memory."""
-    for part in _parts(checkpoints):
+def remove_parts(checkpoints: Path, node: int) -> None:
+    """Delete a node's parts of the run's checkpoints in memory."""
+    for part in _parts(checkpoints, node):
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _parts(checkpoints: Path) -> list[Path]:
-    found = SHARED_MEMORY.glob(_prefix(checkpoints) + "*")
+def _parts(checkpoints: Path, node: int) -> list[Path]:
+    if node == 0:
+        return [folder] if (folder := memory_folder(checkpoints)) is not None else []
+    found = SHARED_MEMORY.glob(f"{_prefix(checkpoints)}*{_node_suffix(node)}")
     return [path for path in found if path.stat().st_uid == os.getuid()]
+
+
+def _node_suffix(node: int) -> str:
+    return f".{node}" if node else ""
 
 
 def _prefix(checkpoints: Path) -> str:

@@ -22,7 +22,7 @@ from or1_megatron.parallel.checkpoint import load
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.runtime import memory_folder
-from or1_megatron.runtime.memory_folder import bring_part, bring_parts_to_disk, make_memory_folder, memory_keeper
+from or1_megatron.runtime.memory_folder import bring_part, bring_to_disk, make_memory_folder, memory_keeper, part_folder
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 
@@ -58,7 +58,8 @@ def main() -> None:
             if rank == 0 and (keeper := memory_keeper(disk)) is not None:
                 keeper.saved(step, best=False)
             dist.barrier()
-        folders = {path.name: sorted(file.name for file in path.iterdir()) for path in (shm / names[0]).iterdir()}
+        mine = part_folder(shm / names[0] / "any", rank).parent
+        folders = {path.name: sorted(file.name for file in path.iterdir()) for path in mine.iterdir()}
     found: list[object] = [None] * world
     dist.all_gather_object(found, folders)
 
@@ -66,12 +67,12 @@ def main() -> None:
         for node in range(1, world):
             if node != lost:
                 memory_folder.SHARED_MEMORY = folder / f"shm_{node}"  # type: ignore[misc]
-                bring_part(disk, name)
+                bring_part(disk, name, node)
         memory_folder.SHARED_MEMORY = shm  # type: ignore[misc]
 
     if rank == 0:
         keeper = CheckpointKeeper(disk, keep_last=2, keep_best=False, memory=memory_keeper(disk))
-        bring_parts_to_disk(keeper, others)
+        bring_to_disk(keeper, others)
     dist.barrier()
     state = load(policy, disk / "step_000003")
     values = sorted({float(value) for parameter in parameters for value in parameter.unique()})

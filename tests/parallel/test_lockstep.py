@@ -20,6 +20,7 @@ import ranks
 
 RANKS = 3
 LOST_TENSOR = "KeyError: 'the tensor that was not there'"
+GONE = "rank 0 is gone while waiting for a verb | rank 0, which hosts the store, is gone"
 LATE = "'wait' was not finished after 6 s (cluster.verb_timeout_s)"
 
 FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
@@ -29,11 +30,11 @@ FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "kill 1 verb": ([1, -9, 1], {0, 2}, ["lost a peer in 'wait'", "not heard from: rank 1"]),
     "kill 0 verb": ([-9, 1, 1], {1, 2}, ["rank 0, which hosts the store, is gone"]),
 }
-"""Case to (exit statuses by rank, ranks that are reported to wait in the verb, other expected output)."""
+"""Case to (exit statuses by rank, ranks that are reported to wait in the verb, other expected output, of which " | "
+separates what one or the other of two threads says)."""
 SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "kill 1 between": ([1, -9, 1], set(), ["rank 1 gave no sign of life for 6 s between two verbs", "time.sleep(600)"]),
-    # Two threads may notice it first: "rank 0 is gone", or "rank 0, which hosts the store, is gone".
-    "kill 0 between": ([-9, 1, 1], set(), ["rank 0", " is gone"]),
+    "kill 0 between": ([-9, 1, 1], set(), [GONE]),
     "sleep 0 verb": ([1, 1, 1], {0, 1, 2}, [LATE, "time.sleep(600)"]),
     "stop 1 verb": ([1, "stopped", 1], {0, 2}, [LATE, "not heard from: rank 1"]),
     "stop 0 verb": (["stopped", 1, 1], {1, 2}, [LATE, "rank 0, which hosts the store, has not answered"]),
@@ -75,7 +76,7 @@ def check(result: Any, ends: list[int | str], waited: set[int], expected: list[s
     assert result["ends"] == ends, output[-6000:]
     assert waiting(output) >= waited, output[-6000:]
     for text in ["sum 21.0", *expected]:
-        assert text in output, f"'{text}' is not in:\n{output[-6000:]}"
+        assert any(either in output for either in text.split(" | ")), f"'{text}' is not in:\n{output[-6000:]}"
 
 
 def test_payloads_and_agreed_errors(fast: dict[str, Any]) -> None:
