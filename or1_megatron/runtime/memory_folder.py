@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
-from or1_megatron.runtime.manifest import CheckpointDamaged, check_manifest, sync
+from or1_megatron.runtime.manifest import CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
 from or1_megatron.runtime.run_folder import CheckpointKeeper, put_in_place, step_of
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def bring_to_disk(keeper: CheckpointKeeper, others: Callable[[str], None] | None
         for name in newer if others is None else newer[:1]:
             if _put_together(keeper.folder, name, others):
                 break
-    except OSError as error:
+    except (OSError, CheckpointUnreadable) as error:
         kept = "the newest checkpoint is in memory, in %s, and stays there: it could not be copied to the disk: %s"
         log.warning(kept, memory_folder(keeper.folder), error)
         return False
