@@ -20,7 +20,7 @@ from or1_megatron.sizing.storage import in_memory_bytes
 
 Row = tuple[str, str]
 _NODE_GPUS = 8
-"""Of a node of GPUs, for which a plan is made here: whatever machine this is."""
+"""GPUs of a node: a plan is made for such nodes, whatever machine this is."""
 
 
 def render(found: Plan) -> RenderableType:
