@@ -68,15 +68,23 @@ class RolloutsClient:
         self._reused: list[bytes] = []  # for the next roll-out
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
+        self._in_turns = False
 
-    def revive_with(self, revive: Callable[[], None], on_restart: Callable[[str], None] = lambda reason: None) -> None:
+    def revive_with(
+        self,
+        revive: Callable[[], None],
+        on_restart: Callable[[str], None] = lambda reason: None,
+        in_turns: bool = False,
+    ) -> None:
         """Let an engine's or the manager's death end no roll-out from now on.
 
         Args:
             revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
             on_restart: called with the reason when the manager is replaced.
+            in_turns: engines take turns with the trainer on its devices. ``revive`` then needs engines that decode
+                nothing: they give up all requests first, and another manager asks for them again.
         """
-        self._revive, self._on_restart = revive, on_restart
+        self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
         self._call("expect_successors")
 
     def rejoin(self, engines: Sequence[Any]) -> None:
@@ -184,7 +192,8 @@ class RolloutsClient:
         deadline = time.monotonic() + self._deadline_s
         while True:
             answer = call(self._manager)
-            self._wait(answer, deadline)
+            if not self._wait(answer, deadline):
+                continue
             try:
                 return ray.get(answer)
             except RayTaskError as error:
@@ -192,18 +201,24 @@ class RolloutsClient:
             except RayError as error:
                 self._take_over(failure_of(error))
 
-    def _wait(self, call: Any, deadline: float) -> None:
+    def _wait(self, call: Any, deadline: float) -> bool:
+        """Wait until the call has ended. Returns false if another manager has to be called."""
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("roll-out abandoned: the run has been asked to stop")
             check_ray(ASK_EVERY_S)
             if self._revive is not None and self._engines_lost():
+                if self._in_turns:
+                    ray.kill(self._manager, no_restart=True)
+                    self._ask_again()
+                    return False
                 self._revive()
             if time.monotonic() > deadline:
                 raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s")
+        return True
 
     def _take_over(self, reason: str) -> None:
-        """Start another manager, and let it ask for the roll-outs under way again.
+        """Replace the manager.
 
         Raises:
             RolloutError: nobody can replace it, or it was replaced too often within one roll-out.
@@ -215,9 +230,15 @@ class RolloutsClient:
         log.warning("the RolloutManager is lost and is started again: %s", reason)
         self._restarts_left -= 1
         self._on_restart(reason)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Start another manager, which asks for what is not yet sampled of the roll-outs under way."""
         self._number += 1
         finished = [part for engine in self._pool.handles for part in self._recall(engine)]
         self._manager = self._start(self._number)
+        if self._in_turns and self._revive is not None:
+            self._revive()
         for asked in self._asked.values():
             asked.of_manager = self._call("roll_out", asked.batch, finished)
             finished = []

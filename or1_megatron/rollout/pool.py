@@ -185,8 +185,10 @@ class EnginePool:
         calls = [handle.ready.remote() for handle in self.handles]
         self.node_ids = gather(calls, max(left_s, 0.1), "start", self._deadline.reason)
 
-    def restart_lost(self) -> list[int]:
+    def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
         """Replace the engines that have died, failed or stopped answering; return which. They are up, without weights.
+
+        ``make_room`` is called before any is started.
 
         Raises:
             EngineError: one has been lost more often than ``max_engine_restarts``, or did not start again.
@@ -195,6 +197,7 @@ class EnginePool:
         restarted: set[int] = set()
         while lost := lost_engines(self.handles):
             check_ray()
+            make_room()
             for index, reason in lost.items():
                 self._restart(index, reason)
             restarted |= lost.keys()

@@ -272,8 +272,11 @@ def serve_policy(
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
     synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
-    if not turns.engines_sleep:
-        rollouts.revive_with(synced.revive, lambda why: faults.write(Fault("manager", "the RolloutManager", why)))
+    rollouts.revive_with(
+        synced.revive,
+        lambda why: faults.write(Fault("manager", "the RolloutManager", why)),
+        in_turns=turns.engines_sleep,
+    )
     return synced
 
 

@@ -83,6 +83,7 @@ class SyncedPolicy(PolicyDriver):
         self._asleep = turns.engines_sleep
         self._away = False
         self._restarts = False
+        self._replaced = False  # engines, of which the manager does not know yet
         self._unchecked = False  # the replicas have not been compared since engines began to sample
         self._version = 0
         self._handoffs = 0
@@ -119,7 +120,6 @@ class SyncedPolicy(PolicyDriver):
             self._lockstep.call("offload", "optimizer", "gradients")
         self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
-        restarted = False
         while True:
             try:
                 if self._asleep:
@@ -131,14 +131,13 @@ class SyncedPolicy(PolicyDriver):
                 self._engines.certify(version)
                 break
             except (SendError, EngineError) as error:
-                # Where engines take turns with the trainer, one that starts needs memory that is the trainer's now.
-                if self._turns.engines_sleep or not self._replace_lost():
+                if not self._replace_lost():
                     raise
                 log.warning("the handoff is done again: %s", error)
                 self._take_back("parameters")
-                restarted = True
-        if restarted:
+        if self._replaced:
             self._rollouts.rejoin(self._pool.handles)
+            self._replaced = False
         self._version = version
         self._unchecked = True
         self._handoffs += 1
@@ -163,23 +162,30 @@ class SyncedPolicy(PolicyDriver):
     def revive(self) -> None:
         """Replace the engines that are gone, in the middle of a roll-out, and bring all to the current weights.
 
+        Where engines take turns with the trainer, none may be decoding.
+
         Raises:
             EngineError: an engine died too often. What ``hand_off`` raises.
         """
-        self._replace_lost()
-        self.hand_off(self._version)
-        self._rollouts.rejoin(self._pool.handles)
+        if self._replace_lost():
+            self.hand_off(self._version)
 
     def take_turn(self) -> None:
         """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
 
         The first time after a handoff the data-parallel replicas are compared: an update from a replica that has
         changed during the roll-out would spoil the gradient, and a distributed optimizer would then hide the change.
+        An engine that has died since the roll-out is replaced.
 
-        Raises ReplicasDiffer.
+        Raises ReplicasDiffer, and EngineError where an engine died too often.
         """
         if self._turns.engines_sleep and not self._asleep:
-            self._engines.sleep()
+            try:
+                self._engines.sleep()
+            except EngineError as error:
+                if not self._replace_lost():
+                    raise
+                log.warning("an engine was lost before the trainer's turn: %s", error)
             self._asleep = True
         self._take_back("parameters", "gradients", "optimizer")
         self._away = False
@@ -205,10 +211,20 @@ class SyncedPolicy(PolicyDriver):
 
     def _replace_lost(self) -> bool:
         """Replace the engines that are gone, if there are any: the next handoff meets the new ones."""
-        lost = self._pool.restart_lost()
-        if lost:
-            self._lockstep.call("leave_engines")
-        return bool(lost)
+        if not self._pool.restart_lost(self._make_room):
+            return False
+        self._lockstep.call("leave_engines")
+        self._replaced = True
+        if self._turns.engines_sleep:
+            self._engines.sleep()  # the new ones are awake, and the others may be
+            self._asleep = True
+        return True
+
+    def _make_room(self) -> None:
+        """Offload the trainer where engines use its devices: one that starts needs the memory."""
+        if self._turns.engines_sleep:
+            self._lockstep.call("offload", "optimizer", "gradients", "parameters")
+            self._away = True
 
 
 def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:

@@ -56,6 +56,12 @@ def kill(pool: EnginePool, index: int, how: int = signal.SIGKILL) -> None:
     os.kill(in_engine(pool.handles[index], lambda engine: os.getpid()), how)
 
 
+def pending(handle: Any) -> int:
+    """How many requests the engine has."""
+    found: int = ray.get(handle.call.remote("__getattribute__", "pending"), timeout=PATIENCE_S)
+    return found
+
+
 def serves(handle: Any, version: int, seed: int) -> bool:
     """Whether a request is answered, with this version."""
     sent = [Request(prompt([2, 7, 9]), 0, Sampling(1.0, 1.0, 8), seed)]
@@ -105,7 +111,7 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
     control.certify(2)
     assert control.versions() == [2, 2]
     for handle in pool.handles:  # the requests that had waited come first
-        while ray.get(handle.call.remote("__getattribute__", "pending"), timeout=PATIENCE_S):
+        while pending(handle):
             pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))
     assert all(serves(handle, 2, 20 + seed) for seed, handle in enumerate(pool.handles))
     kill(pool, 1)
@@ -116,8 +122,12 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo"])
-def test_engine_killed_while_it_decodes(tiny_model: TinyModel, pool: EnginePool, transport: str) -> None:
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_engine_killed_while_it_decodes(
+    tiny_model: TinyModel, pool: EnginePool, transport: str, in_turns: bool
+) -> None:
     """The roll-out comes to its end with the samples of an undisturbed one: same requests, same seeds, same weights.
+    Where engines take turns with a trainer, none decodes anything while one is replaced.
 
     That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
     """
@@ -131,13 +141,15 @@ def test_engine_killed_while_it_decodes(tiny_model: TinyModel, pool: EnginePool,
 
     def revive() -> None:
         pool.restart_lost()
+        if in_turns:
+            assert [pending(handle) for handle in pool.handles] == [0, 0]
         trainer.close()
         trainer.send(weights, 1)
         compare_probe(control.score_prompts(PROBE), scores(weights, PROBE), bound=1e-4)
         control.certify(1)
         client.rejoin(pool.handles)
 
-    client.revive_with(revive)
+    client.revive_with(revive, in_turns=in_turns)
     tokens = []
     for deadly in (False, True):
         client.roll_out(prompts, 40, Sampling(1.0, 1.0, 100), seed=7)

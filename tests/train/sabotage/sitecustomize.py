@@ -5,6 +5,9 @@ kill: engines kill themselves, each way once: while receiving, when they have lo
 holds what has happened.
 memory: a bit of one of rank 1's parameters flips, when its replicas have been compared for handoff 1; later a bit of an
 engine's final norm, when its tensors have been compared with what it received.
+turns: as kill, with engines that take turns with the trainer as on its GPUs. Files in SABOTAGE_FOLDER/device stand for
+who holds the device; an engine that sleeps loses its weights to NaN. One dies before it sleeps, too, and so does the
+RolloutManager.
 clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
@@ -85,6 +88,93 @@ def kill_loaded_or_decoding(engine: Any) -> None:
     engine.VllmEngine.finish_weight_update, engine.VllmEngine.step = finish_weight_update, step_some
 
 
+def hold_device(who: str) -> Path:
+    return Path(os.environ["SABOTAGE_FOLDER"]) / "device" / who
+
+
+def awake_engines() -> list[str]:
+    return sorted(path.name for path in hold_device("").glob("engine-*"))
+
+
+def give_turns(synced: Any) -> None:
+    turns, init = synced.Turns, synced.SyncedPolicy.__init__
+    synced.Turns = lambda *arguments: turns(engines_sleep=True, trainer_offloads=True)
+
+    def init_and_sleep(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        self._engines.sleep()
+        hold_device("trainer").touch()
+
+    synced.SyncedPolicy.__init__ = init_and_sleep
+
+
+def trainer_holds_device(module: Any) -> None:
+    restore, offload = module.Offload.restore, module.Offload.offload
+
+    def restore_alone(self: Any, *things: str) -> int:
+        if os.environ["RANK"] == "0":
+            assert awake_engines() == [], f"{awake_engines()} have the device"
+            hold_device("trainer").touch()
+        moved: int = restore(self, *things)
+        return moved
+
+    def offload_all(self: Any, *things: str) -> int:
+        moved: int = offload(self, *things)
+        if os.environ["RANK"] == "0" and len(self.away) == 3:
+            hold_device("trainer").unlink(missing_ok=True)
+        return moved
+
+    module.Offload.restore, module.Offload.offload = restore_alone, offload_all
+
+
+def kill_taking_turns(engine: Any) -> None:
+    kill_loaded_or_decoding(engine)
+    Engine = engine.VllmEngine
+    init, step = Engine.__init__, Engine.step
+
+    def spoil(worker: Any) -> None:
+        for parameter in worker.model_runner.model.parameters():
+            parameter.data.fill_(float("nan"))
+
+    def init_alone(self: Any, settings: Any) -> None:
+        assert settings.serves_folder or not hold_device("trainer").exists(), "the trainer has the device"
+        init(self, settings)
+        hold_device(f"engine-{settings.index}").touch()
+
+    def sleep(self: Any) -> None:
+        if self.version == 4 and not self._asleep:
+            die("before sleep")
+        assert not self._pending, "it decodes"
+        self._llm.collective_rpc(spoil)
+        self._asleep = True
+        hold_device(f"engine-{self._settings.index}").unlink(missing_ok=True)
+
+    def wake_up(self: Any, tags: Any) -> None:
+        if "kv_cache" in tags:
+            assert not hold_device("trainer").exists(), "the trainer has the device"
+            hold_device(f"engine-{self._settings.index}").touch()
+            self._asleep = False
+
+    def step_awake(self: Any) -> Any:
+        assert not self._asleep or not self._serving, "it decodes asleep"
+        return step(self)
+
+    Engine.__init__, Engine.sleep, Engine.wake_up, Engine.step = init_alone, sleep, wake_up, step_awake
+
+
+def kill_manager(scheduler: Any) -> None:
+    end, ended = scheduler.Scheduler.end, 0
+
+    def end_some(self: Any, ticket: int) -> Any:
+        nonlocal ended
+        ended += 1
+        if ended == 2:
+            die("collecting")
+        return end(self, ticket)
+
+    scheduler.Scheduler.end = end_some
+
+
 def flip_in_replica(trainer: Any) -> None:
     send = trainer.ShardTrainer.send
 
@@ -154,6 +244,13 @@ FAULTS: dict[str, dict[str, Any]] = {
     "kill": {
         "or1_megatron.handoff.shard.worker": kill_receiving,
         "or1_megatron.rollout.engine": kill_loaded_or_decoding,
+    },
+    "turns": {
+        "or1_megatron.trainer.synced_policy": give_turns,
+        "or1_megatron.parallel.offload": trainer_holds_device,
+        "or1_megatron.handoff.shard.worker": kill_receiving,
+        "or1_megatron.rollout.engine": kill_taking_turns,
+        "or1_megatron.rollout.scheduler": kill_manager,
     },
 }
 
