@@ -1,26 +1,32 @@
 """Measures the memory of each of a run's processes on a machine without GPUs, beside the estimate of it.
 
-    python benchmarks/host_memory.py                      # the quickstart
-    python benchmarks/host_memory.py --random tied        # 0.1B random weights with a vocabulary of 151,936
+    python benchmarks/host_memory.py                        # all cases
+    python benchmarks/host_memory.py --case quickstart      # one
 
-Runs ``--steps`` steps of the quickstart's first stage, shortened, and reads the proportional set size (PSS) of every
-process of the run several times a second. Prints each kind's peak and the peak of the sum beside the estimate of
-``sizing/memory.py``. ``--set`` changes the configuration as ``or1 train`` does.
+Runs a step of the quickstart's first stage, shortened, and reads the proportional set size (PSS) of every process of
+the run several times a second. The peak of each kind of process and of their sum are compared with those of
+``sizing/memory.py``, whose constants were fitted to two of the cases. Each case's peaks are kept in runs/host_memory; a
+case that is there is not run again. Writes benchmarks/results/host_memory.json. The random models have a vocabulary of
+151,936.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+from result import figure, write_result
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
@@ -31,14 +37,54 @@ from or1_megatron.weights.shape import Shape
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
 RECIPE = QUICKSTART / "quickstart.yaml"
+KEPT = ROOT / "runs" / "host_memory"
+IN_ALL = "in all"
 RANDOM = {
-    "vocab_size": 151_936,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+    "0.1B": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+class Case(NamedTuple):
+    """A run whose memory is measured."""
+
+    overrides: Sequence[str] = ()
+    random: str | None = None
+    """Its model, of ``RANDOM``; None: the quickstart's."""
+    fitted: bool = False
+    """The constants of the estimate are fitted to it."""
+
+
+ALONE = ["parallel.ranks=1", "parallel.pipeline=1", "rollout.engines=1"]
+CASES = {
+    "quickstart": Case(fitted=True),
+    "0.1B": Case(random="0.1B", fitted=True),
+    "0.5B": Case(
+        # What fits in 24 GB: one rank, one engine, no copies of the state.
+        [
+            *ALONE,
+            "checkpoint.asynchronous=false",
+            "checkpoint.in_memory=false",
+            "rollout.max_concurrent=64",
+            "stages.0.prompts_per_step=8",
+            "stages.0.prompts_per_update=8",
+        ],
+        random="0.5B",
+    ),
+    "TP2": Case(["parallel.pipeline=1", "parallel.tensor=2", "parallel.sequence=true"]),
+    "rows of 8K": Case(["parallel.micro_batch_tokens=8192"]),
 }
 ROLES = {  # the estimate's name of a process: what its command line holds; the first that fits
     "trainer rank": r"or1_megatron\.trainer\.run ",
@@ -51,25 +97,40 @@ ROLES = {  # the estimate's name of a process: what its command line holds; the 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random", choices=("tied", "untied"), help="a random 0.1B model with a large vocabulary")
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--case", choices=CASES, help="run this one alone, and write no result")
     arguments = parser.parse_args()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    print("| run | process | measured, GiB | estimated, GiB | error |\n|---|---|---|---|---|")
+    for name in [arguments.case] if arguments.case else CASES:
+        measured, estimated = compare(name)
+        for process in [each for each in estimated if each in measured]:
+            error = estimated[process] / measured[process] - 1
+            print(f"| {name} | {process} | {gib(measured[process])} | {gib(estimated[process])} | {error:+.1%} |")
+            kind = "fitted" if CASES[name].fitted else "held out"
+            figures[f"{name} ({kind}): {process}, {gib(measured[process])} GiB"] = figure(
+                abs(error), "share", at_most=0.1
+            )
+        for process in measured.keys() - estimated.keys():
+            print(f"| {name} | {process} | {gib(measured[process])} | - | - |")
+    if arguments.case is None:
+        write_result("host_memory", figures, {"steps": 1})
+
+
+def compare(name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the peak bytes of a case's processes and of their sum by the estimate's names: measured, estimated."""
+    case, kept = CASES[name], KEPT / f"{name.replace(' ', '_')}.json"
     with tempfile.TemporaryDirectory(prefix="or1_memory_") as folder:
         scratch = Path(folder)
-        overrides = [*quick(scratch, arguments.steps), *arguments.overrides]
-        if arguments.random:
-            overrides.append(f"model.hf={random_model(scratch / 'model', arguments.random == 'tied')}")
+        overrides = [*quick(scratch, steps=1), *case.overrides]
+        if case.random is not None:
+            overrides.append(f"model.hf={random_model(scratch / 'model', case.random)}")
         config = load_config(RECIPE, overrides)
         estimate = process_memory(config, Shape.of(read_hf_config(config.model.hf)), "cpu")
-        peaks, together = measure(overrides, config)
-    print("| process | number | measured, GiB | estimated, GiB |\n|---|---|---|---|")
-    for each in estimate:
-        print(f"| {each.process} | {each.count} | {gib(peaks.pop(each.process, None))} | {gib(each.each)} |")
-    for process, peak in peaks.items():
-        print(f"| {process} | ? | {gib(peak)} | - |")
-    wanted = needed(config, estimate, "cpu")
-    print(f"| in all | | {gib(together)} | {gib(wanted)} ({wanted / together - 1:+.0%}) |")
+        if not kept.is_file():
+            kept.write_text(json.dumps(measure(overrides, config), indent=2) + "\n")
+    estimated = {each.process: each.each for each in estimate} | {IN_ALL: needed(config, estimate, "cpu")}
+    return json.loads(kept.read_text()), estimated
 
 
 def quick(scratch: Path, steps: int) -> list[str]:
@@ -93,19 +154,21 @@ def quick(scratch: Path, steps: int) -> list[str]:
     ]
 
 
-def random_model(folder: Path, tied: bool) -> Path:
-    """Write random weights (``RANDOM``) with the quickstart's tokenizer."""
+def random_model(folder: Path, size: str) -> Path:
+    """Write random weights (``RANDOM``), the output layer tied to the embedding, with the quickstart's tokenizer."""
     import transformers
 
     shutil.copytree(QUICKSTART / "base_model", folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = transformers.Qwen2Config(**RANDOM, tie_word_embeddings=tied)
+    config = transformers.Qwen2Config(
+        **RANDOM[size], vocab_size=151_936, max_position_embeddings=2048, tie_word_embeddings=True
+    )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def measure(overrides: list[str], config: Config) -> tuple[dict[str, int], int]:
+def measure(overrides: list[str], config: Config) -> dict[str, int]:
     """Run the recipe; return the peak bytes by the estimate's names, of the largest process of each (Ray's together),
-    and the peak of the sum of all processes."""
+    and of the sum of all processes."""
     command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(RECIPE)]
     run = psutil.Popen([*command, *(part for each in overrides for part in ("--set", each))], cwd=ROOT)
     peaks: dict[str, int] = collections.defaultdict(int)
@@ -121,7 +184,7 @@ def measure(overrides: list[str], config: Config) -> tuple[dict[str, int], int]:
         time.sleep(0.05)
     if run.returncode:
         raise SystemExit(f"the run failed: exit code {run.returncode}")
-    return peaks, together
+    return peaks | {IN_ALL: together}
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
@@ -148,8 +211,8 @@ def name_and_pss(process: psutil.Process, parallel: ParallelConfig) -> tuple[str
     return (name, int(found[1]) << 10) if found else None
 
 
-def gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / (1 << 30):.2f}"
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f}"
 
 
 if __name__ == "__main__":
