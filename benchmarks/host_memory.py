@@ -30,7 +30,7 @@ from result import figure, write_result
 
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config, ParallelConfig
-from or1_megatron.sizing.memory import needed, process_memory
+from or1_megatron.sizing.memory import LOOP, needed, process_memory
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
@@ -129,7 +129,11 @@ def compare(name: str) -> tuple[dict[str, int], dict[str, int]]:
         estimate = process_memory(config, Shape.of(read_hf_config(config.model.hf)), "cpu")
         if not kept.is_file():
             kept.write_text(json.dumps(measure(overrides, config), indent=2) + "\n")
-    estimated = {each.process: each.each for each in estimate} | {IN_ALL: needed(config, estimate, "cpu")}
+    estimated = {each.process: each.each for each in estimate}
+    loop = estimated.pop(LOOP)
+    first = next(process for process in estimated if process.startswith("trainer rank"))
+    estimated[first] += loop  # rank 0 is the largest of these
+    estimated[IN_ALL] = needed(config, estimate, "cpu")
     return json.loads(kept.read_text()), estimated
 
 

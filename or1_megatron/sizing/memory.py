@@ -31,18 +31,21 @@ PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "hando
 """start: models are loaded; rollout: engines decode; wake: engines give way and the trainer's weights return; update:
 SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
 _MIB: Final = 1 << 20
-_LAUNCHER_BYTES: Final = 260 * _MIB
-_RANK_BYTES: Final = 500 * _MIB
-_ENGINE_BYTES: Final = 700 * _MIB
-_MANAGER_BYTES: Final = 90 * _MIB
-_VERIFIER_BYTES: Final = 60 * _MIB
-_RAY_BYTES: Final = 500 * _MIB
+_LAUNCHER_BYTES: Final = 236 * _MIB
+_RANK_BYTES: Final = 440 * _MIB
+_LOOP_BYTES: Final = 230 * _MIB
+_ENGINE_BYTES: Final = 575 * _MIB
+_MANAGER_BYTES: Final = 76 * _MIB
+_VERIFIER_BYTES: Final = 51 * _MIB
+_RAY_BYTES: Final = 525 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
 _LOGITS_COPIES: Final = 6
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
 _SHOWN_BYTES: Final = 10 * _MIB
 _UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
 ENGINE: Final = "engine"
+LOOP: Final = "rank 0, for the loop and Ray's driver"
+"""What rank 0 holds beside a rank's memory."""
 STATE: Final = "weights, gradients, optimizer"
 """The part of a trainer rank's memory that does not depend on the batch."""
 
@@ -257,6 +260,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
         # The saver keeps the copy that its first save makes.
         when = {"activations": _UPDATE, "copy for checkpoints": frozenset(PHASES) - {"start"}}
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
+    yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES})
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
