@@ -233,6 +233,14 @@ SECTIONS = (
         (("each process", "≤ 10%"),),
     ),
     Section(
+        "plan_on_cpu",
+        "The plan's seconds without GPUs",
+        "python benchmarks/plan_on_cpu.py --folder FOLDER",
+        "A step of five other short runs than those of the quickstart that the plan is calibrated on: the error as a "
+        "share of what was measured, without its sign ([planning.md](planning.md) has the verbs).",
+        (("each run's step", "≤ 15%"),),
+    ),
+    Section(
         "data_pipeline",
         "The data pipeline",
         "python benchmarks/data_pipeline.py --scratch FOLDER",

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -89,6 +89,11 @@ class Hardware(Section):
     """One verdict of one verifier."""
     start_s: Constant
     """Start of a run, without reading weights."""
+    busy_share: Constant = Constant(value=1.0, source="devices of a node do not slow each other")
+    """Share of its speed that a device keeps while all devices of its node compute. On CPU, where cores share memory
+    and other processes need them, too, less than 1."""
+    activation_passes: Constant = Constant(value=0.0, source="part of update_share")
+    """Times that an update moves what a layer keeps for its backward pass through memory, beside its products."""
     error: Constant
     """Relative error of a step's time: the half width of a plan's interval."""
     fits: tuple[Fit, ...] = Field(min_length=1)
@@ -127,11 +132,26 @@ class Rates:
     message_s: float
     verdict_s: float
     start_s: float
+    busy_share: float
+    activation_passes: float
     error: float
     iteration_s: float
     request_s: float
     update_share: float
     other_response_s: float
+
+    def with_busy(self, devices: int) -> Rates:
+        """Return the figures of one device while so many compute."""
+        if devices < self.node_devices or self.busy_share == 1:
+            return self
+        share = self.busy_share
+        return replace(
+            self,
+            bf16_flops=self.bf16_flops * share,
+            memory_bytes_per_s=self.memory_bytes_per_s * share,
+            iteration_s=self.iteration_s / share,
+            request_s=self.request_s / share,
+        )
 
 
 def known() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Fits a machine's constants to runs: four of them, to the time of each run's roll-outs, updates and the rest."""
+"""Fits a machine's constants to the time of runs' roll-outs, updates and the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from or1_megatron.config.hardware import Constant, Fit, Hardware
+from or1_megatron.config.hardware import Constant, Hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
 from or1_megatron.errors import UserError
@@ -21,9 +21,15 @@ from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
 
 CONSTANTS: Final = ("iteration_s", "request_s", "update_share", "other_response_s")
+ON_CPU: Final = ("iteration_s", "request_s", "other_response_s", "busy_share", "activation_passes")
+"""Constants that are fitted instead where cores are the devices: their products run at the measured rate."""
+COVERS: Final = ("verify", "score", "hand_off", "save")
+"""Verbs that are fitted together with the rest of a step, as OTHER."""
 _FITTED: Final = ("roll_out", "update", OTHER)
-_APART: Final = ("roll_out", "verify", "update", "score", "hand_off", "evaluate", "save", "export")
+_APART: Final = ("roll_out", "update", "evaluate", "export")
 """Verbs that do not count as the rest."""
+_HOLD: Final = 0.05
+"""A constant that the runs do not tell stays near what it was: to change it by a factor e counts as an error of 5%."""
 
 
 class RunError(UserError, ValueError):
@@ -39,7 +45,7 @@ class MeasuredRun:
     shape: Shape
     lengths: Lengths
     seconds: dict[str, float]
-    """roll_out, update and other."""
+    """roll_out, update and other, which is the rest of a step, evaluations and exports apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Residual:
 class Calibration:
     hardware: Hardware
     rows: tuple[Residual, ...]
-    free_parameters: int = len(CONSTANTS)
+    free_parameters: int
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -89,25 +95,31 @@ def predicted(run: MeasuredRun, hardware: Hardware) -> dict[str, float]:
 
 
 def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
-    """Return ``hardware`` with one fit, to ``runs``, and what is left of each figure."""
+    """Return ``hardware`` with one fit, to ``runs``, and what is left of each figure.
+
+    The constants are ON_CPU for hardware that is found by no device name, else CONSTANTS.
+    """
     size = float(np.exp(np.mean([np.log(run.shape.parameters) for run in runs])))
-    names = ", ".join(run.name for run in runs)
+    fitted_to = ", ".join(run.name for run in runs)
+    begin = hardware.fit_for(size)
+    names = CONSTANTS if hardware.match else ON_CPU
+
+    def constant(value: float) -> Constant:
+        return Constant(value=float(f"{value:.4g}"), source=f"fitted to {fitted_to}")
 
     def with_constants(values: Sequence[float]) -> Hardware:
-        source = f"fitted to {names}"
-        made = {
-            name: Constant(value=float(f"{v:.4g}"), source=source) for name, v in zip(CONSTANTS, values, strict=True)
-        }
-        return hardware.model_copy(update={"fits": (Fit(model_parameters=size, **made),)})
+        made = {name: constant(value) for name, value in zip(names, values, strict=True)}
+        own = begin.model_copy(update={name: made.pop(name) for name in CONSTANTS if name in made})
+        fits = (own.model_copy(update={"model_parameters": size, "covers": COVERS}),)
+        return hardware.model_copy(update={"fits": fits, **made})
 
     def plan(values: Sequence[float]) -> list[float]:
         made = with_constants(values)
         return [spent for run in runs for spent in predicted(run, made).values()]
 
     measured = [run.seconds[verb] for run in runs for verb in _FITTED]
-    begin = hardware.fit_for(size)
-    start = [max(getattr(begin, name).value, 1e-7) for name in CONSTANTS]
-    values, _ = fit(lambda at: plan(at.tolist()), measured, start)
+    start = [max(getattr(begin if name in CONSTANTS else hardware, name).value, 1e-7) for name in names]
+    values, _ = fit(lambda at: plan(at.tolist()), measured, start, _HOLD)
     took = plan(values.tolist())
     rows = [
         Residual(run.name, verb, measured[n], took[n])
@@ -116,6 +128,6 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
     made = with_constants(values.tolist())
     worst = max(abs(row.error) for row in rows)
     error = Constant(
-        value=float(f"{max(worst, 0.05):.2g}"), source=f"largest residual of the fit to {names}, 5% at least"
+        value=float(f"{max(worst, 0.05):.2g}"), source=f"largest residual of the fit to {fitted_to}, 5% at least"
     )
-    return Calibration(made.model_copy(update={"error": error}), tuple(rows))
+    return Calibration(made.model_copy(update={"error": error}), tuple(rows), values.size)

@@ -37,6 +37,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
+    rates = rates.with_busy(rollout.engines * k)
     number = BYTES[config.model.dtype]
     read = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
     bandwidth = rates.memory_bytes_per_s * rates.memory_share * k

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _NUDGE: Final = 0.02
-_STEPS: Final = 8
+_STEPS: Final = 60
+_STUCK: Final = 1e6
+"""Damping at which steps are too short to help."""
 _FARTHEST: Final = 1.0
 """A step changes the logarithm of a constant by no more than this."""
 
 
 def fit(
-    predict: Callable[[Floats], Sequence[float]], measured: Sequence[float], start: Sequence[float]
+    predict: Callable[[Floats], Sequence[float]], measured: Sequence[float], start: Sequence[float], hold: float = 0.0
 ) -> tuple[Floats, Floats]:
     """Return the constants that bring ``predict`` nearest to ``measured``, and the relative errors that are left.
 
@@ -25,12 +27,14 @@ def fit(
     Args:
         predict: from constants [k] to as many figures as were measured.
         start: [k], each above 0.
+        hold: the error that a constant counts for per factor e from its start, so that constants about which the
+            figures tell nothing stay there.
     """
     target = np.asarray(measured, float)
-    at = np.log(np.asarray(start, float))
+    begin = at = np.log(np.asarray(start, float))
 
     def errors(logs: Floats) -> Floats:
-        return np.asarray(predict(np.exp(logs)), float) / target - 1
+        return np.concatenate([np.asarray(predict(np.exp(logs)), float) / target - 1, hold * (logs - begin)])
 
     left = errors(at)
     damping = 1e-3
@@ -45,6 +49,6 @@ def fit(
             at, left, damping = at + step, found, damping / 3
             if small:
                 break
-        else:
-            damping *= 10
-    return np.exp(at), left
+        elif (damping := damping * 10) > _STUCK:
+            break
+    return np.exp(at), left[: target.size]

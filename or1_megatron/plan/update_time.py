@@ -15,7 +15,7 @@ from or1_megatron.config.hardware import Rates
 from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.plan.clocks import all_reduce_s, link_bytes_per_s
 from or1_megatron.rl.packing import RowPlan, plan_rows
-from or1_megatron.sizing.memory import stage_weights
+from or1_megatron.sizing.memory import layer_numbers, stage_weights
 from or1_megatron.sizing.parallel_layouts import rows_of
 from or1_megatron.types import Int64Array
 from or1_megatron.weights.shape import BYTES, Shape
@@ -85,6 +85,7 @@ def stage_work(parallel: ParallelConfig, shape: Shape) -> tuple[StageWork, ...]:
 
 def update_time(config: Config, shape: Shape, rates: Rates, mini_batches: list[Int64Array], reuse: int) -> UpdateTime:
     """Return the time of training ``reuse`` times on mini-batches of sequences of these lengths [n] each."""
+    rates = rates.with_busy(config.parallel.ranks)
     parts = [_sgd_step(config, shape, rates, lengths) for lengths in mini_batches if lengths.size] * reuse
     if not parts:
         return UpdateTime(0, 0, 0, 0, 0, 0, 0)
@@ -103,8 +104,13 @@ def _sgd_step(config: Config, shape: Shape, rates: Rates, lengths: Int64Array) -
     parallel = config.parallel
     plan = plan_rows(lengths, rows_of(parallel, shape))
     speed = rates.bf16_flops * rates.update_share * parallel.tensor * parallel.context
-    slowest = max(_stage_seconds(plan, lengths, parallel, work, speed) for work in stage_work(parallel, shape))
     rows = len(plan.ranks[0])
+    moved = BYTES[config.model.dtype] * layer_numbers(parallel, shape, "none") / parallel.context
+    layer_s = rates.activation_passes * rows * plan.row_tokens * moved / (rates.memory_bytes_per_s * rates.memory_share)
+    slowest = max(
+        _stage_seconds(plan, lengths, parallel, work, speed) + work.layers * layer_s
+        for work in stage_work(parallel, shape)
+    )
     bubble = slowest * (parallel.pipeline - 1) / (rows * parallel.virtual_pipeline)
     tensor = rows * _row_communication_s(plan.row_tokens, config, shape, rates)
     last_backward_s = slowest / rows * 2 / 3 if parallel.overlap_grad_reduce else 0.0
@@ -149,15 +155,18 @@ def passes(work: StageWork, parallel: ParallelConfig) -> tuple[float, float]:
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a row's collectives: per layer two all-reduces of [T / CP, H] in each pass over it; with CP
-    the keys and values gathered in each pass and their gradients reduced."""
+    """Return the seconds of a row's collectives: per layer two all-reduces of [T / CP, H] in each pass over it, which
+    are four messages with sequence parallelism; with CP the keys and values gathered in each pass and their gradients
+    reduced."""
     parallel = config.parallel
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline
     forward = 2 if parallel.recompute == "full" else 1
     total = 0.0
     if parallel.tensor > 1 and not parallel.overlap_tensor:
         size = tokens / parallel.context * shape.hidden * number
-        total += 2 * (forward + 1) * layers * all_reduce_s(size, parallel.tensor, rates)
+        messages = 2 if parallel.sequence else 1  # a reduce-scatter and an all-gather for an all-reduce
+        each = all_reduce_s(size, parallel.tensor, rates) + messages * rates.message_s
+        total += 2 * (forward + 1) * layers * each
     if parallel.context > 1:
         size = 2 * tokens * shape.kv_heads * shape.head_dim * number / parallel.tensor
         crossing = parallel.tensor * parallel.context

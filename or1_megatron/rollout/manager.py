@@ -229,7 +229,6 @@ class RolloutManager:
                 call = engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
                 harvest: Harvest = pickle.loads(await asyncio.wait_for(call, timeout_s))
             except TimeoutError:
-                ray.kill(engine, no_restart=True)
                 silent = f"it gave no answer for {self._answer_s:g} s, and was killed"
                 self._engine_failed(index, engine, RayError(silent))
                 return
@@ -246,12 +245,15 @@ class RolloutManager:
                 self._fail(RolloutError(str(error)))
 
     def _engine_failed(self, index: int, engine: Any, error: RayError) -> None:
-        gone = not isinstance(error, RayTaskError) or isinstance(error.cause, EngineFailed)
+        answered = isinstance(error, RayTaskError)
+        if not answered:  # it may live and only be out of reach, and its requests are sampled elsewhere
+            ray.kill(engine, no_restart=True)
+        gone = not answered or isinstance(error.cause, EngineFailed)
         if gone and self._successors:
             if self._engines[index] == engine:
                 self._perform(self._scheduler.lose(index))
         else:
-            died = "" if isinstance(error, RayTaskError) else " died during the roll-out"
+            died = "" if answered else " died during the roll-out"
             self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:

@@ -8,8 +8,8 @@ seconds, where C are all tokens that the engine holds. Between two events n is c
 m iterations is a closed form, and the engine moves from event to event: a response ends, requests arrive, the KV cache
 is full. Then the response that was admitted last is preempted; it is computed again before it goes on. An engine admits
 waiting requests in order while it has places and KV cache; reading a prompt or a preempted response stops its decoding
-for that time. A prompt that the engine has read with its present weights is not read again. Old keys and values are
-kept over a handoff.
+for that time. Whole blocks of a prompt that the engine has read with its present weights are not read again. Old keys
+and values are kept over a handoff.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class EngineClock:
     """Reading a prompt of p tokens: p * p times this."""
     kv_tokens: int = 1 << 60
     """Tokens that the KV cache holds."""
+    block_tokens: int = 16
+    """Tokens of a block of it: what is whole in a prompt's blocks is not read again."""
 
     def constant_s(self, running: int) -> float:
         """Return an iteration's seconds without attention."""
@@ -58,8 +60,14 @@ class EngineClock:
         grown = count * tokens + running * count * (count - 1) // 2
         return count * self.constant_s(running) + grown * self.token_s
 
-    def prompt_s(self, tokens: int) -> float:
-        return tokens * self.prompt_token_s + tokens * tokens * self.prompt_pair_s
+    def prompt_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the seconds of reading ``tokens``, the first ``cached`` of which are in the cache."""
+        return (tokens - cached) * self.prompt_token_s + (tokens * tokens - cached * cached) * self.prompt_pair_s
+
+    def cached(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt that was read before are in the cache: whole blocks, but not the last
+        token, which is always computed."""
+        return (prompt_tokens - 1) // self.block_tokens * self.block_tokens
 
 
 @dataclass(slots=True)
@@ -200,11 +208,11 @@ class SimulatedEngine:
             self.waiting.popleft()
             if asked.started_s is None:
                 asked.started_s, asked.versions = self.now_s, [VersionSpan(self.version, 0)]
-            if asked.done or prompt.problem.id not in self._read:
-                self._read.add(prompt.problem.id)
-                spent = self.clock.prompt_s(held)
-                self._work(spent)
-                self.parts[5] += spent
+            again = not asked.done and prompt.problem.id in self._read
+            self._read.add(prompt.problem.id)
+            spent = self.clock.prompt_s(held, self.clock.cached(held) if again else 0)
+            self._work(spent)
+            self.parts[5] += spent
             started = self.running[asked.request.seed] = _Running(asked, self.iteration)
             heapq.heappush(self._ends, (started.finish, asked.request.seed))
             self._tokens += held

@@ -183,17 +183,21 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     Layers keep what ``kept_numbers`` says. The one that computes holds all its activations, and as much in gradients.
     """
     parallel = config.parallel
-    hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
-    attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
-    experts = shape.experts
-    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
-    kept = kept_numbers(parallel.recompute, hidden, attention, width / parallel.tensor)
-    whole = kept_numbers("none", hidden, attention, width / parallel.tensor)
+    kept, whole = (layer_numbers(parallel, shape, recompute) for recompute in (parallel.recompute, "none"))
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
     layers = sum(map(len, parallel.chunk_layers(shape.layers)[stage :: parallel.pipeline]))
     total = int(BYTES[config.model.dtype] * tokens * (kept * layers * in_flight + 2 * whole))
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
+
+
+def layer_numbers(parallel: ParallelConfig, shape: Shape, recompute: Literal["none", "selective", "full"]) -> float:
+    """Return the numbers that a rank keeps of a token in a layer for the backward pass."""
+    hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
+    attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
+    experts = shape.experts
+    width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
+    return kept_numbers(recompute, hidden, attention, width / parallel.tensor)
 
 
 def _head_bytes(config: Config, shape: Shape, device: Device) -> int:

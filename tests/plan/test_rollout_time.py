@@ -20,7 +20,7 @@ from or1_megatron.types import RefillRule, Request, Sampling
 
 CLOCK = EngineClock(
     fixed_s=1.0, response_s=0.1, weights_s=0.5, product_s=0.2, token_s=0.01, prompt_token_s=0.02, prompt_pair_s=0.001,
-    kv_tokens=10_000, max_running=4,
+    kv_tokens=10_000, max_running=4, block_tokens=4,
 )  # fmt: skip
 SAMPLING = Sampling(1.0, 1.0, 1000)
 
@@ -30,16 +30,17 @@ def work(prompts: list[int], responses: list[int], group_size: int) -> Workload:
 
 
 def test_two_responses_on_one_engine() -> None:
-    """Prompt of 10: 0.2 + 0.1 s, read once. Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4) = 1.7, and the keys
-    of 20 and 22 tokens. Then the second alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13 tokens."""
+    """Prompt of 10: 0.2 + 0.1 s; the second finds two blocks of 4 and reads two tokens, 0.04 s and 0.1 - 0.064 s.
+    Together 2 iterations: constant 1 + 0.2 + max(0.5, 0.4) = 1.7, and the keys of 20 and 22 tokens. Then the second
+    alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13 tokens."""
     found = simulate(work([10], [2, 4], 2), CLOCK, 1, 1, verdict_s=0.25)
-    first = 0.3 + 2 * 1.7 + 0.01 * (20 + 22)
+    first = 0.376 + 2 * 1.7 + 0.01 * (20 + 22)
     second = first + 2 * 1.6 + 0.01 * (12 + 13)
     assert (found.decoded_s, found.judged_s) == pytest.approx((second, second + 0.25))
     assert found.utilisation == pytest.approx(1.0) and (found.iterations, found.preempted) == (4, 0)
     assert found.spans == (((0.0, pytest.approx(second)),),)
     assert sum(found.parts_s.values()) == pytest.approx(second)
-    assert found.parts_s["prompts"] == pytest.approx(0.3)
+    assert found.parts_s["prompts"] == pytest.approx(0.376)
     assert found.parts_s["keys and values"] == pytest.approx(0.01 * 67)
 
 
@@ -89,8 +90,8 @@ def token_by_token(workload: Workload, clock: EngineClock, engines: int) -> dict
             if decoding[engine] and context(engine) + tokens + len(decoding[engine]) + 1 > clock.kv_tokens:
                 break
             waiting[engine].pop(0)
-            if got or prompt not in read[engine]:
-                now += 0.02 * tokens + 0.001 * tokens**2
+            cached = (tokens - 1) // 4 * 4 if not got and prompt in read[engine] else 0
+            now += 0.02 * (tokens - cached) + 0.001 * (tokens**2 - cached**2)
             read[engine].add(prompt)
             decoding[engine][request.seed] = (request, got)
         if n := len(decoding[engine]):

@@ -28,7 +28,8 @@ ROUND = Rates(
     bf16_flops=1e6, memory_bytes=1e9, memory_bytes_per_s=1e5, link_bytes_per_s=1e4, host_bytes_per_s=1e3,
     network_bytes_per_s=1e3, node_devices=8, node_memory_bytes=1e9, storage_bytes_per_s=1e4,
     storage_total_bytes_per_s=3e4, product_share=1.0, memory_share=1.0, link_share=1.0, message_s=0.5, verdict_s=0.1,
-    start_s=10.0, error=0.1, iteration_s=2.0, request_s=0.25, update_share=0.5, other_response_s=0.0,
+    start_s=10.0, busy_share=1.0, activation_passes=0.0, error=0.1,
+    iteration_s=2.0, request_s=0.25, update_share=0.5, other_response_s=0.0,
 )  # fmt: skip
 
 
@@ -79,10 +80,35 @@ def test_the_bubble_of_a_pipeline() -> None:
 
 
 def test_tensor_parallel_communication() -> None:
-    """Four layers, four all-reduces each of [256, 64] in fp32 per row, in a ring of two: as many bytes per link."""
+    """Four layers, four all-reduces each of [256, 64] in fp32 per row, in a ring of two: as many bytes per link; each
+    is two messages."""
     changed = config("parallel.ranks=2", "parallel.tensor=2", "parallel.sequence=true")
     found = update_time(changed, SHAPE, ROUND, [np.array([256])], reuse=1)
-    assert found.tensor_s == pytest.approx(4 * 4 * 256 * 64 * 4 / 1e4)
+    assert found.tensor_s == pytest.approx(4 * 4 * (256 * 64 * 4 / 1e4 + 2 * 0.5))
+
+
+def test_what_layers_keep_is_moved_through_memory() -> None:
+    """A row of 256 tokens: four layers keep 4 * 64 numbers, 16 * (2*4 + 2*2) of attention and 3 * 96 of the MLP, of
+    4 bytes; moved three times. On two ranks of one layer pair each, half of it."""
+    moving = replace(ROUND, activation_passes=3.0)
+    row_s = 3 * 256 * (256 + 192 + 288) * 4 / 1e5
+    pipeline = config("parallel.ranks=2", "parallel.pipeline=2")
+    for changed, layers in ((config(), 4), (pipeline, 2)):
+        before, after = (update_time(changed, SHAPE, rates, [np.array([256])], 1) for rates in (ROUND, moving))
+        assert after.compute_s - before.compute_s == pytest.approx(layers * row_s)
+
+
+def test_devices_that_all_compute_slow_each_other() -> None:
+    """Two devices of a node that keep 0.8 of their speed while both compute: one rank or engine is not slowed."""
+    shared = replace(ROUND, node_devices=2, busy_share=0.8)
+    one = config("rollout.engines=1")
+    two = config("rollout.engines=2", "parallel.ranks=2", "parallel.pipeline=2")
+    for changed, share in ((one, 1.0), (two, 0.8)):
+        slow, fast = (update_time(changed, SHAPE, rates, [np.array([256])], 1) for rates in (shared, ROUND))
+        assert fast.seconds / slow.seconds == pytest.approx(share)
+        slow_clock, fast_clock = (engine_clock(changed, SHAPE, rates) for rates in (shared, ROUND))
+        assert fast_clock.constant_s(8) / slow_clock.constant_s(8) == pytest.approx(share)
+        assert fast_clock.token_s / slow_clock.token_s == pytest.approx(share)
 
 
 def test_the_clock_of_an_engine() -> None:

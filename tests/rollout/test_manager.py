@@ -5,6 +5,7 @@ The engines' model is random, so the problems' gold answers are made to be right
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import re
 import time
@@ -17,11 +18,14 @@ import psutil
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
+from ray.exceptions import ActorUnavailableError, RayTaskError
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
-from or1_megatron.rollout.manager import RolloutError
+from or1_megatron.rollout.engine_group import lost_engines
+from or1_megatron.rollout.engine_thread import EngineFailed
+from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.types import DeferRule, Group, RefillRule, Sampling
@@ -273,6 +277,26 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
         engine.kill()
     client.close()
     pool.close()
+
+
+class Lives:
+    """Stands for an engine's process: it answers."""
+
+    def failure(self) -> None:
+        return None
+
+
+def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) -> None:
+    """Ray cannot reach the first's process for a moment; the second has said itself that it failed, and keeps its
+    reason. Not proven here: that Ray reports a broken connection so."""
+    engines = [ray.remote(Lives).options(num_cpus=0).remote() for _ in range(2)]
+    assert lost_engines(engines) == {}
+    manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), {}, 60.0)
+    asyncio.run(manager.expect_successors())
+    manager._engine_failed(0, engines[0], ActorUnavailableError("connection reset", None))
+    manager._engine_failed(1, engines[1], RayTaskError("harvest", "", EngineFailed("out of memory")))
+    assert list(lost_engines(engines)) == [0] and asyncio.run(manager.engines_lost()) == [0, 1]
+    ray.kill(engines[1], no_restart=True)
 
 
 def test_engine_that_cannot_start_says_why(tmp_path: Any, ray_cluster: None) -> None:
