@@ -134,6 +134,14 @@ class Ablation(Section):
     def at(self, scale: Scale) -> Arms:
         return self.paper if scale == "paper" else self.small
 
+    def metrics(self) -> set[str]:
+        """Return the metrics that its pages, comparisons and conditions read, at both scales."""
+        named = set(self.watch)
+        for arms in (self.paper, self.small):
+            named |= {each.metric for each in arms.expects} | {each.metric for each in arms.entry}
+            named |= {column.metric for column in arms.columns.values()}
+        return named - set(self.paper.columns) - set(self.small.columns)
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:

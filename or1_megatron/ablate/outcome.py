@@ -15,6 +15,9 @@ from or1_megatron.ablate.statistics import Estimate, estimate, holm, p_value
 ELAPSED: Final = "elapsed_s"
 """A column of every run: seconds of training so far, without start-up and evaluations, which all arms share."""
 
+COUNTED: Final = ("step", "time/step", "time/evaluate")
+"""The metrics that every page reads."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 ArmRows = Mapping[str, Mapping[int, Rows]]

@@ -1,7 +1,8 @@
 """The runs of an ablation: one per arm and seed. Finished runs are never repeated.
 
 A run's folder is OUT/runs/KEY_seed_S, where KEY is the digest of the arm's configuration, so that arms which two
-ablations share are run once.
+ablations share are run once. The metrics of a finished run are copied to a small file, KEPT/KEY_seed_S.json, which is
+enough for pages and for not repeating the run, after its folder is gone or on another machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, TextIO
 
 from or1_megatron.ablate.ablation import Arm, Arms
 from or1_megatron.ablate.spent import Spent
+from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
 from or1_megatron.runtime.signals import die_with_parent
@@ -28,9 +30,13 @@ class ArmRun:
     arm: Arm
     seed: int
     dir: Path
+    kept: Path
+    """The file of its metrics."""
 
     @property
     def finished(self) -> bool:
+        if self.kept.is_file():
+            return True
         try:
             return bool(RunFolder(self.dir).read_summary()["finished"])
         except (FileNotFoundError, ValueError, KeyError):
@@ -47,28 +53,55 @@ class ArmRun:
         return [sys.executable, "-m", "or1_megatron.commands.app", "train", str(self.arm.base), *sets]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics, one per step, in order."""
+        """Return the rows of metrics, one per step, in order; of a kept run with the metrics that are kept."""
+        if self.kept.is_file():
+            columns = json.loads(self.kept.read_text())["metrics"]
+            rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+            return [{name: value for name, value in row.items() if value is not None} for row in rows]
         metrics = RunFolder(self.dir).metrics
         return list(read_steps(metrics).values()) if metrics.is_file() else []
 
+    def keep(self, metrics: Sequence[str]) -> None:
+        """Write the file of its metrics, those of ``metrics`` that it has; nothing if it is there or not finished."""
+        if self.kept.is_file() or not self.finished:
+            return
+        rows = self.rows()
+        columns = {name: [_rounded(row.get(name)) for row in rows] for name in metrics}
+        whole = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        described = {"arm": self.arm.name, "seed": self.seed, "set": list(self.arm.overrides), "metrics": whole}
+        write_atomically(self.kept, (json.dumps(described) + "\n").encode(), "metrics of a finished run")
 
-def runs_of(arms: Sequence[Arm], seeds: Sequence[int], out: Path) -> list[ArmRun]:
-    """Return the runs seed by seed, so that an interrupted ablation has whole rounds."""
-    return [ArmRun(arm, seed, out / "runs" / f"{arm.key}_seed_{seed}") for seed in seeds for arm in arms]
+
+def _rounded(value: float | None) -> float | None:
+    """Return the value with six digits."""
+    return None if value is None else float(f"{value:.6g}")
 
 
-def entry_runs(chosen: Arms, arms: Sequence[Arm], out: Path) -> list[ArmRun]:
+def runs_of(arms: Sequence[Arm], seeds: Sequence[int], out: Path, kept: Path | None = None) -> list[ArmRun]:
+    """Return the runs seed by seed, so that an interrupted ablation has whole rounds.
+
+    ``kept``: the folder of their metrics; None: OUT/kept.
+    """
+    named = [(arm, seed, f"{arm.key}_seed_{seed}") for seed in seeds for arm in arms]
+    return [
+        ArmRun(arm, seed, out / "runs" / name, (kept or out / "kept") / f"{name}.json") for arm, seed, name in named
+    ]
+
+
+def entry_runs(chosen: Arms, arms: Sequence[Arm], out: Path, kept: Path | None = None) -> list[ArmRun]:
     """Return the runs that measure the conditions of entry: one for each arm that a condition names."""
     named = {condition.arm for condition in chosen.entry}
-    return runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out)
+    return runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out, kept)
 
 
-def run_all(runs: Sequence[ArmRun], spent: Spent) -> Iterator[tuple[ArmRun, int]]:
+def run_all(runs: Sequence[ArmRun], spent: Spent, metrics: Sequence[str] = ()) -> Iterator[tuple[ArmRun, int]]:
     """Run what is not finished, one after another, and yield (run, exit status) as each ends, failed ones too.
 
-    Once the budget is used up no further run begins.
+    Once the budget is used up no further run begins. ``metrics``: those that are kept of a finished run.
     """
     for run in runs:
+        run.keep(metrics)
         if run.finished:
             continue
         if spent.used_up:
@@ -79,6 +112,7 @@ def run_all(runs: Sequence[ArmRun], spent: Spent) -> Iterator[tuple[ArmRun, int]
         )
         with run.log.open("a") as log, spent.measured(run.dir.name):
             status = run_to_its_end(run.command(), log)
+        run.keep(metrics)
         yield run, status
 
 

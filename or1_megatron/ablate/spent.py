@@ -11,14 +11,14 @@ from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
 
 
 class Spent:
-    """The seconds that runs have taken, by OUT/spent.jsonl, in which each that ended has a row; and their budget.
+    """The seconds that runs have taken, by KEPT/spent.jsonl, in which each that ended has a row; and their budget.
 
     The seconds of a run that was killed with its campaign are lost.
     """
 
-    def __init__(self, out: Path, hours: float | None = None) -> None:
-        """``hours``: of all runs of ``out``, those of earlier calls included; None: no bound."""
-        self._path, self._hours = out / "spent.jsonl", hours
+    def __init__(self, kept: Path, hours: float | None = None) -> None:
+        """``hours``: of all runs in ``kept``, those of earlier calls included; None: no bound."""
+        self._path, self._hours = kept / "spent.jsonl", hours
         rows = read_rows(self._path) if self._path.is_file() else ()
         self.seconds = sum(float(row["seconds"]) for row in rows)
 

@@ -50,6 +50,10 @@ def ablate(
             min=0.0, help="Begin no run once the runs in OUT, of earlier calls too, have taken so many hours."
         ),
     ] = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the finished runs' metrics; default: OUT/kept."),
+    ] = None,
     background: Annotated[bool, typer.Option("--background", help="Run in the background, with OUT/NN.log.")] = False,
 ) -> None:
     """Run the arms of an ablation seed by seed, and write its page. Running it again does not repeat finished runs.
@@ -60,6 +64,7 @@ def ablate(
     """
     from or1_megatron.ablate.ablation import differences, load_ablations
     from or1_megatron.ablate.campaign import load_campaign
+    from or1_megatron.ablate.outcome import COUNTED
     from or1_megatron.ablate.spent import Spent
     from or1_megatron.config.recipes import CONFIGS
 
@@ -79,7 +84,7 @@ def ablate(
             _in_background(out / ("campaign.log" if every else f"{number:02d}.log"), console)
             return
         numbers = campaign.order if every or number is None else [number]
-        todo = [_Todo.of(found[n], scale, out, _extra(overrides), smoke) for n in numbers]
+        todo = [_Todo.of(found[n], scale, out, kept or out / "kept", _extra(overrides), smoke) for n in numbers]
         if commands:
             runs: dict[Path, ArmRun] = {}
             for run in (run for each in todo for run in [*each.entry, *each.runs]):
@@ -87,12 +92,15 @@ def ablate(
             missing = campaign.missing([arm for each in todo for arm in each.arms])
             print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
             return
-        spent, done = Spent(out, hours), True
+        spent, done = Spent(kept or out / "kept", hours), True
+        metrics = [*COUNTED, *sorted(set[str]().union(*(each.metrics() for each in found.values())) - set(COUNTED))]
         for each in todo:
             differing = [[key, *values] for key, values in differences(each.arms).items()]
             _print_table(console, ["key", *(arm.name for arm in each.arms)], differing, "What differs between the arms")
             if not page_only:
-                done &= _made(campaign.missing(each.arms), out, spent, console) and _run_all(each, spent, console)
+                done &= _made(campaign.missing(each.arms), out, spent, console) and _run_all(
+                    each, spent, metrics, console
+                )
             command = f"or1 ablate {each.ablation.number}" + ("" if scale == "small" else f" --scale {scale}")
             command += "".join(f" --set {override}" for override in overrides or ())
             console.print(f"{each.write_page(scale, out / ('smoke/pages' if smoke else 'pages'), command)}")
@@ -113,7 +121,7 @@ class _Todo:
     runs: list[ArmRun]
 
     @classmethod
-    def of(cls, ablation: Ablation, scale: Scale, out: Path, extra: Mapping[str, Any], smoke: bool) -> Self:
+    def of(cls, ablation: Ablation, scale: Scale, out: Path, kept: Path, extra: Mapping[str, Any], smoke: bool) -> Self:
         """Raises ConfigError when an arm's configuration is wrong."""
         from or1_megatron.ablate.ablation import arms_of
         from or1_megatron.ablate.runs import entry_runs, runs_of
@@ -121,7 +129,8 @@ class _Todo:
         chosen, arms = ablation.at(scale), arms_of(ablation, scale, extra, smoke)
         if smoke:
             return cls(ablation, chosen, arms, [], runs_of(arms, chosen.seeds[:1], out / "smoke"))
-        return cls(ablation, chosen, arms, entry_runs(chosen, arms, out), runs_of(arms, chosen.seeds, out))
+        entry = entry_runs(chosen, arms, out, kept)
+        return cls(ablation, chosen, arms, entry, runs_of(arms, chosen.seeds, out, kept))
 
     def write_page(self, scale: Scale, folder: Path, command: str) -> Path:
         from or1_megatron.ablate.outcome import measure
@@ -133,6 +142,10 @@ class _Todo:
         }
         measured = measure(self.chosen, _finished(self.entry))
         return write_page(self.ablation, scale, self.arms, finished, folder, command, measured)
+
+    @property
+    def unfinished(self) -> list[Arm]:
+        return [run.arm for run in [*self.entry, *self.runs] if not run.finished]
 
     def row(self) -> list[str]:
         finished = sum(run.finished for run in self.runs)
@@ -154,7 +167,7 @@ def _made(missing: Mapping[str, str], out: Path, spent: Spent, console: Console)
     return True
 
 
-def _run_all(todo: _Todo, spent: Spent, console: Console) -> bool:
+def _run_all(todo: _Todo, spent: Spent, metrics: list[str], console: Console) -> bool:
     """Run what is not finished: first what measures the conditions of entry, then, if they are met, the arms.
 
     Return whether all has been run; say what has not.
@@ -162,10 +175,10 @@ def _run_all(todo: _Todo, spent: Spent, console: Console) -> bool:
     from or1_megatron.ablate.outcome import measure
 
     number = todo.ablation.number
-    failed = _run(todo.entry, spent, console)
+    failed = _run(todo.entry, spent, metrics, console)
     unmet = [each for each in measure(todo.chosen, _finished(todo.entry)) if todo.entry and not each.met]
     if not unmet:
-        failed += _run(todo.runs, spent, console)
+        failed += _run(todo.runs, spent, metrics, console)
     for run in failed:
         print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
     if spent.used_up and not all(run.finished for run in [*todo.entry, *todo.runs]):
@@ -180,12 +193,12 @@ def _finished(entry: list[ArmRun]) -> dict[str, list[dict[str, Any]]]:
     return {run.arm.name: run.rows() for run in entry if run.finished}
 
 
-def _run(runs: list[ArmRun], spent: Spent, console: Console) -> list[ArmRun]:
+def _run(runs: list[ArmRun], spent: Spent, metrics: list[str], console: Console) -> list[ArmRun]:
     """Run what is not finished, and return the runs that failed."""
     from or1_megatron.ablate.runs import run_all
 
     failed = []
-    for done, (run, status) in enumerate(run_all(runs, spent), start=1):
+    for done, (run, status) in enumerate(run_all(runs, spent, metrics), start=1):
         console.print(f"{done}: {run.arm.name}, seed {run.seed}: {f'exit status {status}' if status else 'done'}")
         if status:
             failed.append(run)

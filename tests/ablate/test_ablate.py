@@ -377,6 +377,21 @@ def test_a_campaign_that_is_ended_ends_its_run(how: signal.Signals, tmp_path: Pa
     assert (tmp_path / "spent.jsonl").exists() is not killed
 
 
+def test_what_is_kept_of_a_run_is_what_was_read_of_it(found: dict[int, Ablation], tmp_path: Path) -> None:
+    """Rows with gaps, to six digits, without the metrics that nothing reads."""
+    (run,) = runs_of(arms_of(found[10], "small")[:1], (1,), tmp_path)
+    run.dir.mkdir(parents=True)
+    rows = [{"step": 0, "evaluation/accuracy": 0.25}, {"step": 1, "entropy/sampled": 1 / 3, "loss": 2.0}]
+    (run.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = ["step", "entropy/sampled", "evaluation/accuracy", "reward/mean"]
+    run.keep(metrics)
+    assert not run.kept.exists()  # it is not finished
+    (run.dir / "summary.json").write_text(json.dumps({"finished": True}))
+    run.keep(metrics)
+    assert run.rows() == [{"step": 0, "evaluation/accuracy": 0.25}, {"step": 1, "entropy/sampled": 0.333333}]
+    assert set(found[10].metrics()) >= {"entropy/sampled", "policy/clip_fraction_high", "evaluation/accuracy"}
+
+
 def test_a_campaign_makes_what_its_arms_name(
     found: dict[int, Ablation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,10 +443,17 @@ def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names[0] == f"{first[0].key}_seed_101"
     assert set(names[1:10]) == {run.dir.name for run in runs_of(first, (1, 2, 3), tmp_path)}
     assert made.read_text() == "made\n" and "20 of 20" in ended.stdout and "9 of 9" in ended.stdout
-    spent = [json.loads(line)["run"] for line in (tmp_path / "out/spent.jsonl").read_text().splitlines()]
+    spent = [json.loads(line)["run"] for line in (tmp_path / "out/kept/spent.jsonl").read_text().splitlines()]
     assert spent == ["runs/ablation_base", *names]
-    (tmp_path / "out/spent.jsonl").write_text(json.dumps({"run": "before", "seconds": 3600.0}) + "\n")
+    # Another machine has what was kept, and no run's folder: nothing is repeated, and the pages are the same.
+    moved = [*told[:-1], str(tmp_path / "moved"), "--kept", str(tmp_path / "out/kept")]
+    assert CliRunner().invoke(app, [*moved, "--hours", "0"]).exit_code == 0
+    assert len(order.read_text().split()) == len(names)
+    for page in (tmp_path / "out/pages").glob("*.md"):
+        assert (tmp_path / "moved/pages" / page.name).read_text() == page.read_text()
+    (tmp_path / "out/kept/spent.jsonl").write_text(json.dumps({"run": "before", "seconds": 3600.0}) + "\n")
     (tmp_path / "out/runs" / names[-1] / "summary.json").unlink()
+    (tmp_path / "out/kept" / f"{names[-1]}.json").unlink()
     assert CliRunner().invoke(app, [*told, "--hours", "1"]).exit_code == 1
     assert len(order.read_text().split()) == len(names)
 
