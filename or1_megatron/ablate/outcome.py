@@ -9,13 +9,13 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from or1_megatron.ablate.ablation import Arms, Column, Condition, Expectation, Window
+from or1_megatron.ablate.ablation import Ablation, Arms, Column, Condition, Expectation, Window
 from or1_megatron.ablate.statistics import Estimate, estimate, holm, p_value
 
 ELAPSED: Final = "elapsed_s"
 """A column of every run: seconds of training so far, without start-up and evaluations, which all arms share."""
 
-COUNTED: Final = ("step", "time/step", "time/evaluate")
+_COUNTED: Final = ("step", "time/step", "time/evaluate")
 """The metrics that every page reads."""
 
 Rows = Sequence[Mapping[str, Any]]
@@ -57,6 +57,11 @@ class EntryResult:
         if self.value is None:
             return False
         return (above is None or self.value > above) and (below is None or self.value < below)
+
+
+def read_metrics(ablations: Iterable[Ablation]) -> list[str]:
+    """Return the names of all metrics that the ablations' pages, comparisons and conditions read."""
+    return [*_COUNTED, *sorted(set[str]().union(*(each.metrics() for each in ablations)) - set(_COUNTED))]
 
 
 def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from or1_megatron.commands.errors import explained
 
 if TYPE_CHECKING:
     from or1_megatron.ablate.ablation import Ablation, Arm, Arms, Scale
+    from or1_megatron.ablate.campaign import Campaign
     from or1_megatron.ablate.runs import ArmRun
     from or1_megatron.ablate.spent import Spent
 
@@ -64,7 +65,7 @@ def ablate(
     """
     from or1_megatron.ablate.ablation import differences, load_ablations
     from or1_megatron.ablate.campaign import load_campaign
-    from or1_megatron.ablate.outcome import COUNTED
+    from or1_megatron.ablate.outcome import read_metrics
     from or1_megatron.ablate.spent import Spent
     from or1_megatron.config.recipes import CONFIGS
 
@@ -86,21 +87,16 @@ def ablate(
         numbers = campaign.order if every or number is None else [number]
         todo = [_Todo.of(found[n], scale, out, kept or out / "kept", _extra(overrides), smoke) for n in numbers]
         if commands:
-            runs: dict[Path, ArmRun] = {}
-            for run in (run for each in todo for run in [*each.entry, *each.runs]):
-                runs.setdefault(run.dir, run)
-            missing = campaign.missing([arm for each in todo for arm in each.arms])
-            print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
+            _print_commands(todo, campaign)
             return
         spent, done = Spent(kept or out / "kept", hours), True
-        metrics = [*COUNTED, *sorted(set[str]().union(*(each.metrics() for each in found.values())) - set(COUNTED))]
+        metrics = read_metrics(found.values())
         for each in todo:
             differing = [[key, *values] for key, values in differences(each.arms).items()]
             _print_table(console, ["key", *(arm.name for arm in each.arms)], differing, "What differs between the arms")
             if not page_only:
-                done &= _made(campaign.missing(each.arms), out, spent, console) and _run_all(
-                    each, spent, metrics, console
-                )
+                ready = _made(campaign.missing(each.unfinished), out, spent, console)
+                done &= ready and _run_all(each, spent, metrics, console)
             command = f"or1 ablate {each.ablation.number}" + ("" if scale == "small" else f" --scale {scale}")
             command += "".join(f" --set {override}" for override in overrides or ())
             console.print(f"{each.write_page(scale, out / ('smoke/pages' if smoke else 'pages'), command)}")
@@ -150,6 +146,15 @@ class _Todo:
     def row(self) -> list[str]:
         finished = sum(run.finished for run in self.runs)
         return [str(self.ablation.number), self.ablation.title, f"{finished} of {len(self.runs)}"]
+
+
+def _print_commands(todo: list[_Todo], campaign: Campaign) -> None:
+    """Print the command of each run once, after what makes the arms' beginnings."""
+    runs: dict[Path, ArmRun] = {}
+    for run in (run for each in todo for run in [*each.entry, *each.runs]):
+        runs.setdefault(run.dir, run)
+    missing = campaign.missing([arm for each in todo for arm in each.arms])
+    print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
 
 
 def _made(missing: Mapping[str, str], out: Path, spent: Spent, console: Console) -> bool:

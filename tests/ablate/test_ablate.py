@@ -445,7 +445,8 @@ def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert made.read_text() == "made\n" and "20 of 20" in ended.stdout and "9 of 9" in ended.stdout
     spent = [json.loads(line)["run"] for line in (tmp_path / "out/kept/spent.jsonl").read_text().splitlines()]
     assert spent == ["runs/ablation_base", *names]
-    # Another machine has what was kept, and no run's folder: nothing is repeated, and the pages are the same.
+    # Another machine has what was kept, and no run's folder: nothing is made or repeated, and the pages are the same.
+    (tmp_path / "runs/ablation_base").rmdir()
     moved = [*told[:-1], str(tmp_path / "moved"), "--kept", str(tmp_path / "out/kept")]
     assert CliRunner().invoke(app, [*moved, "--hours", "0"]).exit_code == 0
     assert len(order.read_text().split()) == len(names)
