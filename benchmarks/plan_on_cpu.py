@@ -4,8 +4,8 @@
     python benchmarks/plan_on_cpu.py --folder runs/plan_on_cpu --write    # writes configs/hardware/cpu.yaml, too
 
 Run it on a machine of two cores that does nothing else: it measures seconds. All runs are made by turns, ``ROUNDS``
-times; a verb's time is the median over the rounds. Each run's folder is kept, and a run that is complete is not
-repeated, so the program can be stopped and started again. Writes benchmarks/results/plan_on_cpu.json.
+times; a verb's time is the median over the steps, then over the rounds. Each run's folder is kept, and a run that is
+complete is not repeated, so the program can be stopped and started again. Writes benchmarks/results/plan_on_cpu.json.
 """
 
 from __future__ import annotations
@@ -88,12 +88,14 @@ def larger_model(folder: Path) -> Path:
 
 
 def seconds(function: Callable[[], object], rounds: int = 20) -> float:
-    """Return the mean time of a call, after one that does not count."""
+    """Return the median time of a call, after one that does not count."""
     function()
-    start = time.perf_counter()
+    spent = []
     for _ in range(rounds):
+        start = time.perf_counter()
         function()
-    return (time.perf_counter() - start) / rounds
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent)
 
 
 def measured_rates() -> dict[str, float]:

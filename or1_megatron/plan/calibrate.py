@@ -68,7 +68,10 @@ class Calibration:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run folder. Raises RunError where it has no configuration, metrics or two steps."""
+    """Read a run folder: the medians of the verbs' seconds over the steps but the first.
+
+    Raises RunError where it has no configuration, metrics or two steps.
+    """
     metrics = folder / "metrics.jsonl"
     for needed in (folder / "config.yaml", metrics):
         if not needed.is_file():
@@ -78,9 +81,9 @@ def read_run(folder: Path) -> MeasuredRun:
     if not steps:
         raise RunError(f"--calibrate {folder}: {metrics.name} has fewer than two steps; the first is not used")
     config = load_config(folder / "config.yaml")
-    means = {verb: float(np.mean([row.get(f"time/{verb}", 0.0) for row in steps])) for verb in _APART}
-    whole = float(np.mean([row["time/step"] for row in steps]))
-    seconds = {"roll_out": means["roll_out"], "update": means["update"], OTHER: whole - sum(means.values())}
+    spent = {verb: [row.get(f"time/{verb}", 0.0) for row in steps] for verb in ("roll_out", "update")}
+    spent[OTHER] = [row["time/step"] - sum(row.get(f"time/{verb}", 0.0) for verb in _APART) for row in steps]
+    seconds = {verb: float(np.median(each)) for verb, each in spent.items()}
     shape = Shape.of(read_hf_config(config.model.hf))
     return MeasuredRun(str(folder), config, shape, read_lengths(folder), {k: max(v, 1e-4) for k, v in seconds.items()})
 

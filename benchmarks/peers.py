@@ -1,0 +1,137 @@
+"""The quickstart's task in this trainer and in TRL's GRPOTrainer, by turns: seconds of a step, seconds to an accuracy.
+
+    python benchmarks/peers.py --rounds 3
+
+Same model, prompts, D_R, group size, T, learning rate, optimizer and cores. This trainer runs as the quickstart does
+(two ranks, two engines, adaptive entropy, checkpoints), but with one stage and an evaluation after every step. TRL is
+installed into runs/peers/env, with this environment's versions of torch and transformers. What is fastest for it here
+was found beforehand (``TRL_PROCESSES``, ``TRL_MICRO_BATCH``); it generates with transformers. Evaluations count on
+neither side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from result import ROOT, figure, write_result
+
+TRL: Final = "1.16.0"
+FOLDER: Final = ROOT / "runs" / "peers"
+TRL_PROCESSES, TRL_MICRO_BATCH = 1, 256
+ACCURACIES: Final = (0.75, 0.85, 0.95)
+AIM: Final = 2.5
+STAGE: Final = {
+    "name": "only",
+    "max_response_tokens": 96,
+    "prompts_per_step": 128,
+    "prompts_per_update": 128,
+    "group_size": 8,
+}
+
+
+def trl_python() -> Path:
+    """Install TRL unless that is done; return its environment's Python."""
+    python = FOLDER / "env" / "bin" / "python"
+    stamp = FOLDER / "env" / "installed"
+    if not stamp.is_file():
+        shutil.rmtree(FOLDER / "env", ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", FOLDER / "env"], check=True)
+        pins = [f"torch=={version('torch').split('+')[0]}", f"transformers=={version('transformers')}", f"trl=={TRL}"]
+        subprocess.run([python, "-m", "pip", "install", "-q", *pins, f"numpy=={version('numpy')}"], check=True)
+        stamp.touch()
+    return python
+
+
+def trl(seed: int, steps: int) -> dict[str, Any]:
+    """Train with TRL; return what peer_trl.py says."""
+    out = FOLDER / f"trl_{seed}.json"
+    command = [trl_python(), ROOT / "benchmarks" / "peer_trl.py"]
+    if TRL_PROCESSES > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRL_PROCESSES}"]
+    command += [f"--out={out}", f"--seed={seed}", f"--steps={steps}", f"--micro-batch={TRL_MICRO_BATCH}"]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"})
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def ours(seed: int, steps: int) -> dict[str, Any]:
+    """Train as the quickstart does; return the same figures."""
+    folder = FOLDER / f"ours_{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = FOLDER / "ours.yaml"
+    quickstart = ROOT / "examples" / "quickstart" / "quickstart.yaml"
+    changed = {"base": str(quickstart), "stages": [{**STAGE, "steps": steps}]}
+    config.write_text(yaml.safe_dump(changed))
+    sets = [f"run.seed={seed}", f"run.dir={folder}", "evaluate.every_steps=1", "evaluate.samples_during=2"]
+    command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(config), "--set", "track.console=plain"]
+    began_s = time.monotonic()
+    subprocess.run([*command, *(part for key in sets for part in ("--set", key))], check=True, cwd=ROOT)
+    wall_s = time.monotonic() - began_s
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    step_s = [row["time/step"] - row.get("time/evaluate", 0.0) for row in rows if row["step"]]
+    return {
+        "start_s": wall_s - sum(row["time/step"] for row in rows if row["step"]),
+        "step_s": step_s,
+        "accuracy": [row["evaluation/accuracy"] for row in rows if row["step"]],
+    }
+
+
+def seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
+    """Return the seconds of steps until an evaluation reached ``accuracy``; None if none did."""
+    spent = 0.0
+    for step_s, reached in zip(run["step_s"], run["accuracy"], strict=True):
+        spent += step_s
+        if reached >= accuracy:
+            return spent
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    task = [sys.executable, "examples/quickstart/task.py", "--out", "runs/quickstart_data"]
+    subprocess.run([*task, "--train", "4096", "--held-out", "256", "--seed", "1"], check=True, cwd=ROOT)
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "TRL": []}
+    for seed in range(1, arguments.rounds + 1):
+        for name, train in (("ours", ours), ("TRL", trl)) if seed % 2 else (("TRL", trl), ("ours", ours)):
+            runs[name].append(train(seed, arguments.steps))
+    figures = {}
+    for name, found in runs.items():
+        steps = [statistics.median(run["step_s"][1:]) for run in found]
+        figures[f"{name}: a step"] = figure(statistics.median(steps), "s")
+        figures[f"{name}: start"] = figure(statistics.median(run["start_s"] for run in found), "s")
+        for accuracy in ACCURACIES:
+            reached = [seconds for run in found if (seconds := seconds_to(run, accuracy)) is not None]
+            label = f"{name}: to an accuracy of {accuracy:.0%}, {len(reached)} of {len(found)} seeds"
+            figures[label] = figure(statistics.median(reached) if reached else float("nan"), "s")
+    ratios = [
+        statistics.median(peer["step_s"][1:]) / statistics.median(own["step_s"][1:])
+        for own, peer in zip(runs["ours"], runs["TRL"], strict=True)
+    ]
+    figures["a step, TRL / ours, median of the pairs"] = figure(statistics.median(ratios), "ratio", at_least=AIM)
+    settings = {
+        "TRL": TRL, "processes": TRL_PROCESSES, "micro-batch": TRL_MICRO_BATCH, "steps": arguments.steps,
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "accuracy": {name: [[round(a, 3) for a in run["accuracy"]] for run in found] for name, found in runs.items()},
+    }  # fmt: skip
+    write_result("peers", figures, settings)
+    for name, each in figures.items():
+        print(f"{name}: {each['value']:.3g} {each['unit']}")
+
+
+if __name__ == "__main__":
+    main()
