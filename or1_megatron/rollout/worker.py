@@ -12,30 +12,12 @@ import torch
 
 from or1_megatron.handoff.shard import worker
 from or1_megatron.handoff.vllm.reload import put_back
-from or1_megatron.rollout.engine import wait_without_spinning
-
-
-def pack_output_layers_only() -> None:
-    """On CPU, keep vLLM from packing embeddings for products, as it packs output layers: nothing reads that copy, which
-    is as large as the embedding."""
-    from vllm.model_executor.layers import vocab_parallel_embedding as layers
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    method = layers.UnquantizedEmbeddingMethod
-    pack = method.process_weights_after_loading
-
-    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        if isinstance(layer, layers.ParallelLMHead):
-            pack(self, layer)
-
-    method.process_weights_after_loading = process_weights_after_loading
+from or1_megatron.rollout.engine import hold_less, wait_without_spinning
 
 
 worker.register()
 wait_without_spinning()
-pack_output_layers_only()
+hold_less()
 
 
 class FullDistributionLogProbs(torch.nn.Module):
