@@ -72,13 +72,19 @@ class Case(NamedTuple):
 ALONE = ["parallel.ranks=1", "parallel.pipeline=1", "rollout.engines=1"]
 CASES = {
     "quickstart": Case(fitted=True),
-    "0.1B": Case(random="0.1B", fitted=True),
+    # 80 responses at a time on each engine; 160 fill three rows.
+    "0.1B": Case(
+        ["rollout.max_concurrent=80", "stages.0.prompts_per_step=20", "stages.0.prompts_per_update=20"],
+        random="0.1B",
+        fitted=True,
+    ),
     "0.5B": Case(
         # What fits in 24 GB: one rank, one engine, no copies of the state. 32 responses fill one row.
         [
             *ALONE,
             "checkpoint.asynchronous=false",
             "checkpoint.in_memory=false",
+            "parallel.threads_per_rank=2",
             "parallel.micro_batch_tokens=1280",
             "rollout.max_concurrent=32",
             "stages.0.prompts_per_step=4",
