@@ -93,7 +93,10 @@ CASES = {
         random="0.5B",
     ),
     "TP2": Case(["parallel.pipeline=1", "parallel.tensor=2", "parallel.sequence=true"]),
-    "rows of 8K": Case(["parallel.micro_batch_tokens=8192"]),
+    # 424 responses fill two rows.
+    "rows of 8K": Case(
+        ["parallel.micro_batch_tokens=8192", "stages.0.prompts_per_step=53", "stages.0.prompts_per_update=53"]
+    ),
 }
 ROLES = {  # the estimate's name of a process: what its command line holds; the first that fits
     "trainer rank": r"or1_megatron\.trainer\.run ",
