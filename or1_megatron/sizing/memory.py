@@ -267,11 +267,11 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
             "activations": activations,
-            "handoff's buckets": buckets // config.parallel.ranks,
+            "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
         }
         # The saver keeps the copy that its first save makes.
-        when = {"activations": _UPDATE, "copy for checkpoints": _AFTER_START, "handoff's buckets": _HANDOFF}
+        when = {"activations": _UPDATE, "copy for checkpoints": _AFTER_START, "handoff": _HANDOFF}
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
     yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES})
     if config.cluster.nodes > 1:
@@ -284,16 +284,18 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
-    """Return an engine's process. vLLM maps files to load them, packs linears for oneDNN (the output layer alone keeps what
-    was packed), and builds each layer anew in a handoff; the embedding is the largest."""
+    """Return an engine's process.
+
+    vLLM maps files to load them, packs linears for oneDNN (the output layer alone keeps what was packed), and builds
+    each layer anew in a handoff, of which the embedding is the largest.
+    """
     rollout, number = config.rollout, BYTES[config.model.dtype]
     vocabulary = _cut(shape.vocab * shape.hidden * number, rollout.tensor_parallel)
     parts = {
         "weights": _cut(shape.parameters * number, rollout.tensor_parallel),
         "weights' file": shape.parameters * number // (rollout.engines * rollout.tensor_parallel),
         "packed output layer": vocabulary,
-        "embedding anew": vocabulary,
-        "handoff's buckets": _bucket_bytes(config, shape),
+        "handoff": vocabulary + _bucket_bytes(config, shape),
         "KV cache": rollout.kv_cache_bytes or 0,
         "logits": int(_LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab),
         "base": _ENGINE_BYTES,
@@ -302,8 +304,7 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
         "weights' file": _START,
         "packed output layer": _AFTER_START,
         "KV cache": _AFTER_START,
-        "embedding anew": _HANDOFF,
-        "handoff's buckets": _HANDOFF,
+        "handoff": _HANDOFF,
     }
     if not rollout.max_staleness:  # else engines sample while the trainer works
         when["logits"] = frozenset({"rollout"})
