@@ -119,10 +119,9 @@ def main() -> None:
         for process in [each for each in estimated if each in measured]:
             error = estimated[process] / measured[process] - 1
             print(f"| {name} | {process} | {gib(measured[process])} | {gib(estimated[process])} | {error:+.1%} |")
-            kind = "fitted" if CASES[name].fitted else "held out"
-            figures[f"{name} ({kind}): {process}, {gib(measured[process])} GiB"] = figure(
-                abs(error), "share", at_most=0.1
-            )
+            run = f"{name} ({'fitted' if CASES[name].fitted else 'held out'})"
+            figures[f"{run}: {process}"] = figure(measured[process] / (1 << 30), "GiB")
+            figures[f"{run}, error: {process}"] = figure(abs(error), "share", at_most=0.1)
         for process in measured.keys() - estimated.keys():
             print(f"| {name} | {process} | {gib(measured[process])} | - | - |")
     if arguments.case is None:
