@@ -227,9 +227,10 @@ SECTIONS = (
         "host_memory",
         "The estimate of memory without GPUs",
         "python benchmarks/host_memory.py",
-        "A step of the quickstart, shortened, with the quickstart's model or with random weights and a vocabulary of "
-        "151,936. The peak of each kind of process (PSS) beside the estimate by which a run is refused: the error as "
-        "a share of what was measured, without its sign. The estimate's constants were fitted to two of the runs.",
+        "Two steps of the quickstart, shortened, with the quickstart's model or with random weights and a vocabulary "
+        "of 151,936. The measured peak of each kind of process (PSS), and the error of the estimate by which a run is "
+        "refused, as a share of what was measured, without its sign. The estimate's constants were fitted to two of "
+        "the runs.",
         (("each process", "≤ 10%"),),
     ),
     Section(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from or1_megatron.runtime.allocator import return_large_blocks
+
 CPU = torch.device("cpu")
 _installed = False
 
@@ -120,6 +122,7 @@ def install_without_cuda() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
+    return_large_blocks()
     # Megatron compiles small functions. On CPU that takes a C++ compiler and a minute, and gains nothing.
     torch.compiler.set_stance("force_eager")
     _patch_torch_cuda()

@@ -47,12 +47,13 @@ class HFWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, by its HF name; it is copied to host memory."""
+        """Take one tensor, by its HF name; it is copied to the host unless it is there, and must stay as it is until
+        ``finish``."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             with self._writing():
                 self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending[name] = tensor.detach().cpu().contiguous()
         self._pending_bytes += size
         self._total_bytes += size
         self._dtype = tensor.dtype

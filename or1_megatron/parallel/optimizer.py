@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -14,6 +14,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from torch import Tensor
 
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
+
+_PIECE_NUMBERS: Final = 1 << 22
+"""Parameters are updated in pieces: the denominators of all at once would take 4 bytes per parameter, more than the
+activations that an update holds before."""
 
 
 class FusedStepAdamW(torch.optim.Optimizer):
@@ -49,20 +53,21 @@ class FusedStepAdamW(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        grads = [p.grad for p in params if p.grad is not None]
-        first = [self.state[p]["exp_avg"] for p in params]
-        second = [self.state[p]["exp_avg_sq"] for p in params]
-        beta1, beta2 = group["betas"]
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        correction1 = 1 - beta1 ** group["step"]
-        correction2 = 1 - beta2 ** group["step"]
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, correction2**0.5)
-        torch._foreach_add_(denominator, group["eps"])
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(params, first, denominator, -group["lr"] / correction1)
+            of_parameter = p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+            for piece in zip(*(tensor.view(-1).split(_PIECE_NUMBERS) for tensor in of_parameter), strict=True):
+                _step_piece(group, *piece)
+
+
+def _step_piece(group: Mapping[str, Any], p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
+    """Update a piece of a parameter and of its moments in place."""
+    beta1, beta2 = group["betas"]
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    correction1 = 1 - beta1 ** group["step"]
+    correction2 = 1 - beta2 ** group["step"]
+    denominator = second.sqrt().div_(correction2**0.5).add_(group["eps"])
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.addcdiv_(first, denominator, value=-group["lr"] / correction1)
 
 
 def _use_own_adam() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.handoff.backend_check import worker_info
 from or1_megatron.rollout.kv_cache_update import drain, forget
+from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -53,6 +54,25 @@ def wait_without_spinning() -> None:
 
     if current_platform.is_cpu():
         shm_broadcast.sched_yield = partial(time.sleep, _POLL_S)
+
+
+def hold_less() -> None:
+    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for products as it packs
+    output layers: that copy is as large as the embedding, and nothing reads it. Called as the function above."""
+    from vllm.model_executor.layers import vocab_parallel_embedding as layers
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    return_large_blocks()
+    method = layers.UnquantizedEmbeddingMethod
+    pack = method.process_weights_after_loading
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        if isinstance(layer, layers.ParallelLMHead):
+            pack(self, layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import torch
 
 from or1_megatron.handoff.shard import worker
 from or1_megatron.handoff.vllm.reload import put_back
-from or1_megatron.rollout.engine import wait_without_spinning
+from or1_megatron.rollout.engine import hold_less, wait_without_spinning
 
 worker.register()
 wait_without_spinning()
+hold_less()
 
 
 class FullDistributionLogProbs(torch.nn.Module):

@@ -31,18 +31,24 @@ PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "hando
 """start: models are loaded; rollout: engines decode; wake: engines give way and the trainer's weights return; update:
 SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
 _MIB: Final = 1 << 20
-_LAUNCHER_BYTES: Final = 236 * _MIB
+_LAUNCHER_BYTES: Final = 215 * _MIB
 _RANK_BYTES: Final = 440 * _MIB
 _LOOP_BYTES: Final = 230 * _MIB
 _ENGINE_BYTES: Final = 575 * _MIB
 _MANAGER_BYTES: Final = 76 * _MIB
 _VERIFIER_BYTES: Final = 51 * _MIB
-_RAY_BYTES: Final = 525 * _MIB
+_RAY_BYTES: Final = 398 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
-_LOGITS_COPIES: Final = 6
-"""On a host: fp32 copies of its responses' logits that vLLM's sampler has at once."""
+_RAY_START_BYTES: Final = 127 * _MIB
+"""What Ray's processes hold besides while they start."""
+_LOGITS_COPIES: Final = 4.25
+"""On a host: fp32 copies of its responses' logits that vLLM's sampler has at once: logits, log-probs, and to count each
+token's rank a comparison and its 64-bit copy."""
 _SHOWN_BYTES: Final = 10 * _MIB
+_START: Final[frozenset[Phase]] = frozenset({"start"})
 _UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
+_HANDOFF: Final[frozenset[Phase]] = frozenset({"handoff"})
+_AFTER_START: Final[frozenset[Phase]] = frozenset(PHASES) - _START
 ENGINE: Final = "engine"
 LOOP: Final = "rank 0, for the loop and Ray's driver"
 """What rank 0 holds beside a rank's memory."""
@@ -183,7 +189,8 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     Layers keep what ``kept_numbers`` says. The one that computes holds all its activations, and as much in gradients.
     """
     parallel = config.parallel
-    kept, whole = (layer_numbers(parallel, shape, recompute) for recompute in (parallel.recompute, "none"))
+    own = device == "cpu"
+    kept, whole = (layer_numbers(parallel, shape, recompute, own) for recompute in (parallel.recompute, "none"))
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline
     layers = sum(map(len, parallel.chunk_layers(shape.layers)[stage :: parallel.pipeline]))
@@ -191,13 +198,15 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     return total + (_head_bytes(config, shape, device) if stage == parallel.pipeline - 1 else 0)
 
 
-def layer_numbers(parallel: ParallelConfig, shape: Shape, recompute: Literal["none", "selective", "full"]) -> float:
-    """Return the numbers that a rank keeps of a token in a layer for the backward pass."""
+def layer_numbers(
+    parallel: ParallelConfig, shape: Shape, recompute: Literal["none", "selective", "full"], own: bool = False
+) -> float:
+    """Return the numbers that a rank keeps of a token in a layer for the backward pass; ``own``: in our own layers."""
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
     attention = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / parallel.tensor
     experts = shape.experts
     width = shape.intermediate if experts is None else experts.chosen * experts.intermediate + (experts.shared or 0)
-    return kept_numbers(recompute, hidden, attention, width / parallel.tensor)
+    return kept_numbers(recompute, hidden, attention, width / parallel.tensor, shape.head_dim if own else None)
 
 
 def _head_bytes(config: Config, shape: Shape, device: Device) -> int:
@@ -251,43 +260,55 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     """Yield the processes of this machine; of several nodes, on which Ray spreads its actors, only the trainer's."""
     yield ProcessMemory("launcher", 1, {"base": _LAUNCHER_BYTES})
-    ranks = config.parallel.ranks // config.parallel.pipeline
+    ranks, buckets = config.parallel.ranks // config.parallel.pipeline, _bucket_bytes(config, shape)
     for stage, weights in enumerate(stage_weights(config.parallel, shape)):
         activations = activation_bytes(config, shape, stage, "cpu")
         parts = {
             STATE: state_bytes(config, weights),
             "copy for checkpoints": _checkpoint_bytes(config, weights) if config.checkpoint.asynchronous else 0,
-            # AdamW's denominators: after the backward pass, when the activations are gone.
-            "activations": max(activations, 4 * _shards(config, weights.dense, weights.experts)),
+            "activations": activations,
+            "handoff": buckets // config.parallel.ranks,
             "base": _RANK_BYTES,
         }
         # The saver keeps the copy that its first save makes.
-        when = {"activations": _UPDATE, "copy for checkpoints": frozenset(PHASES) - {"start"}}
+        when = {"activations": _UPDATE, "copy for checkpoints": _AFTER_START, "handoff": _HANDOFF}
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
     yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES})
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
-    buckets = {"buckets": _handoff_bytes(config, shape)}
-    yield ProcessMemory("handoff, shared by both", 1, buckets, {"buckets": frozenset({"handoff"})})
     yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
-    yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
+    yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES, "start": _RAY_START_BYTES}, {"start": _START})
 
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
-    rollout = config.rollout
-    copied = shape.vocab * shape.hidden if shape.tied else 0  # the output layer, packed for oneDNN
+    """Return an engine's process.
+
+    vLLM maps files to load them, packs linears for oneDNN (the output layer alone keeps what was packed), and builds
+    each layer anew in a handoff, of which the embedding is the largest.
+    """
+    rollout, number = config.rollout, BYTES[config.model.dtype]
+    vocabulary = _cut(shape.vocab * shape.hidden * number, rollout.tensor_parallel)
     parts = {
-        "weights": _cut((shape.parameters + copied) * BYTES[config.model.dtype], rollout.tensor_parallel),
+        "weights": _cut(shape.parameters * number, rollout.tensor_parallel),
+        "weights' file": shape.parameters * number // (rollout.engines * rollout.tensor_parallel),
+        "packed output layer": vocabulary,
+        "handoff": vocabulary + _bucket_bytes(config, shape),
         "KV cache": rollout.kv_cache_bytes or 0,
-        "logits": _LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab,
+        "logits": int(_LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab),
         "base": _ENGINE_BYTES,
     }
-    # With stale rollouts engines sample while the trainer works.
-    sampling = {} if rollout.max_staleness else {"logits": frozenset[Phase]({"rollout"})}
-    return ProcessMemory(ENGINE, rollout.engines * rollout.tensor_parallel, parts, sampling)
+    when = {
+        "weights' file": _START,
+        "packed output layer": _AFTER_START,
+        "KV cache": _AFTER_START,
+        "handoff": _HANDOFF,
+    }
+    if not rollout.max_staleness:  # else engines sample while the trainer works
+        when["logits"] = frozenset({"rollout"})
+    return ProcessMemory(ENGINE, rollout.engines * rollout.tensor_parallel, parts, when)
 
 
 def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
@@ -298,10 +319,12 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
     return saved * (12 if config.model.dtype == "float32" else 14)
 
 
-def _handoff_bytes(config: Config, shape: Shape) -> int:
-    """Return the shared memory of a handoff: two buckets, or all weights if that is less."""
+def _bucket_bytes(config: Config, shape: Shape) -> int:
+    """Return an engine process's share of a handoff's shared memory, which the sender maps, too: of two buckets, or of
+    all weights if that is less."""
+    processes = config.rollout.engines * config.rollout.tensor_parallel
     buckets = 2 * config.handoff.bucket_bytes * config.rollout.tensor_parallel
-    return min(buckets, shape.parameters * BYTES[config.model.dtype])
+    return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)
 
 
 def _rank(config: Config, stage: int) -> str:

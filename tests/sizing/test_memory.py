@@ -85,23 +85,36 @@ def test_a_stage_with_several_chunks_and_uneven_layers() -> None:
 
 
 def test_what_a_rank_holds_on_a_host() -> None:
-    """fp32: 16 bytes per parameter; 12 in the saver's copy, but for the tied weights that stage 0 saves; the
-    moments are cut by DP. AdamW's denominators count where they are larger than the activations."""
+    """fp32: 16 bytes per parameter; 12 in the saver's copy, but for the tied weights that stage 0 saves; the moments
+    are cut by DP."""
     shape = Shape.of(SMALL | {"vocab_size": 600_000, "tie_word_embeddings": True})
     first, last = 2 * LAYER + 600_000 * 64, 2 * LAYER + 600_000 * 64 + NORM
 
     def parts(*overrides: str) -> list[list[int]]:
         config = quickstart("parallel.micro_batch_tokens=192", *overrides)
         ranks = [each for each in process_memory(config, shape, "cpu") if each.process.startswith("trainer rank")]
-        return [list(rank.parts.values())[:3] for rank in ranks]
+        return [list(rank.parts.values())[:2] for rank in ranks]
 
-    assert parts() == [
-        [16 * first, 12 * first, 4 * first],
-        [16 * last, 12 * (last - 600_000 * 64), 4 * last],
-    ]
-    assert parts("checkpoint.asynchronous=false")[0] == [16 * first, 0, 4 * first]
-    assert parts("parallel.ranks=4")[0] == [8 * first + 8 * first // 2, 12 * first // 2, 4 * first // 2]
-    assert parts("model.dtype=bfloat16")[0] == [18 * first, 14 * first, 4 * first]
+    assert parts() == [[16 * first, 12 * first], [16 * last, 12 * (last - 600_000 * 64)]]
+    assert parts("checkpoint.asynchronous=false")[0] == [16 * first, 0]
+    assert parts("parallel.ranks=4")[0] == [8 * first + 8 * first // 2, 12 * first // 2]
+    assert parts("model.dtype=bfloat16")[0] == [18 * first, 14 * first]
+
+
+def test_what_an_engine_holds_on_a_host() -> None:
+    """A vocabulary of 1,000 rows of 64 in fp32 is 256,000 bytes, of the whole model W. Four engine processes and the
+    rank that sends share a handoff's memory; 8 responses' logits are 32,000 bytes, 4.25 times."""
+    shape = Shape.of(SMALL | {"vocab_size": 1000, "tie_word_embeddings": True})
+    config = quickstart("rollout.tensor_parallel=2", "rollout.max_concurrent=8", "rollout.kv_cache_bytes=1000000")
+    engine = next(each for each in process_memory(config, shape, "cpu") if each.process == "engine")
+    whole, base = 4 * shape.parameters, engine.parts["base"]
+    assert whole == 4 * (4 * LAYER + 64_000 + NORM)
+    held = base + whole // 2
+    assert engine.at("start") == held + whole // 4
+    assert engine.at("update") == held + 128_000 + 1_000_000
+    assert engine.at("rollout") == held + 128_000 + 1_000_000 + 136_000
+    assert engine.at("handoff") == held + 128_000 + 1_000_000 + 128_000 + whole // 5
+    assert (engine.process, engine.count) == ("engine", 4)
 
 
 def test_one_stage_keeps_fewer_micro_batches() -> None:
@@ -109,7 +122,8 @@ def test_one_stage_keeps_fewer_micro_batches() -> None:
     config = quickstart("parallel.micro_batch_tokens=8192")
     shape = Shape.of(SMALL | {"tie_word_embeddings": True})
     first, last = (each.parts["activations"] for each in process_memory(config, shape, "cpu")[1:3])
-    whole = 4 * 8192 * (4 * 64 + 16 * 12 + 3 * 96)  # bytes of one layer and micro-batch
+    # Bytes of one layer and micro-batch; our own layers keep 3 * 64 + 4 * 16 numbers more.
+    whole = 4 * 8192 * (4 * 64 + 16 * 12 + 3 * 96 + 3 * 64 + 4 * 16)
     assert first == whole * (2 * 2 + 2)
     assert whole * (2 + 2) < last < whole * (2 + 2) + (8 << 20)  # with the head's workspace, 5 MiB and vectors
 
@@ -131,7 +145,7 @@ def test_half_a_billion_parameters_are_refused_on_24_gib(monkeypatch: pytest.Mon
     assert lines[0].startswith("the run needs about ") and lines[0].endswith("this machine has free 24.00 GiB:")
     first = next(line for line in lines if "trainer rank, pipeline stage 0" in line)
     assert "weights, gradients, optimizer 4.69 GiB, copy for checkpoints 3.52 GiB" in first
-    assert any(line.startswith("  - engine: 2 x ") and "weights 2.35 GiB" in line for line in lines)
+    assert any(line.startswith("  - engine: 2 x ") and "weights 1.84 GiB" in line for line in lines)
     assert "checkpoint.asynchronous=false saves 5.52 GiB; " in lines[-1]
     assert lines[-1].count(" saves ") == 3 and "start all the same with cluster.check_memory=false" in lines[-1]
     assert refusal(monkeypatch, quickstart("cluster.check_memory=false"), HALF_B, 24) == ""

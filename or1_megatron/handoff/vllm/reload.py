@@ -22,6 +22,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
         if not isinstance(weight, torch.nn.Parameter):
             continue
         if id(weight) in seen and hasattr(layer, "cpu_linear"):
+            del layer.cpu_linear  # first, so that there are never two copies
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]  # vLLM's
         seen.add(id(weight))
 
