@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 REQUIREMENTS: Final = ROOT / "requirements"
@@ -52,6 +53,11 @@ def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]
     Raises:
         subprocess.CalledProcessError: there is no solution, or no package index; stderr says which.
     """
+    return {name: package["version"] for name, package in resolve_files(uv, python, versions).items()}
+
+
+def resolve_files(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the same packages with where their files are: the tables of a pylock.toml (PEP 751), by name."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, overrides = Path(folder, "constraints.txt"), Path(folder, "overrides.txt")
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
@@ -59,11 +65,11 @@ def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]
         command = [uv, "pip", "compile", "pyproject.toml", "requirements/gpu.in", "--no-config", "--quiet"]
         for extra in ("gpu", "dev", "hub"):
             command += ["--extra", extra]
-        command += ["--constraints", str(constraints), "--overrides", str(overrides), "--no-annotate", "--no-header"]
+        command += ["--constraints", str(constraints), "--overrides", str(overrides)]
         command += ["--python-version", python, "--python-platform", PLATFORM]
-        command += ["--only-binary", ":all:", "--no-binary", FROM_SOURCE]
+        command += ["--only-binary", ":all:", "--no-binary", FROM_SOURCE, "--format", "pylock.toml"]
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return dict(line.split("==") for line in done.stdout.split())
+    return {package["name"]: package for package in tomllib.loads(done.stdout)["packages"]}
 
 
 def tested_versions() -> dict[str, str]:
