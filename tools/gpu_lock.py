@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 REQUIREMENTS: Final = ROOT / "requirements"
@@ -26,7 +27,9 @@ FROM_SOURCE: Final = "transformer-engine-torch"
 _HEAD: Final = """\
 # The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.11 and 3.12, x86-64 Linux with glibc 2.31 or newer.
 #     pip install --no-deps -r requirements/gpu.lock
-#     pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
+#     NVIDIA=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+#     CUDA_HOME=$NVIDIA/cu13 CPATH=$NVIDIA/cudnn/include:$NVIDIA/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \\
+#       pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
 #     pip install --no-deps --no-build-isolation -e .
 # Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. What cpu.lock names has
 # the same version here, but for builds for CUDA and what they need. torch has ===, because == also takes 2.13.0+cpu,
@@ -34,7 +37,9 @@ _HEAD: Final = """\
 """
 _HEAD_ENGINE: Final = """\
 # The second step of the GPU environment. requirements/gpu.lock comes first and holds all that these need.
-# transformer-engine-torch is a source package: a C++ compiler compiles it against the installed torch, in minutes.
+# transformer-engine-torch is a source package: a C++ compiler compiles it against the installed torch. CUDA_HOME and
+# CPATH, set as gpu.lock says, name the headers of gpu.lock's CUDA, cuDNN and NCCL: no toolkit is needed. Without
+# NVTE_PYTORCH_FORCE_BUILD the build looks for a finished one on the network first; there is none for this torch.
 # --no-build-isolation: an isolated build takes the newest torch.
 # --no-deps: its metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.
 """
@@ -52,6 +57,11 @@ def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]
     Raises:
         subprocess.CalledProcessError: there is no solution, or no package index; stderr says which.
     """
+    return {name: package["version"] for name, package in resolve_files(uv, python, versions).items()}
+
+
+def resolve_files(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the same packages with where their files are: the tables of a pylock.toml (PEP 751), by name."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, overrides = Path(folder, "constraints.txt"), Path(folder, "overrides.txt")
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
@@ -59,11 +69,11 @@ def resolve(uv: str, python: str, versions: Mapping[str, str]) -> dict[str, str]
         command = [uv, "pip", "compile", "pyproject.toml", "requirements/gpu.in", "--no-config", "--quiet"]
         for extra in ("gpu", "dev", "hub"):
             command += ["--extra", extra]
-        command += ["--constraints", str(constraints), "--overrides", str(overrides), "--no-annotate", "--no-header"]
+        command += ["--constraints", str(constraints), "--overrides", str(overrides)]
         command += ["--python-version", python, "--python-platform", PLATFORM]
-        command += ["--only-binary", ":all:", "--no-binary", FROM_SOURCE]
+        command += ["--only-binary", ":all:", "--no-binary", FROM_SOURCE, "--format", "pylock.toml"]
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return dict(line.split("==") for line in done.stdout.split())
+    return {package["name"]: package for package in tomllib.loads(done.stdout)["packages"]}
 
 
 def tested_versions() -> dict[str, str]:

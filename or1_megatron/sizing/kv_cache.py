@@ -33,9 +33,15 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
     number = BYTES[config.model.dtype]
     weights = -(-shape.parameters // rollout.tensor_parallel) * number
     logits = logits_bytes(config, shape)
-    row = parallel.micro_batch_tokens // parallel.context * shape.hidden * number
-    overlap = _OVERLAP_BUFFERS * row if parallel.overlap_tensor else 0
-    return max(0, int(gpu_gb * 1e9) - weights - logits - ENGINE_RESERVE_BYTES - TRAINER_RESERVE_BYTES - overlap)
+    kept = ENGINE_RESERVE_BYTES + TRAINER_RESERVE_BYTES + overlap_bytes(config, shape)
+    return max(0, int(gpu_gb * 1e9) - weights - logits - kept)
+
+
+def overlap_bytes(config: Config, shape: Shape) -> int:
+    """Return the bytes of the buffers that overlapped TP communication keeps on each of the trainer's GPUs."""
+    parallel = config.parallel
+    row = parallel.micro_batch_tokens // parallel.context * shape.hidden * BYTES[config.model.dtype]
+    return _OVERLAP_BUFFERS * row if parallel.overlap_tensor else 0
 
 
 def logits_bytes(config: Config, shape: Shape) -> int:

@@ -22,6 +22,7 @@ from or1_megatron.sizing.kv_cache import (
     ENGINE_RESERVE_BYTES,
     TRAINER_RESERVE_BYTES,
     logits_bytes,
+    overlap_bytes,
     shared_kv_cache_bytes,
 )
 from or1_megatron.weights.shape import BYTES, Shape
@@ -236,6 +237,7 @@ def _on_gpu(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
             "weights": own,
             "gradients, optimizer": state_bytes(config, weights) - own,
             "activations": activation_bytes(config, shape, stage, "cuda"),
+            "buffers of overlapped TP": overlap_bytes(config, shape),
             "reserve": TRAINER_RESERVE_BYTES,
         }
         when = {"activations": _UPDATE}

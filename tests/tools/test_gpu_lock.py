@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tools import gpu_lock
+from tools.wheel_files import RemoteFile, installed_files, shared_paths
 
 ROOT = Path(__file__).parents[2]
 GPU, ENGINE = gpu_lock.read_lock("gpu.lock"), gpu_lock.read_lock("transformer_engine.lock")
@@ -43,14 +47,43 @@ def test_one_torch_and_one_cuda() -> None:
 
 
 def test_all_instructions_install_in_the_same_steps() -> None:
-    """The lock's head, docs/using.md and the container: the same three lines in the same order."""
-    commands = re.findall(r"^#     (pip install .*)$", (ROOT / "requirements/gpu.lock").read_text(), re.MULTILINE)
-    assert len(commands) == 3
+    """The lock's head, docs/using.md and the container: the same commands and variables in the same order."""
+
+    def joined(text: str) -> str:
+        return re.sub(r"\\\n#? *", "", text)
+
+    head = joined((ROOT / "requirements/gpu.lock").read_text())
+    commands = re.findall(r"^#     (.*)$", head, re.MULTILINE)
+    assert ["pip install" in command for command in commands] == [True, False, True, True]
     for file in ("docs/using.md", "containers/gpu.Containerfile"):
-        text = (ROOT / file).read_text()
+        text = joined((ROOT / file).read_text())
         places = [text.find(command) for command in commands]
         assert -1 not in places, (file, commands)
         assert places == sorted(places), file
+
+
+def make_wheel(path: Path, files: Mapping[str, str]) -> dict[str, str]:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    with zipfile.ZipFile(path) as wheel:
+        return installed_files(wheel)
+
+
+def test_paths_of_two_packages_are_found(tmp_path: Path) -> None:
+    """One library, under the name and under .data; a command of two; and a file with the same content in both."""
+    command = "[console_scripts]\nrun-it = {}:main\n"
+    one = {"lib/core.so": "12", "same/__init__.py": "", "one-1.dist-info/entry_points.txt": command.format("one")}
+    two = {
+        "two-2.data/platlib/lib/core.so": "13",
+        "two-2.data/scripts/other": "#!",
+        "same/__init__.py": "",
+        "two-2.dist-info/entry_points.txt": command.format("two"),
+    }
+    files = {name: make_wheel(tmp_path / name, each) for name, each in (("one", one), ("two", two))}
+    assert "bin/other" in files["two"]
+    assert shared_paths(files) == {("one", "two"): ({"lib/same/__init__.py"}, {"lib/lib/core.so", "bin/run-it"})}
+    assert shared_paths({"one": files["one"]}) == {}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +107,33 @@ def test_the_lock_is_a_whole_solution(uv: str, python: str) -> None:
     found = gpu_lock.resolve(uv, python, GPU | ENGINE)
     assert found.items() <= (GPU | ENGINE).items()
     assert (GPU | ENGINE).keys() - found.keys() <= {"six"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", gpu_lock.PYTHONS)
+def test_no_two_packages_write_the_same_file(uv: str, python: str) -> None:
+    """What comes last would win. Two packages share Python files of the same content, and two a file that only builds
+    them.
+
+    Not seen: the one package that is compiled, transformer-engine-torch.
+    """
+    found = gpu_lock.resolve_files(uv, python, GPU | ENGINE)
+    wheels = {name: package["wheels"] for name, package in found.items() if name != gpu_lock.FROM_SOURCE}
+
+    def files_of(name: str) -> dict[str, str]:
+        files: dict[str, str] = {}
+        for wheel in wheels[name]:  # those that fit; pip takes one of them
+            with zipfile.ZipFile(RemoteFile(wheel["url"])) as opened:  # type: ignore[arg-type]
+                files |= installed_files(opened)
+        return files
+
+    with ThreadPoolExecutor(8) as pool:
+        files = dict(zip(wheels, pool.map(files_of, wheels), strict=True))
+    assert "lib/torch/__init__.py" in files["torch"]
+    shared = shared_paths(files)
+    same, different = shared.pop(("transformer-engine", "transformer-engine-cu13"))
+    assert not different and all(path.startswith("lib/transformer_engine/") for path in same)
+    assert shared == {("flashinfer-python", "torch-c-dlpack-ext"): (set(), {"lib/build_backend.py"})}
 
 
 @pytest.mark.slow
