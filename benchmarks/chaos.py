@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --mean-s 45 --faults 40            # several runs, until so many faults have come
     python benchmarks/chaos.py --mean-s 120 --faults 10 --name chaos_rare
+    python benchmarks/chaos.py --roles rank --mean-s 40 --faults 6 --name chaos_rank
     python benchmarks/chaos.py --draw                             # the page and the table from what is there
 
 First one quickstart runs undisturbed. Then each run gets faults at random times (exponential, seeded): a random role,
@@ -67,9 +68,9 @@ MARK = "OR1_CHAOS"
 class Disturbed:
     """One run of the quickstart, and what happens to it."""
 
-    def __init__(self, folder: Path, seed: int, mean_s: float | None) -> None:
-        """``mean_s``: mean time between faults; None: there are none."""
-        self.folder, self.seed, self.mean_s = folder, seed, mean_s
+    def __init__(self, folder: Path, seed: int, mean_s: float | None, roles: list[str]) -> None:
+        """``mean_s``: mean time between faults, which hit processes of these roles; None: there are none."""
+        self.folder, self.seed, self.mean_s, self.roles = folder, seed, mean_s, roles
         self._draw = random.Random(1000 * seed + int(mean_s or 0))
         self._mark = uuid.uuid4().hex
         self._started_s = time.monotonic()
@@ -119,7 +120,7 @@ class Disturbed:
 
     def _disturb(self) -> bool:
         """Kill or stop one process; False if there is none of the role that was drawn."""
-        role = self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        role = self._draw.choices(self.roles, [WEIGHTS[role] for role in self.roles])[0]
         stops = self._draw.random() < 0.5 and role != "launcher"  # a scheduler would see a launcher that hangs
         there = sorted(pid for pid, found in self._processes() if found == role)
         if not there:
@@ -206,11 +207,11 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def kept(path: Path, folder: Path, seed: int, mean_s: float | None) -> dict[str, Any]:
+def kept(path: Path, folder: Path, seed: int, mean_s: float | None, roles: list[str]) -> dict[str, Any]:
     """Return a run's outcome; run it unless that has been done."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        outcome = Disturbed(folder, seed, mean_s).run()
+        outcome = Disturbed(folder, seed, mean_s, roles).run()
         path.write_text(json.dumps(outcome))
         ended = "finished" if outcome["finished"] else f"ENDED with status {outcome['status']}"
         print(f"seed {seed}: {ended} after {outcome['wall_s']:.0f} s and {len(outcome['faults'])} faults", flush=True)
@@ -218,7 +219,7 @@ def kept(path: Path, folder: Path, seed: int, mean_s: float | None) -> dict[str,
     return result
 
 
-def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: float) -> dict[str, Any]:
+def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: float, roles: list[str]) -> dict[str, Any]:
     """Every figure, with the limit that it should keep."""
     faults = [fault for run in runs for fault in run["faults"]]
     effective = statistics.fmean(undisturbed["wall_s"] / run["wall_s"] * run["finished"] for run in runs)
@@ -239,7 +240,7 @@ def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: flo
             "share",
             at_least=-ACCURACY_NOISE,
         ),
-        "roles hit": figure(len({fault["role"] for fault in faults}), "", at_least=len(ROLES)),
+        "roles hit": figure(len({fault["role"] for fault in faults}), "", at_least=len(roles)),
         "effective training time": figure(effective, "share", at_least=EFFECTIVE.get(mean_s)),
     }
     for role in ROLES:
@@ -291,23 +292,25 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=40, help="begin runs until so many faults have come")
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the next ones count on")
     parser.add_argument("--name", default="chaos")
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=ROLES, help="which processes are hit")
     parser.add_argument("--draw", action="store_true", help="start nothing; use the runs that are there")
     arguments = parser.parse_args()
     folder = ROOT / "runs" / arguments.name
     task = [sys.executable, str(QUICKSTART / "task.py"), "--out", str(ROOT / "runs" / "quickstart_data")]
     subprocess.run([*task, "--train", "4096", "--held-out", "256", "--seed", "1"], check=True, cwd=ROOT)
-    undisturbed = kept(folder / "undisturbed.json", folder / "undisturbed", arguments.seed, None)
+    undisturbed = kept(folder / "undisturbed.json", folder / "undisturbed", arguments.seed, None, [])
     runs: list[dict[str, Any]] = []
     while sum(len(run["faults"]) for run in runs) < arguments.faults:
         seed = arguments.seed + len(runs)
         file = folder / f"seed_{seed}.json"
         if arguments.draw and not file.is_file():
             break
-        runs.append(kept(file, folder / f"seed_{seed}", seed, arguments.mean_s))
-    found = figures(runs, undisturbed, arguments.mean_s)
+        runs.append(kept(file, folder / f"seed_{seed}", seed, arguments.mean_s, arguments.roles))
+    found = figures(runs, undisturbed, arguments.mean_s, arguments.roles)
     phases = Counter(fault["doing"].partition(" after ")[0] for run in runs for fault in run["faults"])
     settings = {
         "mean seconds between faults": arguments.mean_s,
+        "roles": arguments.roles,
         "seeds": [run["seed"] for run in runs],
         "faults by what rank 0 did": dict(phases.most_common()),
     }

@@ -2,8 +2,8 @@
 
 Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
 EngineControl, Sampler), ``verify`` (Verifier), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
-``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.run`` joins them. Nothing here
-knows megatron, vllm or ray.
+``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.ranks`` joins them. Nothing
+here knows megatron, vllm or ray.
 """
 
 from __future__ import annotations

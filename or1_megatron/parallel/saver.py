@@ -46,8 +46,8 @@ from or1_megatron.parallel.sharded_state import local_shards, optimizer_step
 from or1_megatron.runtime.files import PARTIAL_SUFFIX
 from or1_megatron.runtime.manifest import FileEntry, write_manifest
 from or1_megatron.runtime.memory_folder import SHARED_MEMORY, drop_older_parts, part_folder
-from or1_megatron.runtime.nodes import ranks_per_node
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, LOOP_STATE, put_in_place
+from or1_megatron.runtime.world import ranks_per_node
 
 log = logging.getLogger(__name__)
 

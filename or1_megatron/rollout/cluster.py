@@ -35,6 +35,12 @@ START_WAITS = {
     "RAY_worker_register_timeout_seconds": "300",
 }
 """How long Ray waits for its own processes at a start; by default 30 to 60 s, which a busy machine exceeds."""
+_WORKERS = {
+    # By default 15: beside any other busy program an engine would get 3% of a core.
+    "RAY_worker_niceness": "0",
+    # By default Ray starts a worker for each core at once. The engines need others, with an environment of their own.
+    "RAY_prestart_worker_first_driver": "0",
+}
 _HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with empty SETTINGS
 _SETTINGS_TYPE = b"\x04"
 
@@ -82,8 +88,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         "log_to_driver": False,  # an actor's errors come back with its answers; its log is in Ray's session folder
     }
     if address is None:
-        # Ray starts its workers at niceness 15: beside any other busy program an engine would get 3% of a core.
-        for name, value in ({"RAY_worker_niceness": "0"} | START_WAITS).items():
+        for name, value in (_WORKERS | START_WAITS).items():
             os.environ.setdefault(name, value)
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:

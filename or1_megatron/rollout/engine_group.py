@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.cluster import wait_for
 from or1_megatron.rollout.ray_errors import failure_of
-from or1_megatron.runtime.nodes import several_nodes
+from or1_megatron.runtime.world import several_nodes
 from or1_megatron.types import Float32Array, Int32Array
 
 _ANSWER_S = 20.0  # the actor of an engine that runs answers at once, whatever the engine does

@@ -11,7 +11,7 @@ import socket
 import psutil
 
 from or1_megatron.errors import UserError
-from or1_megatron.runtime.nodes import several_nodes
+from or1_megatron.runtime.world import several_nodes
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -117,7 +117,7 @@ def launch(
             torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
     except ChildFailedError as error:
         supervisor.add_sessions(failure.pid for failure in error.failures.values())
-        return _first_of_all(nodes, _failed(error, supervisor.number))
+        return _first_of_all(nodes, _failed(error, supervisor.number, supervisor.killed_first))
     except dist.DistError as error:
         if nodes is None:
             raise
@@ -150,11 +150,6 @@ def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
     return Ended(code, False, rank_code, how)
 
 
-def is_launched() -> bool:
-    """Return whether this process runs under ``launch``, which then has the node's monitor."""
-    return LAUNCH_MARK in os.environ
-
-
 def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
     """Return the CPU threads of a rank: those wanted, else its share of the machine's cores.
 
@@ -170,6 +165,8 @@ class _Supervisor:
     def __init__(self, module: str, ranks: int, grace_s: float, monitor: Monitor | None) -> None:
         self.number = 0
         """The first signal received; 0: none yet."""
+        self.killed_first: int | None = None
+        """The pid of the rank that a signal killed, before this killed the others."""
         self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._module = module
         self._rank_count = ranks
@@ -216,7 +213,25 @@ class _Supervisor:
     def _find_sessions(self) -> None:
         """Find the sessions while the ranks live: after a rank is killed, processes of its session may be left."""
         while len(self._sessions) < self._rank_count and not self._ended.wait(0.2):
-            self.add_sessions(rank.pid for rank in self._ranks())
+            for pid in {rank.pid for rank in self._ranks()} - self._sessions:
+                self.add_sessions([pid])
+                threading.Thread(target=self._end_with, args=(pid,), name=f"launch-rank-{pid}", daemon=True).start()
+
+    def _end_with(self, rank: int) -> None:
+        """Kill the other ranks as soon as a signal kills this one, unless they were asked to stop.
+
+        torchrun's agent would ask them to end, and they would take seconds: a rank that has not been killed but has
+        failed leaves them something to say.
+        """
+        try:
+            ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)  # the agent waits for it, too
+        except ChildProcessError:  # the agent was first
+            return
+        by_signal = ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        if by_signal and self.killed_first is None and not self.number and not self._ended.is_set():
+            self.killed_first = rank
+            for pid in list(self._sessions):
+                _send(pid, signal.SIGKILL)
 
     def _enforce(self) -> None:
         if not self._ended.wait(self._grace_s + KILL_MARGIN_S):
@@ -259,9 +274,17 @@ def _send(pid: int, number: signal.Signals) -> None:
         pass
 
 
-def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank ended that failed first; ``signal_number``: the signal that the launcher got, or 0."""
+def _failed(error: ChildFailedError, signal_number: int, killed_first: int | None = None) -> Ended:
+    """Return how the rank ended that failed first.
+
+    Args:
+        signal_number: the signal that the launcher got, or 0.
+        killed_first: the pid of that rank, where it is known.
+    """
     rank, failure = error.get_first_failure()
+    for other_rank, other in error.failures.items():
+        if other.pid == killed_first:
+            rank, failure = other_rank, other
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"exited with code {code}"
     when = time.strftime("%H:%M:%S", time.localtime(failure.timestamp))

@@ -19,7 +19,6 @@ nodes wait for it. The store's keys:
 from __future__ import annotations
 
 import datetime
-import os
 import signal
 import socket
 import threading
@@ -44,16 +43,6 @@ _LEAVE_S: Final = 10.0
 _END: Final = "end"
 _BRING_S: Final = 1800.0
 """For all nodes to write their parts of a checkpoint to the disk."""
-
-
-def several_nodes() -> bool:
-    """Return whether the ranks of this one's world are on several nodes, as torchrun's environment says."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def ranks_per_node(world: int) -> int:
-    """Return how many of the ``world`` ranks are on this rank's node, as on each."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 class NodesError(PartLost):

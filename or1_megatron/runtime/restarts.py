@@ -25,7 +25,7 @@ from or1_megatron.runtime.launch import FORWARDED, Ended
 from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
 
-PAUSES_S: Final = (1.0, 5.0, 25.0)
+PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Before each restart in a row; the last one for all that follow."""
 _RECENT_S: Final = 60.0
 """A stall this long before the ranks' end may have caused it."""
@@ -95,8 +95,9 @@ class Restarts:
             pause_s = self._pauses_s[min(in_a_row, len(self._pauses_s) - 1)]
             in_a_row += 1
             self._faults.write(Fault("restart", "the ranks", failure.why))
+            when = f"in {pause_s:g} s" if pause_s else "at once"
             self._say(
-                f"{failure.why}. The ranks start again in {pause_s:g} s; saved: {self._saved()}; restart {in_a_row} "
+                f"{failure.why}. The ranks start again {when}; saved: {self._saved()}; restart {in_a_row} "
                 f"without a new step, of at most {self._max} (run.max_restarts)"
             )
             time.sleep(pause_s)

@@ -37,6 +37,11 @@ _LAST_WORDS_S = 2.0
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
+def is_launched() -> bool:
+    """Return whether this process runs under ``launch``, which then has the node's monitor."""
+    return LAUNCH_MARK in os.environ
+
+
 def asked_flag(launch: str) -> Path:
     """Return the file that a launcher makes when it is asked to stop, before it tells its ranks."""
     return Path("/dev/shm", f"or1_asked_{launch}")

@@ -3,307 +3,34 @@
     or1 train CONFIG                                                    (starts it on one machine)
     torchrun ... -m or1_megatron.trainer.run CONFIG --set key=value     (without a launcher of ours)
 
-Rank 0 checks the data, starts Ray with the engines and the RolloutManager, and runs the loop. The other ranks hold
-their share of the policy and execute the verbs that rank 0 relays.
+Rank 0 starts Ray and the engines; what ranks do after that is in ``ranks``. Its imports take seconds, in which the
+engines start, so it is imported after them.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from or1_megatron.config.hardware import hardware_of
-from or1_megatron.config.load import load_config, resolved_yaml
+from or1_megatron.config.load import load_config
 from or1_megatron.config.recipes import find
-from or1_megatron.config.schema import Config, RolloutConfig
-from or1_megatron.data.stream import MixtureStream
-from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR, AgreedError, PartLost, UserError
-from or1_megatron.evaluate.held_out import HeldOut
-from or1_megatron.handoff.probe import Probe
-from or1_megatron.handoff.sender import make_sender
-from or1_megatron.interfaces import Rollouts
-from or1_megatron.parallel.lockstep import Lockstep
-from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.reference import FrozenReference
-from or1_megatron.parallel.saver import CheckpointSaver
-from or1_megatron.report.console.run import RunConsole, open_console, show_summary
-from or1_megatron.report.console.summary import summarise
-from or1_megatron.rl.dump import DumpStore, versions
-from or1_megatron.rl.loop import Loop
-from or1_megatron.rl.metrics import TrainerGpus
-from or1_megatron.rl.ports import Begin, LoopConfig, Ports
-from or1_megatron.rollout.client import RolloutsClient, start_rollouts
-from or1_megatron.rollout.cluster import start_ray, stop_ray, wait_for_nodes
-from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.config.schema import Config
+from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost, UserError
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
-from or1_megatron.runtime.launch import is_launched, threads_of_rank
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
-from or1_megatron.runtime.memory_folder import make_memory_folder, memory_keeper, remove_memory_folder
-from or1_megatron.runtime.nodes import ranks_per_node
-from or1_megatron.runtime.record import Observers, RunRecord
-from or1_megatron.runtime.run_folder import USER_OS_ERRORS, CheckpointKeeper, RunFolder
-from or1_megatron.runtime.seeds import seed_everything
-from or1_megatron.runtime.signals import StopRequested, die_with_parent
-from or1_megatron.runtime.tail_record import TailRecord
-from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.runtime.trackers import Trackers
-from or1_megatron.schemas.fields import check_summary
-from or1_megatron.sizing.dry_run import plan_run
-from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
-from or1_megatron.sizing.parallel_layouts import batch_layout, choose_layers
-from or1_megatron.sizing.storage import in_memory_bytes
-from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.preflight import (
-    begin_of,
-    check_resumable,
-    check_room,
-    checkpoint_keeper,
-    no_room_in_memory,
-)
-from or1_megatron.trainer.prompts import load_prompts
-from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
-from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.shape import Shape
-
-log = logging.getLogger(__name__)
+from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
+from or1_megatron.runtime.signals import StopRequested, die_with_parent, is_launched
 
 _STARTED_S = time.time()
-
-
-def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin: Begin | None) -> LoopConfig:
-    parallel = config.parallel
-    hardware = None
-    if torch.cuda.is_available():
-        card = hardware_of(torch.cuda.get_device_name())
-        peak = None if card is None else card.bf16_flops.value
-        hardware = TrainerGpus(parallel.ranks, peak, policy.parameter_count)
-    return LoopConfig(
-        seed=config.run.seed,
-        stages=config.stages,
-        algorithm=config.algorithm,
-        evaluation=config.evaluate,
-        checkpoint=config.checkpoint,
-        layout=batch_layout(parallel, policy.hf),
-        max_error_fraction=config.verify.max_error_fraction,
-        export_folder=folder.hf,
-        hardware=hardware,
-        safety=config.safety,
-        dtype=config.model.dtype,
-        stage_count=config.run.stage,
-        begin=begin,
-        mixtures=tuple(config.repeats(stage) for stage in config.stages),
-        max_staleness=config.rollout.max_staleness,
-        tail_share=config.rollout.tail_share if config.rollout.tail == "defer" else None,
-        one_pass=parallel.head == "one_pass",
-    )
-
-
-def dump_store(config: Config, folder: RunFolder) -> DumpStore:
-    """Return the store of batches that are dumped for ``or1 replay``, with what it needs to know of this run."""
-    sections = config.model_dump(mode="json", include={"model", "parallel", "optimizer"})
-    return DumpStore(folder.dumps, config.safety.keep_dumps, {**sections, "versions": versions()})
-
-
-@contextmanager
-def trainer_rank(config: Config) -> Iterator[tuple[Mesh, MegatronPolicy]]:
-    """Build this rank's mesh and its share of the policy; end the process group afterwards."""
-    torch.set_num_threads(threads_of_rank(config.parallel.threads_per_rank, ranks_per_node(config.parallel.ranks)))
-    start_process_group(config.cluster.verb_timeout_s)
-    try:
-        mesh = build_mesh(config.parallel, config.run.seed, config.cluster.verb_timeout_s)
-        seed_everything(config.run.seed, mesh.rank)
-        yield mesh, MegatronPolicy(config.model, config.parallel, config.optimizer, mesh)
-    finally:
-        stop_process_group()
-
-
-def frozen_reference(config: Config, mesh: Mesh) -> FrozenReference | None:
-    """Load this rank's part of the KL penalty's reference, where the configuration names one; collective."""
-    folder = config.algorithm.kl.reference
-    if folder is None:
-        return None
-    return FrozenReference(folder, config.model.dtype, config.parallel, mesh, offloads(config))
-
-
-@contextmanager
-def stopping_in_order(stop: StopRequested) -> Iterator[None]:
-    """Have stop signals save and exit. Before this there is nothing to save, and they kill."""
-    stop.install()
-    try:
-        yield
-    finally:
-        stop.uninstall()
-
-
-def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
-    """Run a rank other than 0: execute verbs until rank 0 is done."""
-    engine_places(config)
-    with trainer_rank(config) as (mesh, policy):
-        reference = frozen_reference(config, mesh)
-        sender = make_sender(policy.weights, mesh.rank, config.handoff)
-        saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), config.cluster.verb_timeout_s)
-        heart.says("executing verbs, or waiting for one")
-        with stopping_in_order(stop), saver:
-            lockstep.serve()
-
-
-def lead(config: Config, stop: StopRequested, heart: Heartbeat) -> int:
-    """Run rank 0, with everything that exists once, and return its exit status (``run_rank``)."""
-    folder = RunFolder(config.run.folder)
-    folder.create()
-    with ExitStack() as stack:
-        stack.enter_context(folder.lock())
-        keeper, begin = open_run(config, folder)
-        sources, held_out, abilities = load_prompts(config)
-        engines, rollouts = start_sampling(config, folder, abilities, stop, stack)
-        mesh, policy = stack.enter_context(trainer_rank(config))
-        record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), stack)
-        shown = run_console(config, rollouts)
-        stack.callback(shown.close)
-        stack.callback(record.close)
-        last_tokens = config.stages[-1].max_response_tokens
-        ports = Ports(
-            policy=synced,
-            rollouts=rollouts,
-            stream=MixtureStream(sources, config.run.seed),
-            evaluator=HeldOut(held_out, rollouts, last_tokens, config.verify.max_error_fraction) if held_out else None,
-            observer=Observers([record, shown], heart.says),
-            tracker=Trackers([record, shown]),
-            keeper=keeper,
-            timer=StepTimer(),
-            stop=stop.requested,
-            tail_record=TailRecord(folder.tail),
-            dumps=dump_store(config, folder),
-        )
-        with stopping_in_order(stop):
-            return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown)
-
-
-def open_run(config: Config, folder: RunFolder) -> tuple[CheckpointKeeper, Begin | None]:
-    """Check what can be checked before anything starts, write the configuration, and return where the run begins."""
-    keeper = checkpoint_keeper(config, folder)
-    keeper.clean()
-    planned = plan_run(with_gpu_memory(config), "cuda" if torch.cuda.is_available() else "cpu")
-    if planned.device == "cuda":  # `or1 train` has looked at the host's memory, of which the ranks now hold some
-        check_room(planned)
-    if warning := choose_layers(config.parallel, config.model.dtype).warning:
-        log.warning(warning)
-    check_resumable(config, folder)
-    keeper.newest_intact()  # it reads all of the checkpoint, and there may be none
-    begin = begin_of(config, folder, whole=True)
-    here = ranks_per_node(config.parallel.ranks)
-    if in_memory_bytes(config, planned.shape, here) and (here == config.parallel.ranks or is_launched()):
-        lacking = None if is_launched() else no_room_in_memory(planned, here)  # `or1 train` has looked
-        if lacking is None:
-            make_memory_folder(folder.checkpoints)
-            keeper.memory = memory_keeper(folder.checkpoints)
-        else:
-            log.warning(lacking)
-    folder.write_config(resolved_yaml(config))
-    return keeper, begin
-
-
-def start_sampling(
-    config: Config, folder: RunFolder, abilities: frozenset[str], stop: StopRequested, stack: ExitStack
-) -> tuple[EnginePool, RolloutsClient]:
-    """Start Ray, the engines and the RolloutManager; the engines sleep where they take turns with the trainer."""
-    name, faults = folder.run_id, FaultRecord(folder.root)
-    start_ray(config.cluster.ray_address, name)
-    stack.callback(stop_ray)
-    wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
-    rollout = sized_rollout(config)
-    engines = EnginePool(
-        rollout,
-        config.model.hf,
-        config.model.dtype,
-        config.longest_sequence,
-        name,
-        not torch.cuda.is_available(),
-        engine_places(config),
-        config.handoff.backend,
-        lambda index, reason: faults.write(Fault("engine", f"engine {index}", reason)),
-    )
-    stack.callback(engines.close)
-    rollouts = start_rollouts(engines, rollout, config.verify, abilities, name, stop=stop.requested)
-    stack.callback(rollouts.close)
-    if takes_turns(config):  # engines measure free memory as they start: the trainer's state comes after that
-        engines.wait_ready()
-        engines.control(config.handoff.timeout_s).sleep()
-    return engines, rollouts
-
-
-def serve_policy(
-    config: Config,
-    mesh: Mesh,
-    policy: MegatronPolicy,
-    engines: EnginePool,
-    rollouts: RolloutsClient,
-    record: RunRecord,
-    faults: FaultRecord,
-    stack: ExitStack,
-) -> SyncedPolicy:
-    """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
-    reference = frozen_reference(config, mesh)
-    asynchronous, timeout_s = config.checkpoint.asynchronous, config.cluster.verb_timeout_s
-    saver = CheckpointSaver(policy, asynchronous, timeout_s, before_complete=record.wait_written)
-    stack.enter_context(saver)
-    group = engines.control(config.handoff.timeout_s)
-    sender = make_sender(policy.weights, 0, config.handoff, group)
-    stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s)
-    stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
-    engines.wait_ready()
-    turns = Turns(takes_turns(config), offloads(config))
-    probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
-    layout = batch_layout(config.parallel, policy.hf)
-    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
-    rollouts.revive_with(
-        synced.revive,
-        lambda why: faults.write(Fault("manager", "the RolloutManager", why)),
-        in_turns=turns.engines_sleep,
-    )
-    return synced
-
-
-def with_gpu_memory(config: Config) -> Config:
-    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
-    if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
-        return config
-    there = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_gb": there})})
-
-
-def sized_rollout(config: Config) -> RolloutConfig:
-    """Return the section ``rollout``; where engines must leave room for the trainer, with the size of the KV cache."""
-    if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
-        return config.rollout
-    size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
-    return config.rollout if size is None else config.rollout.model_copy(update={"kv_cache_bytes": size})
-
-
-def takes_turns(config: Config) -> bool:
-    """Return whether engines and trainer share GPUs and must take turns. On CPU nobody sleeps."""
-    return config.rollout.placement == "colocated" and torch.cuda.is_available()
-
-
-def offloads(config: Config) -> bool:
-    """Return whether the trainer's state is on the host while the engines sample."""
-    return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
 
 
 def finished_before(config: Config) -> Mapping[str, Any] | None:
@@ -317,51 +44,46 @@ def finished_before(config: Config) -> Mapping[str, Any] | None:
 
 
 def show_again(config: Config, summary: Mapping[str, Any]) -> None:
+    from or1_megatron.report.console.run import open_console, show_summary
+
     console, _ = open_console("plain")
     console.print(f"{config.run.folder} holds a finished run; remove it, or set another run.dir, to train again")
     show_summary(summary, console)
 
 
-def run_console(config: Config, rollouts: Rollouts) -> RunConsole:
-    """Return the console of the run, which shows it from here on."""
-    console, live = open_console(config.track.console)
-    entropy = config.algorithm.entropy
-    return RunConsole(
-        console,
-        live,
-        total_steps=config.total_steps,
-        stage_names=[stage.name for stage in config.stages],
-        entropy_target=entropy.target if entropy.mode == "adaptive" else None,
-        progress=rollouts.progress,
-    )
-
-
-def run_loop(config: Config, folder: RunFolder, loop: Loop, shown: RunConsole) -> int:
-    """Train, write the summary, and return the exit status of ``lead``."""
-    startup_s = time.time() - _STARTED_S
-    result = loop.run()
-    model = folder.hf if result.finished else None
-    summary = summarise(result, total_steps=config.total_steps, seed=config.run.seed, model=model, startup_s=startup_s)
-    check_summary(summary)
-    folder.write_summary(summary)
-    remove_memory_folder(folder.checkpoints)  # all is on disk
-    shown.finished(summary)
-    return 0 if result.finished else STOPPED
-
-
 def run_rank(config: Config, rank: int) -> int:
     """Run this rank to its end and return its exit status: 0, or 3 when stopped before the end of the run."""
-    set_up_logging(RunFolder(config.run.folder).logs, rank)
+    folder = RunFolder(config.run.folder)
+    set_up_logging(folder.logs, rank)
     if (summary := finished_before(config)) is not None:
         if rank == 0:
             show_again(config, summary)
         return 0
     stop = StopRequested(config.checkpoint.signal_grace_s)
-    heart = Heartbeat(beats_folder(RunFolder(config.run.folder).run_id), f"rank {rank}")
+    heart = Heartbeat(beats_folder(folder.run_id), f"rank {rank}")
     if rank == 0:
-        return lead(config, stop, heart)
+        return start_and_lead(config, folder, stop, heart)
+    from or1_megatron.trainer.ranks import serve
+
     serve(config, stop, heart)
     return 0
+
+
+def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart: Heartbeat) -> int:
+    """Run rank 0: first what takes longest to start."""
+    folder.create()
+    with ExitStack() as stack:
+        stack.enter_context(folder.lock())
+        from or1_megatron.rollout.cluster import start_ray, stop_ray
+
+        start_ray(config.cluster.ray_address, folder.run_id)
+        stack.callback(stop_ray)
+        from or1_megatron.trainer.sampling import start_engines
+
+        engines = start_engines(config, folder, stack)
+        from or1_megatron.trainer.ranks import lead
+
+        return lead(config, folder, engines, stop, heart, _STARTED_S)
 
 
 def watch_node(config: Config, folder: RunFolder) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from or1_megatron.runtime.launch import _failed, threads_of_rank
+from or1_megatron.runtime.launch import _failed, _Supervisor, threads_of_rank
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -180,15 +180,16 @@ def test_a_rank_that_has_said_what_to_mend_is_not_drowned_out(tmp_path: Path, st
     assert run.left() == []
 
 
-def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: list[Launched]) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, started: list[Launched], rank: int) -> None:
     """Its helper's environment does not say whose it is: the session does."""
     run = Launched(tmp_path, "bare")
     started.append(run)
     run.wait_up()
-    os.kill(run.pids()[0], signal.SIGKILL)
+    os.kill(run.pids()[2 * rank], signal.SIGKILL)
     code, errors = run.end()
     assert code == 128 + signal.SIGKILL, errors
-    assert "rank 0" in errors
+    assert f"rank {rank} (pid {run.pids()[2 * rank]}) " in errors
     assert "was killed by SIGKILL" in errors and "out-of-memory killer" in errors
     assert run.left() == []
 
@@ -205,6 +206,40 @@ def test_only_sigkill_is_blamed_on_an_out_of_memory_killer(code: int, ends: str)
     failure = ProcessFailure(0, 123, code, "none.json")
     how = _failed(ChildFailedError("ranks", {0: failure}), 0).how
     assert re.fullmatch(rf"rank 0 \(pid 123\) [\w ]+ at [\d:]+{ends}", how), how
+
+
+def test_the_rank_that_was_killed_first_is_named() -> None:
+    """The launcher has killed the others, which torchrun may see at the same time."""
+    failures = {rank: ProcessFailure(rank, 100 + rank, -signal.SIGKILL, "none.json") for rank in (0, 1)}
+    assert _failed(ChildFailedError("ranks", failures), 0, killed_first=101).how.startswith("rank 1 (pid 101) ")
+    assert _failed(ChildFailedError("ranks", failures), 0).how.startswith("rank 0 (pid 100) ")
+
+
+@pytest.mark.parametrize(
+    ("how", "asked", "ends"),
+    [("os.kill(os.getpid(), 9)", False, True), ("os.kill(os.getpid(), 9)", True, False), ("os._exit(1)", False, False)],
+    ids=["killed", "killed after the launcher was asked to stop", "failed"],
+)
+def test_a_killed_rank_takes_the_others_along_at_once(how: str, asked: bool, ends: bool) -> None:
+    """One that has failed does not: torchrun's agent asks the others to end. Not proven: that this is fast."""
+    first, other = (
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        for code in (f"import os; {how}", "import time; time.sleep(600)")
+    )
+    supervisor = _Supervisor("no_such_module", ranks=0, grace_s=5.0, monitor=None)
+    supervisor.number = signal.SIGTERM if asked else 0
+    supervisor.add_sessions([first.pid, other.pid])
+    supervisor._end_with(first.pid)
+    try:
+        assert (supervisor.killed_first == first.pid) == ends
+        first.wait(PATIENCE_S)
+        if ends:
+            assert other.wait(PATIENCE_S) == -signal.SIGKILL
+        else:
+            assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:
@@ -248,20 +283,20 @@ def test_ranks_that_finish_give_zero(tmp_path: Path, started: list[Launched]) ->
 
 def test_threads_are_shared_by_the_ranks_of_a_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """256 ranks, 8 on each machine of 192 cores: 24 threads each, however many other machines there are."""
-    from or1_megatron.trainer import run
+    from or1_megatron.trainer import ranks
 
     config = SimpleNamespace(
         parallel=SimpleNamespace(threads_per_rank=None, ranks=256), cluster=SimpleNamespace(verb_timeout_s=1.0)
     )
     set_to: list[int] = []
     monkeypatch.setattr(os, "cpu_count", lambda: 192)
-    monkeypatch.setattr(run.torch, "set_num_threads", set_to.append)
-    monkeypatch.setattr(run, "start_process_group", lambda _timeout_s: 1 / 0)
+    monkeypatch.setattr(ranks.torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(ranks, "start_process_group", lambda _timeout_s: 1 / 0)
     for ranks_here in ("8", None):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        with pytest.raises(ZeroDivisionError), run.trainer_rank(config):
+        with pytest.raises(ZeroDivisionError), ranks.trainer_rank(config):
             pass
     assert set_to == [24, 1]  # not started by torchrun: it cannot tell, and takes the fewest
     assert threads_of_rank(3, 8) == 3

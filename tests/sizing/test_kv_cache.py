@@ -14,7 +14,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.sizing.conflicts import conflicts, kv_tokens
 from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
 from or1_megatron.sizing.memory import PHASES, process_memory
-from or1_megatron.trainer import run
+from or1_megatron.trainer import sampling
 from or1_megatron.weights.shape import Shape
 
 # DeepSeek-R1-Distill-Qwen-7B's config.json.
@@ -93,13 +93,13 @@ def test_a_gpu_that_is_too_small_is_refused() -> None:
 
 def test_engines_start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU nobody takes turns; with one its memory counts, unless the config says another."""
-    monkeypatch.setattr(run, "read_hf_config", lambda folder: QWEN_7B)
+    monkeypatch.setattr(sampling, "read_hf_config", lambda folder: QWEN_7B)
     unknown = config(gpu_gb=None)
-    assert run.sized_rollout(unknown) == unknown.rollout
+    assert sampling.sized_rollout(unknown) == unknown.rollout
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: type("Card", (), {"total_memory": 90_000_000_000})
     )
-    assert run.sized_rollout(unknown).kv_cache_bytes == 59_503_069_184
-    assert run.sized_rollout(config()).kv_cache_bytes == 49_503_069_184
-    assert run.sized_rollout(config(rollout={"kv_cache_bytes": 7})).kv_cache_bytes == 7
+    assert sampling.sized_rollout(unknown).kv_cache_bytes == 59_503_069_184
+    assert sampling.sized_rollout(config()).kv_cache_bytes == 49_503_069_184
+    assert sampling.sized_rollout(config(rollout={"kv_cache_bytes": 7})).kv_cache_bytes == 7

@@ -35,7 +35,7 @@ from or1_megatron.selftest.timing import free_bytes
 from or1_megatron.sizing.kv_cache import ENGINE_RESERVE_BYTES
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.trainer.placement import engine_places
-from or1_megatron.trainer.run import trainer_rank
+from or1_megatron.trainer.ranks import trainer_rank
 from or1_megatron.trainer.synced_policy import scored_whole
 
 _RUN: Final = "selftest"

@@ -1,0 +1,62 @@
+"""The engines of a run: how they share devices with the trainer, and their start."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from or1_megatron.config.schema import Config, RolloutConfig
+from or1_megatron.rollout.cluster import wait_for_nodes
+from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.faults import Fault, FaultRecord
+from or1_megatron.runtime.run_folder import RunFolder
+from or1_megatron.sizing.kv_cache import shared_kv_cache_bytes
+from or1_megatron.trainer.placement import engine_places
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import Shape
+
+
+def start_engines(config: Config, folder: RunFolder, stack: ExitStack) -> EnginePool:
+    """Start the engines on the Ray that this process is connected to. They are not up yet; ``stack`` ends them."""
+    wait_for_nodes(config.cluster.nodes, config.cluster.join_timeout_s)
+    faults = FaultRecord(folder.root)
+    engines = EnginePool(
+        sized_rollout(config),
+        config.model.hf,
+        config.model.dtype,
+        config.longest_sequence,
+        folder.run_id,
+        not torch.cuda.is_available(),
+        engine_places(config),
+        config.handoff.backend,
+        lambda index, reason: faults.write(Fault("engine", f"engine {index}", reason)),
+    )
+    stack.callback(engines.close)
+    return engines
+
+
+def with_gpu_memory(config: Config) -> Config:
+    """Return the config with the memory of the GPUs here, if there are any and it does not say."""
+    if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
+        return config
+    there = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory_gb": there})})
+
+
+def sized_rollout(config: Config) -> RolloutConfig:
+    """Return the section ``rollout``; where engines must leave room for the trainer, with the size of the KV cache."""
+    if config.rollout.kv_cache_bytes is not None or not takes_turns(config):
+        return config.rollout
+    size = shared_kv_cache_bytes(with_gpu_memory(config), Shape.of(read_hf_config(config.model.hf)))
+    return config.rollout if size is None else config.rollout.model_copy(update={"kv_cache_bytes": size})
+
+
+def takes_turns(config: Config) -> bool:
+    """Return whether engines and trainer share GPUs and must take turns. On CPU nobody sleeps."""
+    return config.rollout.placement == "colocated" and torch.cuda.is_available()
+
+
+def offloads(config: Config) -> bool:
+    """Return whether the trainer's state is on the host while the engines sample."""
+    return config.parallel.offload == "always" or (config.parallel.offload == "auto" and takes_turns(config))
