@@ -249,6 +249,68 @@ def copied(param: Tensor, loaded_weight: Tensor) -> None:
     param.data.copy_(loaded_weight)
 
 
+class Packs(nn.Module):
+    """Two layers: one computes with its weight, the other, as vLLM's linear layers on CPU, with a packed copy alone."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        class UnquantizedLinearMethod(QuantizeMethodBase):
+            def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+            def apply(self, *args: Any, **kwargs: Any) -> Any: ...
+
+            def process_weights_after_loading(self, layer: Any) -> None:
+                layer.packed = layer.weight.t().contiguous()
+                layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+        super().__init__()
+        for name in ("norm", "linear"):
+            self.add_module(name, nn.Module())
+            self.get_submodule(name).register_parameter("weight", put(copied, torch.full((4, 2), -1.0)))
+        self.linear.quant_method = UnquantizedLinearMethod()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter = self.get_submodule(name).weight
+            parameter.weight_loader(parameter, tensor)
+
+
+def test_a_layer_is_filled_in_place_where_its_weight_stays_what_was_loaded() -> None:
+    """Half way the model's own tensor of such a layer holds what has come; the other layer is still whole, and old.
+
+    Both are right in the end, twice. Which of vLLM's layers are of which kind is not shown here.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
+
+    from or1_megatron.handoff.shard.direct_copy import DirectCopy
+    from or1_megatron.handoff.vllm.loader_trace import trace_loaders
+    from or1_megatron.handoff.vllm.reload import finish_reload
+
+    model = Packs()
+    record_metadata_for_reloading(model)
+    model.linear.quant_method.process_weights_after_loading(model.linear)
+    own, shapes = model.norm.weight, {"norm": (4, 2), "linear": (4, 2)}
+    trace = trace_loaders(model, None, [whole_tensor(name, torch.float32, shape) for name, shape in shapes.items()])
+    pieces = pieces_of(trace)
+    direct_copy = DirectCopy(model, trace, pieces)
+    assert direct_copy.names == {"norm", "linear"}
+    for _ in range(2):
+        before = own.clone(), model.linear.packed.clone()
+        wholes = {name: torch.randn(shape) for name, shape in shapes.items()}
+        initialize_layerwise_reload(model)
+        direct_copy.begin()
+        for half in (0, 1):
+            for piece in pieces[half::2]:
+                direct_copy.copy(arrived(piece, cut_out(wholes[piece.name], piece.box)))
+            if half == 0:
+                assert torch.equal(own, torch.cat([wholes["norm"][:2], before[0][2:]]))
+                assert torch.equal(model.linear.packed, before[1])
+        finish_reload(model, None)
+        assert model.norm.weight is own and torch.equal(own, wholes["norm"])
+        assert torch.equal(model.linear.packed, wholes["linear"].t()) and not model.linear.weight.numel()
+
+
 def copied_elsewhere_too(param: Tensor, loaded_weight: Tensor) -> None:
     param.data.copy_(loaded_weight)
     torch.empty(3, device="meta").copy_(loaded_weight)

@@ -194,6 +194,29 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
     trainer.close()
 
 
+def test_embeddings_that_compute_no_logits_are_not_packed(pools: Any) -> None:
+    """vLLM packs a copy of every embedding for oneDNN; after a handoff only the output layer, tied or not, has one.
+
+    That the output layer computes with the new weights is shown above.
+    """
+
+    def packed(engine: Any) -> list[str]:
+        def names(worker: Any) -> list[str]:
+            modules = worker.model_runner.model.named_modules()
+            found = {name: getattr(layer, "cpu_linear", None) for name, layer in modules}
+            return [name for name, gemm in found.items() if gemm not in (None, torch.nn.functional.linear)]
+
+        return engine._llm.collective_rpc(names)[0]  # type: ignore[no-any-return]
+
+    pool, model = pools["single"]
+    trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
+    trainer.send(3)
+    names = in_engine(pool.handles[0], packed)
+    assert "lm_head" in names and "model.layers.0.mlp.down_proj" in names
+    assert "model.embed_tokens" not in names
+    trainer.close()
+
+
 def same_shaped(shipment: Any) -> list[tuple[Any, Any]]:
     """Return pairs of slices of one shape in a message."""
     slots = shipment.slots

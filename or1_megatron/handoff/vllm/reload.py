@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -14,6 +15,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
     A layer that shares another one's weight (a tied output layer) is not loaded itself, so vLLM does not process it
     again. On CPU it computes with a copy that was packed for oneDNN when the model was built, which is renewed here.
+    Copies that vLLM has packed of embeddings that compute no logits are freed.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()
@@ -24,6 +26,13 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
         if id(weight) in seen and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]  # vLLM's
         seen.add(id(weight))
+        if is_only_looked_up_in(layer) and hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # with the weight, if called
+
+
+def is_only_looked_up_in(layer: torch.nn.Module) -> bool:
+    """Return whether a layer is an embedding and no output layer."""
+    return type(layer) is VocabParallelEmbedding
 
 
 def put_back(model: torch.nn.Module, model_config: Any) -> None:
