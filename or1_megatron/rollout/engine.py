@@ -106,6 +106,7 @@ class VllmEngine:
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
+        self._llm.collective_rpc("draw_seeds_at_once")
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
