@@ -93,7 +93,7 @@ def engine_seconds(actor: Any) -> dict[str, float]:
     return found
 
 
-def worker(model: Path, out: Path, transport: str) -> None:
+def worker(model: Path, out: Path, transport: str, bucket_bytes: int) -> None:
     import torch
 
     from or1_megatron.config.schema import HandoffConfig, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
@@ -112,7 +112,8 @@ def worker(model: Path, out: Path, transport: str) -> None:
     rollout = RolloutConfig(engines=1, kv_cache_bytes=64 << 20)
     pool = EnginePool(rollout, model, "float32", 128, "benchmark-handoff-large", True)
     pool.wait_ready()
-    sender: Any = make_sender(policy.weights, 0, HandoffConfig(transport=transport), pool.control(300))
+    config = HandoffConfig(transport=transport, bucket_bytes=bucket_bytes)
+    sender: Any = make_sender(policy.weights, 0, config, pool.control(300))
     ours = timed(TRAINER_PARTS)
     in_engine(pool.handles[0], start_timing)
     handoffs = []
@@ -132,17 +133,18 @@ def worker(model: Path, out: Path, transport: str) -> None:
     stop_process_group()
 
 
-def turn(tree: Path, model: Path, transport: str) -> list[dict[str, float]]:
+def turn(tree: Path, model: Path, transport: str, bucket_bytes: int) -> list[dict[str, float]]:
     """Return the seconds of each handoff by part, with the package of ``tree``."""
     out = model / "handoffs.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, "worker", str(model), str(out), transport]
+    command = [sys.executable, __file__, "worker", str(model), str(out), transport, str(bucket_bytes)]
     done = subprocess.run(command, check=False, env=environment, cwd=tree, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{tree}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     handoffs: list[dict[str, float]] = json.loads(out.read_text())
     resident = handoffs[0]["resident"]
     for each in handoffs:
+        each["engine's memory"] = resident / 2**30
         each["engine's extra memory"] = (each.pop("peak") - resident) / 2**30
         del each["resident"]
     return handoffs
@@ -150,12 +152,13 @@ def turn(tree: Path, model: Path, transport: str) -> list[dict[str, float]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
-        worker(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+        worker(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the other commit")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--transport", default="shared_memory")
+    parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
     arguments = parser.parse_args()
     trees = [ROOT] if arguments.before is None else [arguments.before.resolve(), ROOT]
     found: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
@@ -165,7 +168,7 @@ def main() -> None:
         make_model(Path(name), SHAPE, torch.float32)
         for number in range(arguments.turns):
             for tree in trees if number % 2 == 0 else trees[::-1]:
-                found[tree] += turn(tree, Path(name), arguments.transport)
+                found[tree] += turn(tree, Path(name), arguments.transport, arguments.bucket_bytes)
                 last = [round(each["a handoff"], 2) for each in found[tree][1 - HANDOFFS :]]
                 print(f"turn {number + 1}, {tree.name}: {last} s", flush=True)
     medians = {
@@ -179,6 +182,7 @@ def main() -> None:
             who = "" if tree == ROOT else ", the other"
             figures[part + who] = figure(value, "GiB" if "memory" in part else "s", **limit)
     settings: dict[str, Any] = {"shape": SHAPE, "dtype": "float32", "transport": arguments.transport}
+    settings["bucket bytes"] = arguments.bucket_bytes
     if arguments.before is not None:
         other = medians[trees[0]]["a handoff"] / medians[ROOT]["a handoff"]
         figures["times as fast as the other"] = figure(other)

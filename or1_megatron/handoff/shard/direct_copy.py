@@ -17,6 +17,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import (
     _layerwise_process,
@@ -24,9 +25,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.platforms import current_platform
 
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.transport.base import BufferPool
 from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, offset_in, source_box_of
 from or1_megatron.handoff.vllm.reload import is_only_looked_up_in
 from or1_megatron.weights.holdings import Box, box_size, intersection
@@ -103,11 +106,16 @@ class DirectCopy:
         self._expected = Counter(target.module for targets in self._targets.values() for target in targets)
         self._missing: dict[str, int] = {}
         self._in_place = set[str]()
+        # Memory that is touched for the first time costs more than the copy.
+        self._scratch = BufferPool(lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        self._borrowed: dict[str, Tensor] = {}  # by layer
 
     def begin(self) -> None:
         """Begin a handoff, after vLLM's ``initialize_layerwise_reload``."""
         self._missing = dict(self._expected)  # slices by layer
         self._in_place.clear()
+        self._borrowed.clear()
+        self._scratch.clear()
 
     def copy(self, received: ReceivedSlice) -> None:
         """Copy a slice to its parameters, once it has been found to be what was sent."""
@@ -134,8 +142,14 @@ class DirectCopy:
         if _keeps_parameters(layer):
             self._in_place.add(path)
             _place_kernel_tensors(layer, info)
-        else:
-            materialize_layer(layer, info)
+            return
+        materialize_layer(layer, info)
+        if _only_packed(layer):
+            weight = layer._parameters["weight"]
+            assert weight is not None
+            size = weight.numel() * weight.itemsize
+            self._borrowed[path] = buffer = self._scratch.take(size)
+            weight.data = buffer[:size].view(weight.dtype).view(weight.shape)
 
     def _close(self, path: str) -> None:
         """Make a layer, of which all slices are there, compute with them."""
@@ -143,6 +157,8 @@ class DirectCopy:
         info = get_layerwise_info(layer)
         if path not in self._in_place:
             _layerwise_process(layer, info)
+            if path in self._borrowed:
+                self._scratch.give(self._borrowed.pop(path))
             return
         method: Any = getattr(layer, "quant_method", None)
         if method is not None and not is_only_looked_up_in(layer):
@@ -150,7 +166,8 @@ class DirectCopy:
         info.reset()
 
     def check_complete(self) -> None:
-        """Raise RuntimeError if a layer has not been given all of its slices."""
+        """End a handoff. Raises RuntimeError if a layer has not been given all of its slices."""
+        self._scratch.clear()
         for path, missing in self._missing.items():
             if missing:
                 raise RuntimeError(f"'{path}' of the engine's model lacks {missing} of {self._expected[path]} slices")
@@ -167,6 +184,14 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
         and (parameter.shape, parameter.stride(), parameter.dtype) == (held.shape, held.stride(), held.dtype)
         for parameter, held in ((parameter, kernel[0][name]) for name, parameter in loaded.items())
     )
+
+
+def _only_packed(layer: torch.nn.Module) -> bool:
+    """Return whether vLLM keeps of a layer's weight, its reload begun, only a copy in another form (oneDNN's)."""
+    kernel = get_layerwise_info(layer).kernel_tensors
+    held = None if kernel is None else kernel[0].get("weight")
+    # zentorch may go on computing with the memory that was loaded into
+    return held is not None and not held.numel() and not current_platform.is_zen_cpu()
 
 
 def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:
