@@ -6,7 +6,8 @@
 A policy with the shape of Qwen2.5-0.5B, random weights in fp32, on one trainer rank hands off to one engine over shared
 memory, with the default bucket and one thread each. A turn starts both anew; its first handoff, in which they meet, is
 not counted. Both commits run with this environment's packages. Parts are seconds of a handoff inside the functions in
-``TRAINER_PARTS`` and ``ENGINE_PARTS``; parts of the two sides overlap in time.
+``TRAINER_PARTS`` and ``ENGINE_PARTS``; parts of the two sides overlap in time. Beside that, what the packing is for:
+the products of one layer of the model, with weights as they are and as vLLM packs them.
 """
 
 from __future__ import annotations
@@ -133,15 +134,52 @@ def worker(model: Path, out: Path, transport: str, bucket_bytes: int) -> None:
     stop_process_group()
 
 
-def turn(tree: Path, model: Path, transport: str, bucket_bytes: int) -> list[dict[str, float]]:
-    """Return the seconds of each handoff by part, with the package of ``tree``."""
-    out = model / "handoffs.json"
+def products(out: Path) -> None:
+    """Write how many times as long a layer's products take with weights that are not packed, by number of tokens."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    torch.set_num_threads(1)
+    hidden, inner, kv = SHAPE["hidden_size"], SHAPE["intermediate_size"], 128
+    shapes = ((hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner))
+    weights = [torch.randn(shape) for shape in shapes * 6]  # more than the caches hold
+    packed = [_custom_ops.create_onednn_mm(weight.clone().t(), 32) for weight in weights]
+
+    def seconds(run: Callable[[Any, Any], Any], inputs: dict[int, Any]) -> float:
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            for weight, copy in zip(weights, packed, strict=True):
+                run(inputs[weight.shape[1]], weight if run is plain else copy)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    def plain(x: Any, weight: Any) -> Any:
+        return torch.nn.functional.linear(x, weight)
+
+    found = {}
+    for tokens in (16, 256):
+        inputs = {size: torch.randn(tokens, size) for size in (hidden, inner)}
+        found[tokens] = seconds(plain, inputs) / seconds(lambda x, copy: _custom_ops.onednn_mm(copy, x, None), inputs)
+    out.write_text(json.dumps(found))
+
+
+def answer(tree: Path, out: Path, *arguments: str) -> Any:
+    """Return what this program, called with these arguments and the package of ``tree``, writes to ``out``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, "worker", str(model), str(out), transport, str(bucket_bytes)]
+    command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, check=False, env=environment, cwd=tree, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{tree}: exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    handoffs: list[dict[str, float]] = json.loads(out.read_text())
+    return json.loads(out.read_text())
+
+
+def turn(tree: Path, model: Path, transport: str, bucket_bytes: int) -> list[dict[str, float]]:
+    """Return the seconds of each handoff by part, with the package of ``tree``."""
+    out = model / "handoffs.json"
+    handoffs: list[dict[str, float]] = answer(tree, out, "worker", str(model), str(out), transport, str(bucket_bytes))
     resident = handoffs[0]["resident"]
     for each in handoffs:
         each["engine's memory"] = resident / 2**30
@@ -154,6 +192,9 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         worker(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
         return
+    if sys.argv[1:2] == ["products"]:
+        products(Path(sys.argv[2]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the other commit")
     parser.add_argument("--turns", type=int, default=2)
@@ -164,6 +205,8 @@ def main() -> None:
     found: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as name:
         import torch
+
+        gains = answer(ROOT, Path(name) / "gains.json", "products", str(Path(name) / "gains.json"))
 
         make_model(Path(name), SHAPE, torch.float32)
         for number in range(arguments.turns):
@@ -188,6 +231,8 @@ def main() -> None:
         figures["times as fast as the other"] = figure(other)
         asked = ["git", "rev-parse", "--short", "HEAD"]
         settings["other commit"] = subprocess.run(asked, cwd=trees[0], capture_output=True, text=True).stdout.strip()
+    for tokens, gain in gains.items():
+        figures[f"products of {tokens} tokens, not packed / packed"] = figure(gain)
     path = write_result("handoff_large", figures, {**settings, "turns": arguments.turns, "per turn": HANDOFFS - 1})
     print(json.dumps(figures, indent=2), path, sep="\n")
 
