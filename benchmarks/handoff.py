@@ -41,13 +41,14 @@ SHAPE = {
 }
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, shape: dict[str, Any], dtype: Any) -> None:
+    """Write an HF folder with random weights."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
 
@@ -246,7 +247,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "turns.json"
-        make_model(folder)
+        make_model(folder, SHAPE, torch.bfloat16)
         hf = read_hf_config(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRAINER_RANKS}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}

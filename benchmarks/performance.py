@@ -191,6 +191,23 @@ SECTIONS = (
         (("checksums over handoff", "≤ 10%"), ("probe over step", "≤ 1%")),
     ),
     Section(
+        "handoff_large",
+        "A handoff of 2 GB",
+        "python benchmarks/handoff_large.py --before CHECKOUT_OF_5408816",
+        "A policy with the shape of Qwen2.5-0.5B in fp32, on one trainer rank, to one engine over shared memory, in "
+        "turn with the commit before messages became small and layers were filled in place. Seconds inside parts of "
+        "the trainer and of the engine, which overlap in time.",
+        (("a handoff", "≤ 3 s"),),
+    ),
+    Section(
+        "decoding",
+        "A decoding iteration of a tiny model",
+        "python benchmarks/decoding.py --before CHECKOUT_OF_5408816",
+        "256 requests of the quickstart's model of 0.8M parameters in one engine on one thread, in turn with the "
+        "commit before the seeds of requests were drawn many at once. What is in none of vLLM's parts is ours.",
+        (("this tree / the other", "≤ 1.000"),),
+    ),
+    Section(
         "handoff_forecast",
         "Forecast of handoffs of large models",
         "python benchmarks/handoff_forecast.py",

@@ -37,6 +37,7 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("rollout.worker", "self.model_runner"): "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     ("rollout.worker", "sampler"): "vllm.v1.sample.sampler.Sampler",
     ("handoff.vllm.loader_trace", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
+    ("handoff.shard.direct_copy", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
     ("handoff.vllm.reload", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
 }
 """Classes of objects that our code holds as Any: (module of ours, expression) to the class."""

@@ -19,7 +19,7 @@ from or1_megatron.config.schema import Config, ParallelConfig
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import Hop
 from or1_megatron.handoff.shard.plan import HandoffPlan, make_plan
-from or1_megatron.handoff.shard.routes import choose_transport, routes_for
+from or1_megatron.handoff.shard.routes import choose_transport, round_bytes, routes_for
 from or1_megatron.handoff.transport.links import Location
 from or1_megatron.weights.families import family_of, read_hf_config
 from or1_megatron.weights.holdings import Box, RankGrid, holdings, whole
@@ -147,7 +147,7 @@ def forecast(
     wants = [expected_wants(family, hf, getattr(torch, dtype), rank, tensor) for rank in range(tensor)] * engines
     somewhere = Location("", "")
     routes = routes_for(transport, [somewhere] * parallel.ranks, [somewhere] * len(wants))
-    plan = make_plan(held, wants, parallel.ranks, bucket_bytes, routes)
+    plan = make_plan(held, wants, parallel.ranks, round_bytes(transport, bucket_bytes), routes)
     wanted = [sum(want.size_bytes for want in each) for each in wants[:tensor]] * engines
     return HandoffForecast(plan, dtype, plan.link_bytes(), wanted, transport)
 

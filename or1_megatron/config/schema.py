@@ -253,7 +253,8 @@ class HandoffConfig(Section):
     names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). Unset: by
     where the ranks run, shared_memory on one node, else gloo; with GPUs nccl+cuda_ipc if they are shared, else nccl."""
     bucket_bytes: Positive = 512 << 20
-    """What an engine rank receives at a time, from all its senders; a trainer rank holds two of them at most."""
+    """What an engine rank receives at a time, from all its senders, but through host memory 32 MiB at most. A trainer
+    rank holds two of them at most."""
     probe_every_steps: NonNegative | None = None
     """Handoffs between two log-prob probes of the engines; 0: never. Unset: 1 without a GPU, 10 with. Unit:
     handoffs."""

@@ -59,6 +59,7 @@ def wait_without_spinning() -> None:
 def hold_less() -> None:
     """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for products as it packs
     output layers: that copy is as large as the embedding, and nothing reads it. Called as the function above."""
+    from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
     from vllm.platforms import current_platform
 
@@ -71,6 +72,8 @@ def hold_less() -> None:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         if isinstance(layer, layers.ParallelLMHead):
             pack(self, layer)
+        else:  # an embedding that a model computes logits with, too, does so with its weight
+            layer.cpu_linear = linear
 
     method.process_weights_after_loading = process_weights_after_loading
 
@@ -126,6 +129,7 @@ class VllmEngine:
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
+        self._llm.collective_rpc("draw_seeds_at_once")
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0

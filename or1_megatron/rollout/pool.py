@@ -269,6 +269,8 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             "VLLM_CPU_OMP_THREADS_BIND": "nobind" if ranks == 1 else "|".join(groups),
             # vLLM compiles a helper of its sampler at the first token: 15 s and a C++ toolchain, for one reduction.
             "TORCH_COMPILE_DISABLE": "1",
+            # Large pages where the kernel offers them: at a handoff vLLM packs each weight into memory that is new.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     if devices:
         env |= {**KEEP_DEVICES, "CUDA_VISIBLE_DEVICES": ",".join(devices)}

@@ -22,7 +22,7 @@ from or1_megatron.handoff.errors import HandoffError, SliceMismatch
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.plan import make_plan
-from or1_megatron.handoff.shard.routes import choose_transport, routes_for
+from or1_megatron.handoff.shard.routes import choose_transport, round_bytes, routes_for
 from or1_megatron.handoff.shard.transfer import Transfer
 from or1_megatron.handoff.transport.base import Arrival, ByteCounter, GlooTransport, OrderedStarts
 from or1_megatron.handoff.transport.group import join_store, open_store
@@ -373,6 +373,18 @@ def test_transport_is_chosen_by_where_ranks_run() -> None:
     assert choose_transport([here, here], [here, there]) == choose_transport([here, there], [here]) == "gloo"
     assert choose_transport(gpus, gpus) == "nccl+cuda_ipc"
     assert choose_transport(gpus[:2], gpus[2:]) == "nccl"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "gloo+shared_memory"])
+def test_messages_through_host_memory_are_small(transport: str) -> None:
+    """However large a bucket may be; a smaller one is kept. That it is faster is for benchmarks/handoff_large.py."""
+    assert round_bytes(transport, 512 << 20) == 32 << 20
+    assert round_bytes(transport, 40_000) == 40_000
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "nccl+cuda_ipc"])
+def test_messages_between_gpus_fill_the_bucket(transport: str) -> None:
+    assert round_bytes(transport, 512 << 20) == 512 << 20
 
 
 def test_plans_for_two_hops_name_what_stands_wrong() -> None:

@@ -172,6 +172,21 @@ def test_an_engine_runs_the_model_runner_that_cpu_has(engine_pool: Any) -> None:
     assert ray.get(engine_pool.handles[0].__ray_call__.remote(runners), timeout=PATIENCE_S) == (False, True, "8")
 
 
+def test_an_engine_draws_seeds_at_once_and_asks_for_large_pages(engine_pool: Any) -> None:
+    """malloc reads the variable when a process begins, so it must be in the environment of that moment."""
+
+    def found(actor: Any) -> tuple[str, bool]:
+        def name(worker: Any) -> str:
+            sampler = worker.model_runner.sampler.topk_topp_sampler
+            return type(getattr(sampler, "sampler", sampler)).__name__  # wrapped, once top_p < 1 was asked for
+
+        began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+        large = b"GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in began_with
+        return actor._thread.call(lambda engine: engine._llm.collective_rpc(name)[0]), large
+
+    assert ray.get(engine_pool.handles[0].__ray_call__.remote(found), timeout=PATIENCE_S) == ("CpuSampler", True)
+
+
 def test_every_variable_of_vllm_that_an_engine_gets_is_one_that_vllm_knows() -> None:
     from vllm import envs
 

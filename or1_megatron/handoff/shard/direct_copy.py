@@ -2,8 +2,11 @@
 
 Once traced (``vllm.loader_trace``), most loaders need not run again: they copy rectangles of tensors to rectangles of
 parameters, and both are known. A layer is filled so when all that its parameters hold comes from such copies, each
-element once; any other layer is loaded by its loaders. What follows a layer's loading is vLLM's own either way:
-processing (packing, for instance), and the copy into the tensors that it computes with.
+element once; any other layer is loaded by its loaders.
+
+A layer that computes with its parameters as they are loaded (norms, embeddings) is filled in place. Any other is filled
+outside the model, and vLLM processes it (packing for oneDNN on CPU, for instance) and copies the result to the tensors
+that it computes with.
 """
 
 from __future__ import annotations
@@ -14,17 +17,25 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.platforms import current_platform
 
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import ReceivedSlice
+from or1_megatron.handoff.transport.base import BufferPool
 from or1_megatron.handoff.vllm.loader_trace import LoaderTrace, ParameterView, offset_in, source_box_of
 from or1_megatron.weights.holdings import Box, box_size, intersection
 
 # Methods of layers that load by copying. Quantised ones may count what was loaded, or compute.
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_KEEPS = "UnquantizedEmbeddingMethod"  # packs a copy of the weight at most
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
@@ -93,10 +104,17 @@ class DirectCopy:
         self._targets = {each: [*_targets(each, trace)] for each in slices if each.name in self.names}
         self._expected = Counter(target.module for targets in self._targets.values() for target in targets)
         self._missing: dict[str, int] = {}
+        self._in_place = set[str]()
+        # Memory that is touched for the first time costs more than the copy.
+        self._scratch = BufferPool(lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        self._borrowed: dict[str, Tensor] = {}  # by layer
 
     def begin(self) -> None:
         """Begin a handoff, after vLLM's ``initialize_layerwise_reload``."""
         self._missing = dict(self._expected)  # slices by layer
+        self._in_place.clear()
+        self._borrowed.clear()
+        self._scratch.clear()
 
     def copy(self, received: ReceivedSlice) -> None:
         """Copy a slice to its parameters, once it has been found to be what was sent."""
@@ -107,20 +125,72 @@ class DirectCopy:
                 layer = self._modules[target.module]
                 missing = self._missing[target.module]
                 if missing == self._expected[target.module]:
-                    materialize_layer(layer, get_layerwise_info(layer))
+                    self._open(target.module)
                 parameter = layer._parameters[target.parameter]
                 assert parameter is not None
                 region = target.of(parameter.data)
                 region.copy_(values.view(region.shape))
                 self._missing[target.module] = missing - 1
                 if missing == 1:
-                    _layerwise_process(layer, get_layerwise_info(layer))
+                    self._close(target.module)
+
+    def _open(self, path: str) -> None:
+        """Make a layer's parameters what the slices are to be copied to."""
+        layer = self._modules[path]
+        info = get_layerwise_info(layer)
+        if _keeps_parameters(layer):
+            self._in_place.add(path)
+            _place_kernel_tensors(layer, info)
+            return
+        materialize_layer(layer, info)
+        if _only_packed(layer):
+            weight = layer._parameters["weight"]
+            assert weight is not None
+            size = weight.numel() * weight.itemsize
+            self._borrowed[path] = buffer = self._scratch.take(size)
+            weight.data = buffer[:size].view(weight.dtype).view(weight.shape)
+
+    def _close(self, path: str) -> None:
+        """Make a layer, of which all slices are there, compute with them."""
+        layer = self._modules[path]
+        info = get_layerwise_info(layer)
+        if path not in self._in_place:
+            _layerwise_process(layer, info)
+            if path in self._borrowed:
+                self._scratch.give(self._borrowed.pop(path))
+            return
+        method: Any = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(layer)
+        info.reset()
 
     def check_complete(self) -> None:
-        """Raise RuntimeError if a layer has not been given all of its slices."""
+        """End a handoff. Raises RuntimeError if a layer has not been given all of its slices."""
+        self._scratch.clear()
         for path, missing in self._missing.items():
             if missing:
                 raise RuntimeError(f"'{path}' of the engine's model lacks {missing} of {self._expected[path]} slices")
+
+
+def _keeps_parameters(layer: torch.nn.Module) -> bool:
+    """Return whether a layer, its reload begun, computes with tensors just like those that its loaders fill."""
+    method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
+    if kernel is None or kernel[1] or (method is not None and type(method).__name__ != _KEEPS):
+        return False
+    loaded = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    return loaded.keys() == kernel[0].keys() and all(
+        parameter.is_meta
+        and (parameter.shape, parameter.stride(), parameter.dtype) == (held.shape, held.stride(), held.dtype)
+        for parameter, held in ((parameter, kernel[0][name]) for name, parameter in loaded.items())
+    )
+
+
+def _only_packed(layer: torch.nn.Module) -> bool:
+    """Return whether vLLM keeps of a layer's weight, its reload begun, only a copy in another form (oneDNN's)."""
+    kernel = get_layerwise_info(layer).kernel_tensors
+    held = None if kernel is None else kernel[0].get("weight")
+    # zentorch may go on computing with the memory that was loaded into
+    return held is not None and not held.numel() and not current_platform.is_zen_cpu()
 
 
 def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:

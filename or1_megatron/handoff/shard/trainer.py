@@ -32,7 +32,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import HandoffError, failing_together
 from or1_megatron.handoff.message.buckets import whole_tensor
 from or1_megatron.handoff.shard.plan import make_plan
-from or1_megatron.handoff.shard.routes import choose_transport, routes_for
+from or1_megatron.handoff.shard.routes import choose_transport, round_bytes, routes_for
 from or1_megatron.handoff.shard.transfer import Transfer, TransferStats
 from or1_megatron.handoff.transport.group import join_store, open_store
 from or1_megatron.handoff.transport.links import this_location
@@ -163,7 +163,8 @@ class ShardTrainer:
         transport = self._transport or choose_transport(trainers, locations)
         log.info("handoff over %s", transport)
         routes = routes_for(transport, trainers, locations)
-        plan = make_plan(self._holdings(), wants, self._senders, self._config.bucket_bytes, routes)
+        size = round_bytes(transport, self._config.bucket_bytes)
+        plan = make_plan(self._holdings(), wants, self._senders, size, routes)
         for rank in range(plan.trainers + plan.engines):
             status.publish(f"plan/{rank}", (transport, plan.of(rank)))
 
