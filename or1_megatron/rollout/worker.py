@@ -13,6 +13,7 @@ import torch
 from or1_megatron.handoff.shard import worker
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.rollout.engine import wait_without_spinning
+from or1_megatron.rollout.speculation import DraftSampler
 
 worker.register()
 wait_without_spinning()
@@ -75,3 +76,7 @@ class WorkerExtension:
             )
         if not isinstance(inner, FullDistributionLogProbs):
             sampler.topk_topp_sampler = FullDistributionLogProbs(inner)
+
+    def sample_drafts_as_without(self) -> None:
+        """Draw each token as without drafts, from now on (``speculation``)."""
+        self.model_runner.rejection_sampler = DraftSampler(self.model_runner.sampler)
