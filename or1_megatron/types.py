@@ -165,6 +165,10 @@ class Completion:
     started_s: float
     """When the engine started on the request, seconds since the epoch."""
     finished_s: float
+    drafted_tokens: int = 0
+    """Tokens that the engine drafted for it (``rollout.speculation``)."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were sampled."""
 
     @property
     def truncated(self) -> bool:

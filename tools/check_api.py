@@ -31,9 +31,14 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("rollout.engine", "sampled"): "vllm.outputs.CompletionOutput",
     ("rollout.engine", "sampled.logprobs"): "vllm.logprobs.FlatLogprobs",
     ("rollout.engine", "span"): "vllm.outputs.WeightVersionSpan",
+    ("rollout.engine", "drafts"): "vllm.v1.metrics.stats.RequestSpecDecodeMetrics",
     ("rollout.kv_cache_update", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("rollout.kv_cache_update", "engine.engine_core"): "vllm.v1.engine.core_client.InprocClient",
     ("rollout.kv_cache_update", "manager"): "vllm.v1.core.kv_cache_manager.KVCacheManager",
+    ("rollout.speculation", "metadata"): "vllm.v1.spec_decode.metadata.SpecDecodeMetadata",
+    ("rollout.speculation", "sampling"): "vllm.v1.sample.metadata.SamplingMetadata",
+    ("rollout.speculation", "drawn"): "vllm.v1.outputs.SamplerOutput",
+    ("rollout.speculation", "whole"): "vllm.v1.outputs.LogprobsTensors",
     ("rollout.worker", "self.model_runner"): "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
     ("rollout.worker", "sampler"): "vllm.v1.sample.sampler.Sampler",
     ("handoff.vllm.loader_trace", "info"): "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo",
@@ -49,6 +54,8 @@ OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
 
 OPTIONS: Final[Mapping[str, str]] = {
     "rollout.engine._device_options": "vllm.engine.arg_utils.EngineArgs",
+    "rollout.speculation.engine_options": "vllm.engine.arg_utils.EngineArgs",
+    "rollout.speculation._speculative_config": "vllm.config.speculative.SpeculativeConfig",
 }
 """Functions of ours that return arguments as a dict, and the record whose fields these are."""
 
@@ -57,6 +64,7 @@ ARGUMENTS: Final[Mapping[str, str]] = {"vllm.entrypoints.llm.LLM": "vllm.engine.
 
 STRINGS: Final[Sequence[tuple[str, str, str]]] = (
     ("rollout.worker", "_weight_update_active", "vllm.v1.worker.gpu_worker"),
+    ("rollout.worker", "rejection_sampler", "vllm.v1.worker.gpu_model_runner"),
     ("rollout.engine", "processed_logprobs", "vllm.config.model"),
     ("rollout.kv_cache_update", "scheduling", "vllm.v1.engine.core"),
     ("rollout.pool", "num_gpus", "ray._common.ray_option_utils"),

@@ -143,6 +143,20 @@ class OptimizerConfig(Section):
     4)."""
 
 
+class SpeculationConfig(Section):
+    """Drafts of a response's next tokens, which one pass of the model checks together (docs/stages.md)."""
+
+    method: Literal["ngram", "suffix"]
+    """ngram: drafts what followed the last tokens where the response or its prompt had them before. suffix: drafts what
+    most often followed them there and in finished responses; needs the package arctic-inference."""
+    draft_tokens: Positive = Field(4, le=128)
+    """Most tokens of one draft."""
+    match_tokens: Positive = 5
+    """With ngram: how many tokens in a row must have occurred before."""
+    cached_responses: NonNegative = 1000
+    """With suffix: how many finished responses an engine keeps for drafts. 0: none. Unit: responses."""
+
+
 class RolloutConfig(Section):
     """The inference engines."""
 
@@ -162,6 +176,8 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1
     """OpenMP threads of one engine. CPU alone. Unit: threads."""
+    speculation: SpeculationConfig | None = None
+    """Draft tokens and check several in one pass; the same tokens are sampled. Unset: no drafts."""
     start_timeout_s: PositiveFloat | None = None
     """Deadline for the engines to start. Unset: 600 s, and the time to read the model's weights at 0.2 GB/s."""
     max_engine_restarts: NonNegative = 2

@@ -124,7 +124,8 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
     """Return the metrics over all responses, those of rejected groups included."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     truncated = np.concatenate([group.truncated for group in groups])
-    lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([completion.token_ids.size for completion in completions])
     statuses = [verdict.status for group in groups for verdict in group.verdicts]
     metrics: dict[str, float] = {
         "reward/mean": rewards.mean(),
@@ -138,6 +139,10 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         "verify/retries": report.verifier_retries,
         "rollout/response_tokens": report.response_tokens,
     }
+    if drafted := sum(completion.drafted_tokens for completion in completions):
+        accepted = sum(completion.accepted_tokens for completion in completions)
+        metrics["speculation/acceptance"] = accepted / drafted
+        metrics["speculation/tokens_per_pass"] = lengths.sum() / (lengths.sum() - accepted)
     if not truncated.all():
         metrics["accuracy/non_truncated"] = (rewards[~truncated] > 0).mean()
     if report.decode_s > 0:

@@ -28,6 +28,7 @@ import numpy as np
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.handoff.backend_check import worker_info
 from or1_megatron.rollout.kv_cache_update import drain, forget
+from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
 
@@ -125,11 +126,14 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
             worker_extension_cls=WORKER_EXTENSION,
+            **engine_options(settings.config.speculation),
             **_device_options(settings, is_cpu=current_platform.is_cpu()),
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("draw_seeds_at_once")
+        if settings.config.speculation is not None:
+            self._llm.collective_rpc("sample_drafts_as_without")
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
@@ -348,6 +352,7 @@ class VllmEngine:
                 f"{request.prompt.problem.id} with '{reason}'; expected 'stop' or 'length'"
             )
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
+        drafts = sampled.spec_decode_metrics
         text = self._tokenizer.decode(
             sampled.token_ids[:-1] if reason == "stop" else sampled.token_ids,
             skip_special_tokens=False,
@@ -365,6 +370,8 @@ class VllmEngine:
             seed=request.seed,
             started_s=started_s,
             finished_s=finished_s,
+            drafted_tokens=drafts.num_draft_tokens if drafts else 0,
+            accepted_tokens=sum(accepted * passes for accepted, passes in enumerate(drafts.histogram)) if drafts else 0,
         )
 
 

@@ -16,6 +16,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from or1_megatron.handoff.shard import worker
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.rollout.engine import hold_less, wait_without_spinning
+from or1_megatron.rollout.speculation import DraftSampler
 
 worker.register()
 wait_without_spinning()
@@ -140,3 +141,7 @@ class WorkerExtension:
             )
         if not isinstance(inner, FullDistributionLogProbs):
             sampler.topk_topp_sampler = FullDistributionLogProbs(inner)
+
+    def sample_drafts_as_without(self) -> None:
+        """Draw each token as without drafts, from now on (``speculation``)."""
+        self.model_runner.rejection_sampler = DraftSampler(self.model_runner.sampler)

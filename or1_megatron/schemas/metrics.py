@@ -160,6 +160,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
     Metric("rollout/response_tokens", "tokens", "sampled in this step"),
+    Metric("speculation/acceptance", "fraction", "drafted tokens that were sampled; only with rollout.speculation"),
+    Metric(
+        "speculation/tokens_per_pass",
+        "tokens",
+        "a response's tokens over the model's passes for them, all responses; 1 without drafts",
+    ),
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time during which an engine was decoding"),
     Metric(
         "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"

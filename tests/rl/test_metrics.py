@@ -73,6 +73,18 @@ def test_rollout_metrics() -> None:
     assert found == pytest.approx(expected)
 
 
+def test_speculation_is_counted_over_all_responses() -> None:
+    """8 drafted, 2 of them sampled; 9 tokens, 2 of which took no pass of their own. The third response had no draft."""
+    first = group_of([1, 0], length=3)
+    drafted = tuple(
+        replace(each, drafted_tokens=given, accepted_tokens=taken)
+        for each, given, taken in zip(first.completions, (6, 2), (2, 0), strict=True)
+    )
+    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3)], REPORT)
+    assert found["speculation/acceptance"] == pytest.approx(2 / 8)
+    assert found["speculation/tokens_per_pass"] == pytest.approx(9 / 7)
+
+
 def test_undefined_metrics_are_left_out() -> None:
     found = rollout_metrics([group_of([0], [True])], RolloutReport(0.0, (0.0,), 0.0, 1, 1, 0.0, 0))
     assert not {"accuracy/non_truncated", "rollout/tokens_per_s", "engine/balance"} & found.keys()

@@ -1,0 +1,133 @@
+"""Speculation: vLLM drafts a response's next tokens from text that it has seen, and one pass of the model checks them.
+
+What is sampled does not depend on the drafts. ``DraftSampler`` draws each token as it would be drawn without them, from
+the model's distribution and with the request's next random number, and keeps what it has drawn up to the first token
+that is not the drafted one. vLLM's own rejection sampler has the same distribution on paper, but needs other random
+numbers for other drafts; on CPU vLLM 0.32.0 leaves its temperatures uninitialised (``expand_kernel``), it reports
+log-probs after top-p, and it leaves out those that ``score_prompts`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from or1_megatron.config.schema import SpeculationConfig
+
+_NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
+_PACKAGES = {"ngram": "numba", "suffix": "arctic_inference"}
+
+
+def missing_package(config: SpeculationConfig | None) -> str | None:
+    """Return the package that the method needs and this environment lacks."""
+    package = None if config is None else _PACKAGES[config.method]
+    return package if package is not None and find_spec(package) is None else None
+
+
+def engine_options(config: SpeculationConfig | None) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for speculation."""
+    if config is None:
+        return {}
+    return {"speculative_config": _speculative_config(config), "per_request_spec_decode_metrics": "summary"}
+
+
+def _speculative_config(config: SpeculationConfig) -> dict[str, Any]:
+    if config.method == "ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": config.draft_tokens,
+            "prompt_lookup_min": config.match_tokens,
+            "prompt_lookup_max": config.match_tokens,
+        }
+    return {
+        "method": "suffix",
+        "num_speculative_tokens": config.draft_tokens,
+        "suffix_decoding_max_cached_requests": config.cached_responses,
+    }
+
+
+class DraftSampler(torch.nn.Module):
+    """Takes the place of vLLM's rejection sampler, for drafts that are one certain token each.
+
+    A token is drawn only once the drafts before it have been drawn, too, so every request's generator stands where it
+    would stand without speculation. Requests with penalties, bad words or other logits processors do not occur: vLLM
+    finds their state by a request's place in the whole batch.
+    """
+
+    def __init__(self, sampler: torch.nn.Module) -> None:
+        """``sampler``: vLLM's, which samples one token of each request."""
+        super().__init__()
+        self.sampler = sampler
+
+    def forward(self, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
+        """Return vLLM's SamplerOutput: token ids [B, P], log-probs [B * P, ...]; P is 1 + the most drafts of a request.
+
+        Args:
+            metadata: vLLM's SpecDecodeMetadata, with n_i drafts of request i.
+            logits: [sum of (n_i + 1), V], the requests one after another.
+            sampling: vLLM's SamplingMetadata of the B requests.
+        """
+        counts: list[int] = metadata.num_draft_tokens
+        drafts: list[int] = metadata.draft_token_ids.tolist()
+        starts = [0, *accumulate(counts)]
+        width = max(counts) + 1
+        tokens = torch.full((len(counts), width), _NO_TOKEN, dtype=torch.int32, device=logits.device)
+        log_probs: Any = None
+        drawn: Any = None
+        open_ = list(range(len(counts)))  # requests whose tokens so far are their drafts
+        for place in range(width):
+            requests = torch.tensor(open_, device=logits.device)
+            rows = torch.tensor([starts[i] + i + place for i in open_], device=logits.device)
+            drawn = self.sampler(logits[rows], _of(sampling, open_) if place else sampling)
+            tokens[requests, place] = drawn.sampled_token_ids[:, 0]
+            log_probs = _placed(drawn.logprobs_tensors, requests * width + place, len(counts) * width, log_probs)
+            found = drawn.sampled_token_ids[:, 0].tolist()
+            open_ = [
+                i
+                for i, token in zip(open_, found, strict=True)
+                if place < counts[i] and token == drafts[starts[i] + place]
+            ]
+            if not open_:
+                break
+        return replace(drawn, sampled_token_ids=tokens, logprobs_tensors=log_probs)
+
+
+def _of(sampling: Any, requests: Sequence[int]) -> Any:
+    """Return the SamplingMetadata of some of its requests."""
+
+    def rows(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[list(requests)]
+
+    def by_place(values: dict[int, Any]) -> dict[int, Any]:
+        return {place: values[request] for place, request in enumerate(requests) if request in values}
+
+    return replace(
+        sampling,
+        temperature=rows(sampling.temperature),
+        top_p=rows(sampling.top_p),
+        top_k=rows(sampling.top_k),
+        generators=by_place(sampling.generators),
+        logprob_token_ids=by_place(sampling.logprob_token_ids or {}),
+    )
+
+
+def _placed(part: Any, rows: torch.Tensor, total: int, whole: Any) -> Any:
+    """Write vLLM's LogprobsTensors ``part`` into these rows of ``whole``, which is made where it is None."""
+    if part is None:
+        return whole
+    columns = part.logprobs.shape[1]
+    if whole is None:
+        whole = part._replace(
+            logprob_token_ids=part.logprob_token_ids.new_zeros(total, columns),
+            logprobs=part.logprobs.new_full((total, columns), -torch.inf),
+            selected_token_ranks=part.selected_token_ranks.new_zeros(total),
+        )
+    whole.logprob_token_ids[rows, :columns] = part.logprob_token_ids
+    whole.logprobs[rows, :columns] = part.logprobs
+    whole.selected_token_ranks[rows] = part.selected_token_ranks
+    return whole

@@ -1,0 +1,216 @@
+"""Drafted tokens change nothing in what is sampled: real vLLM engines on CPU, fp32, against transformers and engines
+that draft nothing, and the sampler alone against an exact distribution.
+
+The method ``suffix`` is tried where its package is installed. Not proven: anything about time, or about GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
+from rigs import in_engine
+
+from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.rollout import speculation
+from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout.speculation import DraftSampler
+from or1_megatron.types import Completion, Request, Sampling
+
+PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
+METHODS = [
+    "ngram",
+    pytest.param("suffix", marks=pytest.mark.skipif(find_spec("arctic_inference") is None, reason="no such package")),
+]
+TINY_P = 1e-4  # seeds are fixed: a test that passes once passes always
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def drafting(request: pytest.FixtureRequest, tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
+    """One engine that drafts from a single token's earlier occurrence: often wrong, and sometimes right."""
+    config = rollout_config(engines=1, speculation={"method": request.param, "draft_tokens": 3, "match_tokens": 1})
+    run_id = f"{RUN_ID}-{request.param}"
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
+    pool.wait_ready()
+    yield pool
+    pool.close()
+
+
+def requests(sampling: Sampling, seed: int = 0, each: int = 8) -> list[Request]:
+    return [
+        Request(prompt(ids, name=str(index)), sample, sampling, seed + index * 1000 + sample)
+        for index, ids in enumerate(PROMPTS)
+        for sample in range(each)
+    ]
+
+
+def chi_square_p(observed: np.ndarray, probabilities: np.ndarray) -> float:
+    """Return the chance of a larger chi-square statistic; cells that expect fewer than 5 are taken together."""
+    expected = probabilities * observed.sum()
+    rare = expected < 5
+    cells = [(observed[~rare], expected[~rare]), (observed[rare].sum(keepdims=True), expected[rare].sum(keepdims=True))]
+    seen, wanted = (np.concatenate(parts) for parts in zip(*cells, strict=True))
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    statistic = float(((seen - wanted) ** 2 / wanted).sum())
+    half = torch.tensor([(len(seen) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (0.7, 1.0), (1.3, 0.8)], ids=["greedy", "1", "0.7", "top_p"]
+)
+def test_the_same_tokens_and_log_probs_as_without_drafts(
+    tiny_model: TinyModel, engine_pool: EnginePool, drafting: EnginePool, temperature: float, top_p: float
+) -> None:
+    """Token by token for the same seeds; log-probs against transformers at the bound of the other engines."""
+    sent = requests(Sampling(temperature, top_p, 48))
+    with_drafts, without = decode(drafting.handles[0], sent), decode(engine_pool.handles[0], sent)
+    for request, completion, plain in zip(sent, with_drafts, without, strict=True):
+        assert completion.token_ids.tolist() == plain.token_ids.tolist()
+        assert completion.finish_reason == plain.finish_reason and completion.text == plain.text
+        ids = request.prompt.token_ids.tolist()
+        expected = tiny_model.log_probs(ids, completion.token_ids.tolist(), temperature or 1.0)
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+        assert (plain.drafted_tokens, plain.accepted_tokens) == (0, 0)
+    drafted, accepted = (sum(map(of, with_drafts)) for of in (drafted_tokens, accepted_tokens))
+    assert 0 < accepted < drafted, "the test needs drafts of both kinds"
+
+
+def drafted_tokens(completion: Completion) -> int:
+    return completion.drafted_tokens
+
+
+def accepted_tokens(completion: Completion) -> int:
+    return completion.accepted_tokens
+
+
+def test_tokens_have_the_models_distribution(tiny_model: TinyModel, drafting: EnginePool) -> None:
+    """Chi-square of the second and third token of 6,000 responses; the exact distribution sums over all first ones."""
+    ids = [2, 7, 8, 7, 9, 8, 9]  # after most first tokens there is something to draft
+    probabilities, weights = [], torch.ones(1, dtype=torch.float64)
+    prefixes = torch.tensor([ids])
+    for _ in range(3):
+        with torch.no_grad():
+            conditional = tiny_model.oracle(prefixes).logits[:, -1].double().softmax(dim=-1)
+        joint = weights[:, None] * conditional
+        probabilities.append(joint.sum(dim=0).numpy())
+        weights = joint.flatten()
+        prefixes = torch.cat(
+            [prefixes.repeat_interleave(len(WORDS), 0), torch.arange(len(WORDS)).repeat(len(prefixes))[:, None]], dim=1
+        )
+        weights = torch.where(prefixes[:, -1] == WORDS.index("<end>"), 0.0, weights)  # a response has ended there
+    sent = [Request(prompt(ids, name="0"), sample, Sampling(1.0, 1.0, 3), 10_000 + sample) for sample in range(6_000)]
+    completions = decode(drafting.handles[0], sent)
+    assert sum(map(drafted_tokens, completions)) > 1_000 and sum(map(accepted_tokens, completions)) > 100
+    for place in (1, 2):
+        found = np.bincount([c.token_ids[place] for c in completions if len(c.token_ids) > place], minlength=len(WORDS))
+        exact = probabilities[place] / probabilities[place].sum()
+        assert chi_square_p(found, exact) > TINY_P
+        assert chi_square_p(found, exact[::-1]) < TINY_P  # the test can fail
+
+
+def test_prompts_are_scored_beside_drafts(tiny_model: TinyModel, drafting: EnginePool) -> None:
+    sequences = [np.array(ids, dtype=np.int32) for ids in ([5, 9, 30, 1, 1, 0, 12], [7, 8])]
+    sent = requests(Sampling(1.0, 1.0, 60), seed=50_000)
+
+    def score(engine: Any) -> tuple[list[Any], int]:
+        engine.submit(sent)
+        for _ in range(10):
+            engine._iterate()
+        scores = engine.score_prompts(sequences)
+        under_way = engine.pending
+        engine.abort_all()
+        return scores, under_way
+
+    scores, under_way = in_engine(drafting.handles[0], score)
+    assert under_way > 0
+    for values, ids in zip(scores, sequences, strict=True):
+        np.testing.assert_allclose(values, tiny_model.log_probs(ids[:1].tolist(), ids[1:].tolist()), atol=1e-4)
+
+
+VOCABULARY = 5
+CHAIN = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 1.5
+"""Logits of the next token given the last one."""
+
+
+def sampling_metadata(temperatures: torch.Tensor, seeds: Sequence[int]) -> Any:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    none = torch.empty(0)
+    return SamplingMetadata(
+        temperature=temperatures, all_greedy=False, all_random=True, top_p=None, top_k=None,
+        generators={i: torch.Generator().manual_seed(seed) for i, seed in enumerate(seeds)},
+        max_num_logprobs=0, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
+        presence_penalties=none, repetition_penalties=none, output_token_ids=[[] for _ in seeds],
+        allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+    )  # fmt: skip
+
+
+def walk(sampler: DraftSampler, sampling: Any, drafts: np.random.Generator | None, length: int) -> list[list[int]]:
+    """Sample ``length`` tokens of the chain per request, with random drafts of 0 to 3 tokens in each pass."""
+    count = len(sampling.output_token_ids)
+    walks: list[list[int]] = [[0] for _ in range(count)]
+    while any(len(tokens) <= length for tokens in walks):
+        going = [i for i in range(count) if len(walks[i]) <= length]
+        given = [[] if drafts is None else drafts.integers(0, VOCABULARY, drafts.integers(4)).tolist() for _ in going]
+        rows = [token for i, draft in zip(going, given, strict=True) for token in (walks[i][-1], *draft)]
+        metadata = SimpleNamespace(
+            num_draft_tokens=list(map(len, given)),
+            draft_token_ids=torch.tensor([*itertools.chain(*given)], dtype=torch.int32),
+        )
+        part = dataclasses.replace(
+            sampling,
+            temperature=sampling.temperature[going],
+            generators={place: sampling.generators[i] for place, i in enumerate(going)},
+        )
+        output = sampler(metadata, None, CHAIN[rows], part)
+        width = output.sampled_token_ids.shape[1]
+        for place, (i, row) in enumerate(zip(going, output.sampled_token_ids.tolist(), strict=True)):
+            kept = [token for token in row if token >= 0]
+            scores = output.logprobs_tensors.logprobs[place * width : place * width + len(kept), 0]
+            for token, score in zip(kept, scores.tolist(), strict=True):
+                exact = torch.log_softmax(CHAIN[walks[i][-1]].double() / sampling.temperature[i], dim=-1)[token]
+                assert score == pytest.approx(float(exact), abs=1e-5)
+                walks[i].append(token)
+    return [tokens[1 : length + 1] for tokens in walks]
+
+
+def test_the_sampler_draws_a_chain_as_it_is_and_as_without_drafts() -> None:
+    """Chi-square over all 125 walks of three tokens, for two temperatures; and walk by walk for the same seeds."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
+
+    current_platform.import_kernels()
+    count = 4_000
+    temperatures = torch.tensor([1.0, 0.6]).repeat(count // 2)
+    sampler = DraftSampler(Sampler(logprobs_mode="processed_logprobs"))
+    found = walk(sampler, sampling_metadata(temperatures, range(count)), np.random.default_rng(1), 3)
+    assert found == walk(sampler, sampling_metadata(temperatures, range(count)), None, 3)
+    for offset, temperature in enumerate((1.0, 0.6)):
+        chain = (CHAIN.double() / temperature).softmax(dim=-1).numpy()
+        walks = list(itertools.product(range(VOCABULARY), repeat=3))
+        exact = np.array([chain[0, a] * chain[a, b] * chain[b, c] for a, b, c in walks])
+        seen = Counter(map(tuple, found[offset::2]))
+        observed = np.array([seen[each] for each in walks])
+        assert chi_square_p(observed, exact) > TINY_P
+        assert chi_square_p(observed, exact[::-1]) < TINY_P
+
+
+def test_a_method_without_its_package_is_refused(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "find_spec", lambda name: None if name == "arctic_inference" else object())
+    for method, refused in (("suffix", True), ("ngram", False)):
+        config = RolloutConfig(kv_cache_bytes=1 << 20, speculation={"method": method})
+        assert (speculation.missing_package(config.speculation) is not None) == refused
+    config = rollout_config(speculation={"method": "suffix"})
+    with pytest.raises(EngineError, match=r"rollout.speculation needs the package arctic_inference, which is not inst"):
+        EnginePool(config, tiny_model.folder, "float32", 64, "none", on_cpu=True)
