@@ -138,6 +138,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("tail/waiting", "prompts", "that are deferred and not yet trained, after this step"),
     Metric("tail/waited", "steps", "since the oldest prompt of this step was drawn"),
     Metric("tail/surplus_responses", "responses", "to prompts that were given up, thrown away"),
+    Metric("continued/responses", "fraction", "responses with tokens that the step before sampled, all groups"),
+    Metric("continued/old_tokens", "fraction", "such tokens among those of all responses"),
+    Metric("continued/masked_tokens", "tokens", "left out of the loss of kept groups, and of T_k"),
     Metric(
         "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
     ),
