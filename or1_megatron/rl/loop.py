@@ -247,7 +247,8 @@ class Loop:
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
         """Return (kept, rejected). Raises AllRejected after too many steps in a row without a kept group."""
-        kept, rejected = reject(groups, self.config.algorithm.advantage)
+        since = self.steps_done if self.config.continued == "mask" else None
+        kept, rejected = reject(groups, self.config.algorithm.advantage, since)
         self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
         check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
         return kept, rejected

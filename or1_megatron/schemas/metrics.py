@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/rejected", "groups", "groups whose advantages were all zero"),
     Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
     Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
-    Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
+    Metric("groups/rejected_other", "groups", "rejected though mixed: no spread, or no token, was left by a mask"),
     Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, without a kept group"),
     Metric("refill/prompts", "prompts", "drawn beyond D_R until D_R groups were kept"),
     Metric("refill/missing", "groups", "still missing to D_R after refill_prompts were used up"),
