@@ -89,7 +89,8 @@ class Asked:
         before = request.before
         if before is None:
             return cls(request, length)
-        return cls(request, length, before.token_ids.size, before.started_s, list(before.versions))
+        done = before.token_ids.size
+        return cls(request, max(length, done + 1), done, before.started_s, list(before.versions))
 
     def unfinished(self, decoded: int) -> Unfinished:
         """Return what is kept when it is given up after ``decoded`` tokens: of id and log-prob 0, without memory."""

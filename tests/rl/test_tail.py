@@ -241,18 +241,23 @@ def test_deferring_chooses_when_a_response_is_trained_and_not_whether() -> None:
     """The reward depends on nothing but length. With a policy that stays as it is, the mean reward of all that two
     stages train differs from plain sampling's by less than 0.02; had deferred prompts been given new seeds, it would be
     higher by more than that, since long responses would be drawn again. The problems are the same, as often each. Steps
-    do differ: those of deferred prompts are the longest."""
+    do differ: those of deferred prompts are the longest. Where responses are continued, steps are as alike as without
+    deferring."""
+    kinds = ((None, False, False), (0.5, False, False), (0.5, True, False), (0.5, False, True))
     worlds = [
-        [tail_bias.run_stage(share, seed, new_seeds=new)[0] for seed in range(2)]
-        for share, new in ((None, False), (0.5, False), (0.5, True))
+        [tail_bias.run_stage(share, seed, new_seeds=new, continued=continued)[0] for seed in range(2)]
+        for share, new, continued in kinds
     ]
-    plain, deferring, again = ([step for steps in world for step in steps] for world in worlds)
-    assert [len(step) for step in deferring] == [16] * 2 * tail_bias.STEPS
+    plain, deferring, again, continuing = ([step for steps in world for step in steps] for world in worlds)
+    assert [len(step) for step in deferring] == [len(step) for step in continuing] == [16] * 2 * tail_bias.STEPS
     assert abs(right_share(deferring) - right_share(plain)) < 0.02 < right_share(again) - right_share(plain)
-    per_step = [float(np.mean([c.token_ids.size for g in step for c in g.completions])) for step in deferring]
-    assert max(per_step) > 2 * np.median(per_step)
-    problems = [Counter(g.prompt.problem.id for step in steps for g in step) for steps in (plain, deferring)]
-    assert problems[0] == problems[1]
+    assert abs(right_share(continuing) - right_share(plain)) < 0.02
+    deviations = [np.std(tail_bias.step_lengths(*kind)) for kind in ((None,), (0.5,), (0.5, True))]
+    assert deviations[1] > 3 * deviations[0] and deviations[2] < 1.5 * deviations[0]
+    problems = [
+        Counter(g.prompt.problem.id for step in steps for g in step) for steps in (plain, deferring, continuing)
+    ]
+    assert problems[0] == problems[1] == problems[2]
 
 
 def test_what_is_learnt_with_and_without_deferring() -> None:

@@ -111,7 +111,7 @@ def test_a_greedy_response_continued_by_the_same_weights_is_the_whole_one(engine
 def test_what_was_sampled_of_a_request_that_is_given_up(tiny_model: TinyModel, engine_pool: Any) -> None:
     """After 20 iterations and after 10 more the engine returns the tokens so far; they are what the response begins
     with in the end. Log-probs of old and new tokens are those of transformers on the whole sequence, and a response
-    that is cut off has T tokens, old ones included. Not proven here: other weights for the new tokens (handoff tests)."""
+    that is cut off has T tokens, old ones included. Not proven here: other weights for new tokens."""
     sent = requests(Sampling(1.0, 1.0, 60), seed=400, each=8)
     for limit in (20, 30):
 
