@@ -73,7 +73,7 @@ def reject(
     older versions are left out of the loss, and a group without any other is rejected; None: none is left out.
     """
     uniform = config.reject_uniform_groups
-    tells = [not uniform or (group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]
+    tells = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]
     if since is not None:
         counted = [any(sampled_since(made, since).any() for made in group.group.completions) for group in groups]
         tells = [told and some for told, some in zip(tells, counted, strict=True)]

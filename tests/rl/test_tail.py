@@ -9,6 +9,8 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -160,13 +162,16 @@ def test_continued_responses_are_trained_or_masked(tmp_path: Path, continued: st
     assert seen_old > 20
 
 
-def test_a_stopped_run_goes_on_with_what_is_kept(tmp_path: Path) -> None:
-    """It is stopped in step 3, before which two prompts were deferred. The resumed run has the beginnings of their
-    responses from the checkpoint, and makes the steps of the same prompts, each once."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resumed_run_goes_on_with_what_is_kept(tmp_path: Path, killed: bool) -> None:
+    """It is stopped in step 3, before which two prompts were deferred, or killed there after a checkpoint of step 2.
+    The resumed run has the beginnings of their responses from the checkpoint, and makes the steps of the same prompts,
+    each once."""
     changes = {**DEFER, "continued": "train"}
-    stopped = World(tmp_path, stages(FEW), evaluated=False, changes=changes)
-    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop
-    stopped.loop.run()
+    stopped = World(tmp_path, stages(FEW), evaluated=False, changes=changes, every_steps=2 if killed else 1000)
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, partial(int, "killed") if killed else stopped.stop
+    with pytest.raises(ValueError, match="killed") if killed else nullcontext():
+        stopped.loop.run()
     resumed = World(tmp_path, stages(FEW), evaluated=False, changes=changes)
     assert resumed.loop.run().finished
     _, groups, _ = resumed.diary.rolled[3]

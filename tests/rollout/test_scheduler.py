@@ -53,6 +53,7 @@ class Turmoil:
         self.verifying: list[Judge] = []
         self.answered = Counter[int]()  # by seed
         self.known: dict[int, Completion] = {}  # not sampled again
+        self.unfinished: dict[int, Unfinished] = {}  # goes on from there
         self.sent: set[int] = set()
         self.cut: list[Unfinished] = []
         self.died = 0
@@ -67,6 +68,7 @@ class Turmoil:
                         assert not self.answered[request.seed], "a request was sent after its answer"
                         self.has[engine][request.seed] = request
                         self.sent.add(request.seed)
+                        assert request.before is self.unfinished.get(request.seed)
                     known = [self.has[engine].pop(each.seed) for each in requests if each.seed in self.known]
                     self.perform(self.scheduler.finished(engine, [self.known[each.seed] for each in known]))
                 case Abort(engine, seeds):
@@ -235,16 +237,23 @@ def test_kept_responses_are_continued_and_neither_lost_nor_doubled(deaths: float
             gave_nothing = {each.seed for each in world.cut if not each.token_ids.size}
             assert of_left - kept.keys() == of_left & (never_sent | gave_nothing)
         world.answered.clear()
-        unfinished = {seed: each for seed, each in kept.items() if isinstance(each, Unfinished)}
+        world.unfinished = {seed: each for seed, each in kept.items() if isinstance(each, Unfinished)}
         world.known = {seed: each for seed, each in kept.items() if isinstance(each, Completion)}
         new = prompts(4, "n")
         places = [(1, index) for index in left] + [(2, index) for index in range(4)]
         ticket, actions = scheduler.begin(
-            [*(asked[index] for index in left), *new], 3, SAMPLING, 2, DeferRule(5, 3, True), places, False, unfinished
+            [*(asked[index] for index in left), *new],
+            3,
+            SAMPLING,
+            2,
+            DeferRule(5, 3, True),
+            places,
+            False,
+            world.unfinished,
         )
         requests = scheduler.at(ticket).requests
-        assert {each.seed: each.before for each in requests.values() if each.before is not None} == unfinished
-        continued += len(unfinished)
+        assert {each.seed: each.before for each in requests.values() if each.before is not None} == world.unfinished
+        continued += len(world.unfinished)
         world.perform(actions)
         second = scheduler.at(ticket)
         groups = world.run(ticket)
