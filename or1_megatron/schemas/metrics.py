@@ -162,7 +162,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
     Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
-    Metric("rollout/response_tokens", "tokens", "sampled in this step"),
+    Metric("rollout/response_tokens", "tokens", "of the responses of this step"),
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time during which an engine was decoding"),
     Metric(
         "engine/utilization", "fraction", "share of the step's wall time in which an engine decodes, mean over engines"
