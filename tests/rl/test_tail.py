@@ -26,6 +26,7 @@ from or1_megatron.config.schema import AlgorithmConfig, EntropyConfig
 from or1_megatron.rl.checks import ResumeError
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.tail import Tail, longest_wait
+from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import Group, Prompt, VersionSpan
 
 DEFER = {"tail_share": 0.5}
@@ -160,6 +161,8 @@ def test_continued_responses_are_trained_or_masked(tmp_path: Path, continued: st
             with_policy = [row.policy_log_probs is not None for rank in batch.ranks for row in rank]
             assert set(with_policy) == {updates == 2 and (continued == "mask" or not sum(old))}
     assert seen_old > 20
+    described = {metric.name for metric in METRICS if metric.name.startswith(("continued/", "tail/"))}
+    assert described == {name for name in rows[2] if name.startswith(("continued/", "tail/"))}
 
 
 @pytest.mark.parametrize("killed", [False, True])
