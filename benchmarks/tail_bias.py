@@ -5,7 +5,8 @@
 A policy of one number, simulated engines, the scheduler and the supply of a run. Prints the level (log of a length)
 after a stage of 64 steps of plain sampling and of ``rollout.tail: defer``, mean over 4 seeds: where every step's sum of
 gradients is divided by the same number, by the step's own number of kept responses (``loss.divisor: own``), and by the
-mean of that over the last steps (``running``).
+mean of that over the last steps (``running``). Then how much a step's mean length deviates from step to step, for a
+policy that stays as it is, also with ``rollout.continued``.
 """
 
 from __future__ import annotations
@@ -75,14 +76,19 @@ def prompt(index: int) -> Prompt:
 
 
 def run_stage(
-    share: float | None, seed: int, rate: float = 0.0, divided_by: Divisor = "own", new_seeds: bool = False
+    share: float | None,
+    seed: int,
+    rate: float = 0.0,
+    divided_by: Divisor = "own",
+    new_seeds: bool = False,
+    continued: bool = False,
 ) -> tuple[list[list[Group]], float]:
     """Return the groups of each step of a stage, and the level after it.
 
     ``share``: of D_R, asked beyond it; None: plain sampling. ``new_seeds``: deferred prompts get new ones, as they
-    should not.
+    should not. ``continued``: their responses are continued in the next step; only for a policy that stays as it is.
     """
-    policy, tail = Lengths(), None if share is None else Tail(share, None)
+    policy, tail = Lengths(), None if share is None else Tail(share, None, continued)
     rollouts = SimulatedRollouts(
         2,
         EngineClock(64, fixed_s=1.0, response_s=0.01),
@@ -108,12 +114,25 @@ def mean_level(share: float | None, rate: float, divided_by: Divisor, seeds: int
     return float(np.mean([run_stage(share, seed, rate, divided_by)[1] for seed in range(seeds)]))
 
 
+def step_lengths(share: float | None, continued: bool = False, seeds: int = 2) -> list[float]:
+    """Return the mean length of each step's responses, of a policy that stays as it is."""
+    stages = (run_stage(share, seed, continued=continued)[0] for seed in range(seeds))
+    return [
+        float(np.mean([c.token_ids.size for g in step for c in g.completions])) for steps in stages for step in steps
+    ]
+
+
 def main() -> None:
     print("| divided by | learnt by plain sampling, nats | share 0.25 | share 0.5 |\n|---|---|---|---|")
     for divided_by, rate in RATES.items():
         plain, *others = (4 - mean_level(share, rate, divided_by, 4) for share in (None, 0.25, 0.5))
         cells = " | ".join(f"{learnt:.3f} ({learnt / plain - 1:+.1%})" for learnt in others)
         print(f"| {divided_by} | {plain:.3f} | {cells} |", flush=True)
+    print("\n| share | continued | a step's mean length, tokens | its deviation over steps |\n|---|---|---|---|")
+    for share, continued in ((None, False), (0.25, False), (0.25, True), (0.5, False), (0.5, True), (1.0, True)):
+        lengths = step_lengths(share, continued)
+        cells = f"{'yes' if continued else 'no'} | {np.mean(lengths):.1f} | {np.std(lengths):.1f}"
+        print(f"| {share or 'waits'} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

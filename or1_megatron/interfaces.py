@@ -242,7 +242,8 @@ class Rollouts(Protocol):
         ``urgent`` ones before them.
 
         ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: where each prompt was
-        first requested. None: in this roll-out, with ``seed``.
+        first requested. None: in this roll-out, with ``seed``. Responses to a prompt and place of which an earlier
+        roll-out has kept something (``DeferRule.keep``) are continued from there.
         """
 
     def wait_decoded(self, ticket: int | None = None) -> None:
@@ -258,7 +259,8 @@ class Rollouts(Protocol):
         """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way that have been sampled, pickled; empty: there are none."""
+        """Return the responses of the roll-outs under way that have been sampled, and what is kept of deferred prompts,
+        pickled; empty: there is nothing."""
 
     def reuse(self, responses: bytes) -> None:
         """Take these instead of sampling them again where the next roll-out asks for the same prompt and seed."""

@@ -91,17 +91,6 @@ class Sampling:
     max_response_tokens: int
 
 
-@_pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One response to sample: which prompt, which sample of its group, how, and with what seed."""
-
-    prompt: Prompt
-    sample_index: int
-    sampling: Sampling
-    seed: int
-
-
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A request in messages instead of tokens, for a model that is not being trained: our engines' or an endpoint's.
@@ -142,6 +131,35 @@ class VersionSpan:
 
     version: int
     first_token: int
+
+
+@_pickled_by_fields
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The tokens of a response that were sampled when its request was given up; arrays as in ``Completion``."""
+
+    seed: int
+    """The request's."""
+    token_ids: Int32Array  # [n]
+    log_probs: Float32Array  # [n]
+    versions: tuple[VersionSpan, ...]
+    started_s: float
+
+
+@_pickled_by_fields
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to sample: which prompt, which sample of its group, how, and with what seed.
+
+    With ``before`` the response is *continued*: it begins with these tokens, which count toward its longest length, and
+    the engine samples the rest.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    sampling: Sampling
+    seed: int
+    before: Unfinished | None = None
 
 
 @_pickled_by_fields
@@ -224,6 +242,10 @@ class DeferRule:
     """End a roll-out when all responses to ``groups`` of its prompts are sampled, and give up the other prompts."""
 
     groups: int
+    first: int = 0
+    """The first so many prompts are part of the result in any case."""
+    keep: bool = False
+    """Keep what was sampled of the others: when they are asked again, their responses are continued."""
 
 
 Place = tuple[int, int]
@@ -354,7 +376,7 @@ class RolloutReport:
     """From the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Started for a refill or a prompt that was deferred, and thrown away."""
+    """Started for a refill or a prompt that was deferred, and thrown away; not those that are kept."""
     prompts: tuple[int, ...] = ()
     """Indices of the prompts that make up the result."""
     period_s: float = 0.0

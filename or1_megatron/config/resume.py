@@ -34,7 +34,12 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
 )
 """Dotted keys (``*``: any part) whose value may differ from that of the run that is resumed."""
 
-NOT_RESUMABLE: Final[tuple[str, ...]] = ("rollout.max_staleness", "rollout.tail", "verify.math.*")
+NOT_RESUMABLE: Final[tuple[str, ...]] = (
+    "rollout.max_staleness",
+    "rollout.tail",
+    "rollout.continued",
+    "verify.math.*",
+)
 """Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""
 
 NEXT_STAGE_CHANGES: Final[tuple[str, ...]] = (

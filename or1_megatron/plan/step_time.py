@@ -133,7 +133,7 @@ class _Steps:
     """Steps of one stage, made of the run's scheduler and supply, with clocks for what takes time.
 
     One step is simulated where steps are synchronous. With deferred prompts it is the steps up to the first of deferred
-    ones, with staleness four steps after those in which the engines' queues fill.
+    ones; where they are continued, and with staleness, four steps after the first ones, in which engines' queues fill.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class _Steps:
     ) -> None:
         self.config, self.machine, self.stage, self.random = config, machine, config.stages[when.index], random
         self.ahead, stage = config.rollout.max_staleness, self.stage
-        tail = Tail(config.rollout.tail_share, None) if config.rollout.tail == "defer" else None
+        continued = config.rollout.continued != "none"
+        tail = Tail(config.rollout.tail_share, None, continued) if config.rollout.tail == "defer" else None
         extra = math.ceil(config.rollout.tail_share * stage.prompts_per_step - 1e-9)
         cycle = 1 if tail is None else 1 + math.ceil(stage.prompts_per_step / extra)
-        self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, cycle)
+        self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead or continued else (0, cycle)
         prompts = (self.warm_up + self.counted + self.ahead) * (stage.prompts_per_step + stage.refill_prompts)
         prompts += stage.prompts_per_step if tail else 0
         drawn = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)

@@ -85,14 +85,15 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
         raise AllRejected(
             f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): "
             f"of the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, {other} left without "
-            "spread by the truncation mask. The policy learns nothing from them. All wrong: give easier problems or a "
+            "spread by the truncation mask, or without a new token (rollout.continued=mask). "
+            "The policy learns nothing from them. All wrong: give easier problems or a "
             "longer max_response_tokens; all right: give harder problems; either: a larger group_size; or raise the "
             "limit. The same command resumes from the last checkpoint"
         )
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
-    """Return how many rejected groups are (all right, all wrong, mixed: the truncation mask left no spread)."""
+    """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread, or no token)."""
     right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
     wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong

@@ -72,7 +72,8 @@ class Loop:
         self.ports = ports
         self.schedule = StageSchedule(config.stages, config.stage_count)
         self.evaluations = Evaluations(config.evaluation, self.schedule)
-        tail = None if config.tail_share is None else Tail(config.tail_share, ports.tail_record)
+        continued = config.continued != "none"
+        tail = None if config.tail_share is None else Tail(config.tail_share, ports.tail_record, continued)
         self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed, tail)
         self.controller = EntropyController(config.algorithm.entropy)
         self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
@@ -84,7 +85,7 @@ class Loop:
         self.saving = Saving(ports.policy, ports.keeper, self.supply.finished_responses, in_memory)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
-        self._staleness = 0  # of the current step's oldest token, in versions
+        self._staleness = 0  # of the oldest token that the current step trains, in versions
         self._seconds: dict[str, float] = {}  # per verb, and "step" and "other"
 
     def run(self) -> LoopResult:
@@ -136,6 +137,9 @@ class Loop:
             staleness=self._staleness,
             tail=self.supply.tail_report,
             scores=first_scores(scored, updates),
+            samples=[sample for group in scored.samples for sample in group],
+            continued=self.config.continued != "none",
+            version=self.steps_done - 1,
         )
         metrics = self.measure(step, evaluation)
         if self._evaluation_due() == "whole":  # ``measure`` found a plateau: the run ends here
@@ -211,7 +215,9 @@ class Loop:
         """Wait for the remaining verdicts. Raises VerificationFailing and StaleRollout."""
         groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
-        self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)
+        allowed = 1 if self.config.continued != "none" else self.config.max_staleness
+        oldest = check_versions(groups, self.steps_done, allowed)
+        self._staleness = 0 if self.config.continued == "mask" else oldest  # of what the loss holds
         return groups, report
 
     @stopping_verb
@@ -241,7 +247,8 @@ class Loop:
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
         """Return (kept, rejected). Raises AllRejected after too many steps in a row without a kept group."""
-        kept, rejected = reject(groups, self.config.algorithm.advantage)
+        since = self.steps_done if self.config.continued == "mask" else None
+        kept, rejected = reject(groups, self.config.algorithm.advantage, since)
         self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
         check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
         return kept, rejected
@@ -249,8 +256,9 @@ class Loop:
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
         """Make the forward passes that the step needs and return the kept groups as samples."""
-        stale = self._staleness > 0
-        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
+        stale, since = self._staleness > 0, self.steps_done if self.config.continued == "mask" else None
+        algorithm, layout = self.config.algorithm, self.config.layout
+        return score(self.ports.policy, kept, rejected, stage, algorithm, layout, stale, since)
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:

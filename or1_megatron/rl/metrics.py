@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.rl.batch import real_tokens
+from or1_megatron.rl.batch import real_tokens, sampled_since
 from or1_megatron.rl.checks import count_rejected
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.rl.mismatch import mismatch_metrics
@@ -88,6 +88,12 @@ class StepRecord:
     """None: no prompt is ever deferred."""
     scores: TokenScores | None = None
     """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
+    samples: Sequence[Sample] = ()
+    """The kept groups' responses, as they are trained."""
+    continued: bool = False
+    """Responses may be continued from those of the step before."""
+    version: int = 0
+    """Of the weights that the step trains."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:
@@ -115,9 +121,27 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
     if step.tail is not None:
         metrics["tail/surplus_responses"] = step.rollout.surplus_responses
     if step.mismatch is not None and step.scores is not None:
-        engine = [completion.log_probs for group in step.kept for completion in group.group.completions]
-        metrics |= mismatch_metrics(engine, step.scores.log_probs)
+        counted = [
+            (sample.engine_log_probs[sample.loss_mask], policy)
+            for sample, policy in zip(step.samples, step.scores.log_probs, strict=True)
+            if sample.engine_log_probs is not None and sample.loss_mask.any()
+        ]
+        metrics |= mismatch_metrics([engine for engine, _ in counted], [policy for _, policy in counted])
+    if step.continued:
+        metrics |= continued_metrics(step)
     return metrics
+
+
+def continued_metrics(step: StepRecord) -> dict[str, float]:
+    """Return how much of a step's responses was sampled before it, and what of it is left out of the loss."""
+    made = [completion for group in step.groups for completion in group.completions]
+    new = [sampled_since(completion, step.version) for completion in made]
+    tokens = sum(each.size for each in new)
+    return {
+        "continued/responses": float(np.mean([not each.all() for each in new])),
+        "continued/old_tokens": 1 - sum(int(each.sum()) for each in new) / tokens,
+        "continued/masked_tokens": sum(int((~sample.loss_mask).sum()) for sample in step.samples),
+    }
 
 
 def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
@@ -252,10 +276,9 @@ def measured_mismatch(updates: Sequence[UpdateReport]) -> Mismatch | None:
     )
 
 
-def scored_mismatch(samples: Sequence[Sample], policy_log_probs: Sequence[Float32Array]) -> Mismatch:
+def scored_mismatch(engine: Sequence[Float32Array], policy: Sequence[Float32Array]) -> Mismatch:
     """Return engine against policy from a scoring pass, over at least one token."""
-    engine = np.concatenate([sample.engine_log_probs for sample in samples]).astype(np.float64)
-    difference = np.concatenate(policy_log_probs).astype(np.float64) - engine
+    difference = np.concatenate(policy).astype(np.float64) - np.concatenate(engine).astype(np.float64)
     return Mismatch(
         mean_abs=float(np.abs(difference).mean()),
         max_abs=float(np.abs(difference).max()),

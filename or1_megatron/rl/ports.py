@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
@@ -61,6 +62,8 @@ class LoopConfig:
     max_staleness: int = 0
     tail_share: float | None = None
     """Prompts that a step asks beyond D_R, as a share of D_R; the slowest are deferred. None: none is."""
+    continued: Literal["none", "train", "mask"] = "none"
+    """``rollout.continued``."""
     one_pass: bool = False
     """The policy's head is one-pass: it has no whole sequences (``objectives.scored.needs_scores``)."""
 

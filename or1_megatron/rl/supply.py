@@ -108,8 +108,8 @@ class Supply:
         rule: RefillRule | DeferRule | None = None
         if len(prompts) > stage.prompts_per_step:
             wanted = stage.prompts_per_step
-            deferring = self.tail is not None
-            rule = DeferRule(wanted) if deferring else RefillRule(wanted, self._keeps, self.rejected_share)
+            refill = RefillRule(wanted, self._keeps, self.rejected_share)
+            rule = refill if self.tail is None else self.tail.rule(wanted)
         self._rollouts.roll_out(prompts, stage.group_size, sampling, self._roll_out_seed(step), rule, self._places)
         assert self._before is not None
         self._asked.append(_PendingStep(self._before, isinstance(rule, RefillRule)))
@@ -136,8 +136,8 @@ class Supply:
         return groups, report
 
     def finished_responses(self) -> bytes:
-        """Return what a checkpoint keeps of the roll-outs under way (``interfaces.Rollouts``)."""
-        return self._rollouts.finished_responses() if self._asked else b""
+        """Return what a checkpoint keeps of roll-outs under way and of deferred prompts (``interfaces.Rollouts``)."""
+        return self._rollouts.finished_responses() if self._asked or self.deferred else b""
 
     def _roll_out_seed(self, step: int) -> int:
         return derive_seed(self._seed, "rollout", step)

@@ -5,6 +5,9 @@ other prompts are *deferred*: given up whole, and asked again whole, with the sa
 a step takes those that were drawn first and waits for all of them. A stage's last steps take what is left. So every
 step trains D_R groups, and a stage trains the prompts that it would train without deferring, each exactly once.
 
+``rollout.continued: train`` or ``mask``. What was sampled of a deferred prompt's responses is kept, and the next step
+takes the prompt in any case: it goes on with its unfinished responses, and fills up with the first new groups.
+
 Which prompts are deferred depends on the engines' speed. It is recorded, and a resumed run repeats the record.
 """
 
@@ -19,7 +22,7 @@ from typing import Any
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import ProblemStream
 from or1_megatron.runtime.tail_record import TailRecord
-from or1_megatron.types import Place, Prompt
+from or1_megatron.types import DeferRule, Place, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -46,37 +49,44 @@ class TailReport:
     """Steps since the oldest of its prompts was drawn."""
 
 
-def compose(waiting: int, wanted: int, extra: int, steps_left: int) -> tuple[int, int]:
+def compose(waiting: int, wanted: int, extra: int, steps_left: int, continued: bool = False) -> tuple[int, int]:
     """Return how many deferred and how many new prompts a step asks.
 
     It takes ``wanted`` (D_R) of them; what it asks beyond is deferred. ``steps_left`` of the stage, this one included,
-    are enough for all that wait: waiting <= wanted * steps_left, before and after the step.
+    are enough for all that wait: waiting <= wanted * steps_left, before and after the step. ``continued``: the deferred
+    ones are taken at once, so that no more than ``extra`` ever wait.
     """
+    if continued:
+        old = min(waiting, wanted)
+        return old, wanted - old + (0 if steps_left == 1 else extra)
     if waiting >= wanted or steps_left == 1:
         old = min(waiting, wanted)
         return old, wanted - old
     return 0, wanted + min(extra, wanted * (steps_left - 1) - waiting)
 
 
-def longest_wait(wanted: int, extra: int) -> int:
-    """Return the most steps between the one that draws a prompt and the one that trains it.
+def longest_wait(wanted: int, extra: int, continued: bool = False) -> int:
+    """Return the most steps between the one that draws a prompt and the one that trains it; ``continued``: 1.
 
     At most wanted - 1 + extra prompts wait. Should the first step of deferred prompts leave some of them, further
     prompts make up a whole step's, ``extra`` at a time.
     """
+    if continued and extra:
+        return 1
     return 2 + math.ceil((wanted - 1) / extra) if extra else 0
 
 
 class Tail:
     """The deferred prompts, and the current step's."""
 
-    def __init__(self, share: float, record: TailRecord | None) -> None:
+    def __init__(self, share: float, record: TailRecord | None, continued: bool = False) -> None:
         """
         Args:
             share: prompts that a step asks beyond D_R, as a share of D_R.
             record: None: nothing is recorded.
+            continued: the responses of deferred prompts are continued, in the next step.
         """
-        self._share, self._record = share, record
+        self._share, self._record, self._continued = share, record, continued
         self._known: dict[int, Mapping[str, Any]] | None = None
         self.waiting: list[Drawn] = []
         """The deferred prompts, in the order in which they were drawn."""
@@ -88,11 +98,15 @@ class Tail:
         """Return what step ``step`` (from 1) asks; ``seed`` is that of the prompts that it draws."""
         wanted = stage.prompts_per_step
         extra = min(math.ceil(self._share * wanted - 1e-9), max(0, stream.left - wanted))
-        self._old, new = compose(len(self.waiting), wanted, extra, steps_left)
+        self._old, new = compose(len(self.waiting), wanted, extra, steps_left, self._continued)
         fresh = [Drawn(prompt, (seed, place), step) for place, prompt in enumerate(stream.take(new) if new else [])]
         self._step, self._drawn = step, self.waiting[: self._old] + fresh
         self._asked = self._repeated() or list(range(len(self._drawn)))
         return [self._drawn[index] for index in self._asked]
+
+    def rule(self, wanted: int) -> DeferRule:
+        """Return how the step that was drawn last takes ``wanted`` of its prompts."""
+        return DeferRule(wanted, self._old, keep=True) if self._continued else DeferRule(wanted)
 
     def settle(self, taken: Sequence[int]) -> TailReport:
         """Defer what the step did not take; ``taken`` are indices into what ``draw`` returned."""

@@ -20,7 +20,17 @@ from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests
-from or1_megatron.types import DeferRule, Group, Place, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.types import (
+    Completion,
+    DeferRule,
+    Group,
+    Place,
+    Prompt,
+    RefillRule,
+    RolloutReport,
+    Sampling,
+    Unfinished,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +48,8 @@ class _Asked:
     seeds: list[int]
     of_manager: int
     """The present manager's ticket."""
+    kept: list[Completion | Unfinished]
+    """What was sampled of it before."""
 
 
 class RolloutsClient:
@@ -66,6 +78,7 @@ class RolloutsClient:
         self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
         self._tickets = itertools.count(1)
         self._reused: list[bytes] = []  # for the next roll-out
+        self._kept: dict[int, Completion | Unfinished] = {}  # by seed: of deferred prompts, for when they are asked
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
@@ -111,13 +124,18 @@ class RolloutsClient:
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
-        batch = pickle.dumps((list(prompts), group_size, sampling, seed, rule, places, urgent), protocol=5)
+        arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
+        batch = pickle.dumps(arguments | {"rule": rule, "places": places, "urgent": urgent}, protocol=5)
         seeds = [request.seed for request in plan_requests(prompts, group_size, sampling, seed, places).values()]
         self._progress = (0, len(seeds))
-        of_manager = self._get(lambda manager: manager.roll_out.remote(batch, self._reused))
+        kept = [self._kept[seed] for seed in seeds if seed in self._kept]
+        known = [*self._reused, pickle.dumps(kept, protocol=5)]
+        of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
         self._reused = []
+        for each in kept:
+            del self._kept[each.seed]
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager)
+        self._asked[ticket] = _Asked(batch, seeds, of_manager, kept)
         return ticket
 
     def wait_decoded(self, ticket: int | None = None) -> None:
@@ -126,7 +144,9 @@ class RolloutsClient:
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
-        groups, report = pickle.loads(self._get(lambda manager: manager.collect.remote(self._of_manager(ticket))))
+        found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
+        groups, report, kept = pickle.loads(found)
+        self._kept.update((each.seed, each) for each in kept)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         for engine in self._pool.handles:
             engine.release.remote(asked.seeds)  # nobody waits for it
@@ -142,24 +162,27 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way, pickled. Empty if the manager does not answer: they are
-        sampled again, and no checkpoint fails for them."""
+        """Return pickled (responses of the roll-outs under way, what is kept of deferred prompts). Without the former
+        if the manager does not answer: they are sampled again, and no checkpoint fails for them."""
         try:
-            found: bytes = self._call("finished_responses", timeout_s=_RESPONSES_S)
+            finished = pickle.loads(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except RolloutError as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
-            return b""
-        return found
+            finished = []
+        kept = [*self._kept.values(), *(each for asked in self._asked.values() for each in asked.kept)]
+        return pickle.dumps((finished, kept), protocol=5) if finished or kept else b""
 
     def reuse(self, responses: bytes) -> None:
-        """Give these to the next roll-out, for it and those after it; a warning if they cannot be read."""
+        """Give these to the next roll-out, for it and those after it; a warning if they cannot be read. What is kept
+        of deferred prompts goes to the roll-outs that ask them."""
         try:
-            count = len(pickle.loads(responses))
+            finished, kept = pickle.loads(responses)
+            self._kept.update((each.seed, each) for each in kept)
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
-        log.info("%d responses were sampled before the checkpoint and are not sampled again", count)
-        self._reused.append(responses)
+        log.info("%d responses were sampled before the checkpoint and are not sampled again", len(finished))
+        self._reused.append(pickle.dumps(finished, protocol=5))
 
     def close(self) -> None:
         """End the manager and its verifiers."""
@@ -240,7 +263,7 @@ class RolloutsClient:
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch, finished)
+            asked.of_manager = self._call("roll_out", asked.batch, [pickle.dumps(asked.kept, protocol=5), *finished])
             finished = []
 
     def _recall(self, engine: Any) -> list[bytes]:

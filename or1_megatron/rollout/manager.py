@@ -25,7 +25,7 @@ from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import RequestKey, union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
-from or1_megatron.types import Completion, Group, Request, RolloutReport
+from or1_megatron.types import Completion, Group, Request, RolloutReport, Unfinished
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
@@ -116,15 +116,18 @@ class RolloutManager:
     async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
         """Start what is pickled, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
 
-        ``recalled``: pickled lists of completions of its requests, which are not sampled again.
+        ``recalled``: pickled lists of what was sampled of its requests: completions, which are not sampled again, and
+        unfinished responses, which are continued.
         """
         if self._failure is not None:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        self._recalled.update((completion.seed, completion) for part in recalled for completion in pickle.loads(part))
+        known = [each for part in recalled for each in pickle.loads(part)]
+        self._recalled.update((each.seed, each) for each in known if isinstance(each, Completion))
+        unfinished = {each.seed: each for each in known if isinstance(each, Unfinished)}
         try:
-            ticket, actions = self._scheduler.begin(*pickle.loads(batch))
+            ticket, actions = self._scheduler.begin(**pickle.loads(batch), unfinished=unfinished)
         except ValueError as error:
             raise RolloutError(f"roll_out: {error}") from error
         self._open[ticket] = _UnderWay(ticket, self._scheduler.at(ticket), retries)
@@ -136,21 +139,21 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.decoded, current, "sampled")
 
     async def collect(self, ticket: int | None) -> bytes:
-        """Return pickled (groups, RolloutReport), groups in the order of the prompts."""
+        """Return pickled (groups, RolloutReport, what is kept beyond them), groups in the order of the prompts."""
         current = self._under_way("collect", ticket)
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
         if not self._open:
             self._recalled.clear()
-        groups = self._scheduler.end(current.ticket).result()
-        return pickle.dumps((groups, self._report(current, groups)), protocol=5)
+        groups, kept = self._scheduler.end(current.ticket).result(), current.roll_out.kept()
+        return pickle.dumps((groups, self._report(current, groups, len(kept)), kept), protocol=5)
 
     async def finished_responses(self) -> bytes:
-        """Return a pickled list of the completions of all roll-outs under way; empty: there are none."""
+        """Return a pickled list of the completions of all roll-outs under way."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         found = [completion for roll_out in roll_outs for completion in roll_out.completions.values()]
-        return pickle.dumps(found, protocol=5) if found else b""
+        return pickle.dumps(found, protocol=5)
 
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first
@@ -264,7 +267,7 @@ class RolloutManager:
             self._engine_failed(index, engine, error)
             return
         if self._engines[index] == engine:
-            self._perform(self._scheduler.aborted(index, aborted))
+            self._perform(self._scheduler.aborted(index, pickle.loads(aborted)))
 
     async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
@@ -320,7 +323,7 @@ class RolloutManager:
             raise RolloutError(f"{what}: no roll-out is under way")
         return self._open[ticket]
 
-    def _report(self, current: _UnderWay, groups: Sequence[Group]) -> RolloutReport:
+    def _report(self, current: _UnderWay, groups: Sequence[Group], kept: int) -> RolloutReport:
         assert self._verifiers is not None
         # Where several roll-outs are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
@@ -336,7 +339,7 @@ class RolloutManager:
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
             verify_tail_s=max(0.0, current.judged_s - max(decoded_s, current.started_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
-            surplus_responses=current.roll_out.given - len(wanted),
+            surplus_responses=current.roll_out.given - len(wanted) - kept,
             prompts=tuple(current.roll_out.budget.result),
             period_s=self._reported_s - since_s,
         )

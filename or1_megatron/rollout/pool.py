@@ -92,9 +92,9 @@ class EngineActor:
         """
         self._thread.call_for(caller, lambda engine: engine.submit(pickle.loads(requests)), None)
 
-    def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
-        """As in VllmEngine."""
-        return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
+    def abort(self, seeds: Sequence[int], caller: int = 0) -> bytes:
+        """Return a pickled list of Unfinished; as in VllmEngine."""
+        return pickle.dumps(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []), protocol=5)
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
         """Return a pickled Harvest; as in EngineThread, like the two below."""

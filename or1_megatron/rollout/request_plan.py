@@ -10,8 +10,20 @@ import hashlib
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from or1_megatron.types import Completion, DeferRule, Group, Place, Prompt, RefillRule, Request, Sampling, Verdict
+from or1_megatron.types import (
+    Completion,
+    DeferRule,
+    Group,
+    Place,
+    Prompt,
+    RefillRule,
+    Request,
+    Sampling,
+    Unfinished,
+    Verdict,
+)
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the roll-out, index of the sample in its group)."""
@@ -35,11 +47,13 @@ def plan_requests(
     sampling: Sampling,
     seed: int,
     places: Sequence[Place] | None = None,
+    unfinished: Mapping[int, Unfinished] = MappingProxyType({}),
 ) -> dict[RequestKey, Request]:
     """Make ``group_size`` requests per prompt, group by group.
 
     The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
-    ``places``: where each prompt was first requested. None: in this roll-out.
+    ``places``: where each prompt was first requested. None: in this roll-out. ``unfinished``: by seed, what some of the
+    requests go on from.
     """
     places = [(seed, index) for index in range(len(prompts))] if places is None else places
     return {
@@ -47,7 +61,8 @@ def plan_requests(
             prompt=prompt,
             sample_index=sample_index,
             sampling=sampling,
-            seed=request_seed(*places[prompt_index], sample_index),
+            seed=(own := request_seed(*places[prompt_index], sample_index)),
+            before=unfinished.get(own),
         )
         for prompt_index, prompt in enumerate(prompts)
         for sample_index in range(group_size)
@@ -162,11 +177,15 @@ class SamplingBudget:
 
 
 class TailBudget:
-    """Chooses a roll-out's result: the first ``rule.groups`` of its prompts of which all responses are sampled."""
+    """Chooses a roll-out's result: the first ``rule.groups`` of its prompts of which all responses are sampled.
+
+    The first ``rule.first`` prompts are among them. All prompts are sampled until the result is.
+    """
 
     def __init__(self, prompts: int, group_size: int, rule: DeferRule) -> None:
         self.allowed = prompts
-        self._groups, self._left = rule.groups, [group_size] * prompts
+        self._groups, self._first, self._left = rule.groups, rule.first, [group_size] * prompts
+        self._others = rule.groups - rule.first  # prompts still to be chosen
         self._whole: set[int] = set()
         self._judged = 0
 
@@ -187,12 +206,13 @@ class TailBudget:
 
     def sampled(self, prompt_index: int) -> bool:
         self._left[prompt_index] -= 1
-        if not self._left[prompt_index]:
+        if not self._left[prompt_index] and (prompt_index < self._first or self._others):
             self._whole.add(prompt_index)
+            self._others -= prompt_index >= self._first
         return self.sampled_all
 
     def judged(self, prompt_index: int, group: Group) -> bool:
-        self._judged += 1
+        self._judged += prompt_index in self._whole
         return False
 
 

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from types import MappingProxyType
 
 from or1_megatron.rollout.request_plan import (
     RequestKey,
@@ -32,6 +33,7 @@ from or1_megatron.types import (
     RefillRule,
     Request,
     Sampling,
+    Unfinished,
     Verdict,
 )
 
@@ -74,12 +76,16 @@ class RollOut:
     waiting: deque[tuple[RequestKey, Request]]
     budget: SamplingBudget | TailBudget
     urgent: bool = False
+    keeps: bool = False
+    """Whether what is sampled beyond the result is kept (``DeferRule.keep``)."""
     completions: dict[RequestKey, Completion] = field(default_factory=dict)
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     """By the index of the prompt, once every verdict is there."""
     given: int = 0
     """Requests that were sent to an engine."""
+    given_up: list[Completion | Unfinished] = field(default_factory=list)
+    """What is kept of requests that were given up."""
 
     @property
     def decoded(self) -> bool:
@@ -100,6 +106,12 @@ class RollOut:
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
         return [self.groups[index] for index in self.budget.result]
+
+    def kept(self) -> list[Completion | Unfinished]:
+        """Return what was sampled beyond the result and is kept: of each request at most once."""
+        result = set(self.budget.result)
+        finished = [made for key, made in self.completions.items() if self.keeps and key[0] not in result]
+        return [*finished, *self.given_up]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +148,14 @@ class Scheduler:
         rule: RefillRule | DeferRule | None = None,
         places: Sequence[Place] | None = None,
         urgent: bool = False,
+        unfinished: Mapping[int, Unfinished] = MappingProxyType({}),
     ) -> tuple[int, list[Action]]:
-        """Start a roll-out and return its ticket; arguments as in ``interfaces.Rollouts``.
+        """Start a roll-out and return its ticket; arguments as in ``interfaces.Rollouts`` and ``plan_requests``.
 
         Raises:
             ValueError: two requests, of this roll-out or of those under way, would have the same seed.
         """
-        requests = plan_requests(prompts, group_size, sampling, seed, places)
+        requests = plan_requests(prompts, group_size, sampling, seed, places, unfinished)
         seeds = {request.seed for request in requests.values()}
         others = {request.seed for other in self._roll_outs.values() for request in other.requests.values()}
         if len(seeds) < len(requests) or seeds & (others | self._held.keys()):
@@ -153,7 +166,8 @@ class Scheduler:
             if isinstance(rule, DeferRule)
             else SamplingBudget(len(prompts), rule)
         )
-        made = RollOut(prompts, group_size, requests, deque(requests.items()), budget, urgent)
+        keeps = isinstance(rule, DeferRule) and rule.keep
+        made = RollOut(prompts, group_size, requests, deque(requests.items()), budget, urgent, keeps)
         self._roll_outs[self._tickets] = made
         self._roll_outs = dict(sorted(self._roll_outs.items(), key=lambda item: (not item[1].urgent, item[0])))
         return self._tickets, self._feed()
@@ -199,7 +213,9 @@ class Scheduler:
                 name = f"sample {completion.sample_index} of problem {completion.problem_id}"
                 raise ValueError(f"engine {engine} finished a response that was not requested: {name}")
             held = self._take_off(completion.seed)
-            if held.key is not None:  # else it ended before it could be given up
+            if held.key is None:  # it ended before it could be given up
+                self._keep(held.ticket, completion)
+            else:
                 roll_out = self._roll_outs[held.ticket]
                 roll_out.completions[held.key] = completion
                 actions.append(Judge(held.ticket, held.key, completion))
@@ -229,12 +245,13 @@ class Scheduler:
         fewer = budget.judged(prompt_index, group)
         return [*(self._give_up(ticket) if fewer else []), *self._feed()]
 
-    def aborted(self, engine: int, seeds: Iterable[int]) -> list[Action]:
-        """Take in that the engine no longer has these requests, which were given up."""
-        for seed in seeds:
-            held = self._held.get(seed)
+    def aborted(self, engine: int, unfinished: Iterable[Unfinished]) -> list[Action]:
+        """Take in that the engine no longer has these requests, which were given up, and what it sampled of them."""
+        for each in unfinished:
+            held = self._held.get(each.seed)
             if held is not None and held.engine == engine and held.key is None:
-                self._take_off(seed)
+                self._take_off(each.seed)
+                self._keep(held.ticket, each)
         return self._feed()
 
     def lose(self, engine: int) -> list[Action]:
@@ -270,6 +287,11 @@ class Scheduler:
         if held.key is None:
             self._unwanted -= Counter([held.ticket])  # drops what has come to 0
         return held
+
+    def _keep(self, ticket: int, found: Completion | Unfinished) -> None:
+        roll_out = self._roll_outs.get(ticket)
+        if roll_out is not None and roll_out.keeps and found.token_ids.size:
+            roll_out.given_up.append(found)
 
     def _give_up(self, ticket: int) -> list[Action]:
         """Abort the requests of the prompts that are no longer wanted."""

@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/rejected", "groups", "groups whose advantages were all zero"),
     Metric("groups/rejected_all_right", "groups", "rejected, every response right"),
     Metric("groups/rejected_all_wrong", "groups", "rejected, every response wrong"),
-    Metric("groups/rejected_other", "groups", "rejected though mixed: the truncation mask left no spread"),
+    Metric("groups/rejected_other", "groups", "rejected though mixed: no spread, or no token, was left by a mask"),
     Metric("groups/steps_rejected_in_a_row", "steps", "rollout steps in a row, up to this one, without a kept group"),
     Metric("refill/prompts", "prompts", "drawn beyond D_R until D_R groups were kept"),
     Metric("refill/missing", "groups", "still missing to D_R after refill_prompts were used up"),
@@ -138,6 +138,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("tail/waiting", "prompts", "that are deferred and not yet trained, after this step"),
     Metric("tail/waited", "steps", "since the oldest prompt of this step was drawn"),
     Metric("tail/surplus_responses", "responses", "to prompts that were given up, thrown away"),
+    Metric("continued/responses", "fraction", "responses with tokens that the step before sampled, all groups"),
+    Metric("continued/old_tokens", "fraction", "such tokens among those of all responses"),
+    Metric("continued/masked_tokens", "tokens", "left out of the loss of kept groups, and of T_k"),
     Metric(
         "mismatch/mean_abs", "nats", "mean |engine - policy| log-prob of the sampled tokens, before the first update"
     ),
@@ -159,7 +162,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("verify/tail_s", "s", "from the last decoded response to the last verdict"),
     Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
-    Metric("rollout/response_tokens", "tokens", "sampled in this step"),
+    Metric("rollout/response_tokens", "tokens", "of the responses of this step"),
     Metric("speculation/acceptance", "fraction", "drafted tokens that were sampled; only with rollout.speculation"),
     Metric(
         "speculation/tokens_per_pass",

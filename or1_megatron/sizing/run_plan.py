@@ -216,7 +216,8 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
 
 
 def _sampling_warnings(config: Config) -> Iterator[str]:
-    loss, stale = config.algorithm.loss, config.rollout.max_staleness and config.algorithm.correction.mode == "off"
+    loss = config.algorithm.loss
+    stale = config.rollout.trains_older_tokens and config.algorithm.correction.mode == "off"
     for stage in config.stages:
         if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:
             yield (

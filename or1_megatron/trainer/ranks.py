@@ -90,6 +90,7 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
         mixtures=tuple(config.repeats(stage) for stage in config.stages),
         max_staleness=config.rollout.max_staleness,
         tail_share=config.rollout.tail_share if config.rollout.tail == "defer" else None,
+        continued=config.rollout.continued,
         one_pass=parallel.head == "one_pass",
     )
 

@@ -78,6 +78,10 @@ def test_what_works_on_clipped_tokens_needs_several_sgd_steps(tmp_path: Path, se
     # Stale rollouts without a correction: rho is against the engines' log-probs, and the clip closes at N_SGD 1 too.
     stale = load(tmp_path, f"algorithm.{setting}", "rollout.max_staleness=1", "rollout.placement=separate")
     plan(stale, MODEL)
+    deferring = (f"algorithm.{setting}", "rollout.tail=defer")
+    plan(load(tmp_path, *deferring, "rollout.continued=train"), MODEL)
+    with pytest.raises(PlanError, match="works on tokens whose ratio has moved"):
+        plan(load(tmp_path, *deferring, "rollout.continued=mask"), MODEL)
     corrected = ("rollout.max_staleness=1", "rollout.placement=separate", "algorithm.correction.mode=truncated")
     with pytest.raises(PlanError, match="works on tokens whose ratio has moved"):
         plan(load(tmp_path, f"algorithm.{setting}", *corrected), MODEL)

@@ -196,6 +196,11 @@ def test_staleness_may_not_change_on_a_resume(base: Path) -> None:
     """Though the rest of ``rollout`` may."""
     with pytest.raises(ConfigError, match=r"rollout\.tail: was \"wait\", now \"defer\""):
         check_resume(load_config(base), load_config(base, ["rollout.tail=defer"]))
+    with pytest.raises(ConfigError, match=r"rollout\.continued: was \"none\", now \"mask\""):
+        check_resume(
+            load_config(base, ["rollout.tail=defer"]),
+            load_config(base, ["rollout.tail=defer", "rollout.continued=mask"]),
+        )
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness: was 0, now 1"):
         check_resume(load_config(base), load_config(base, ["rollout.max_staleness=1", "rollout.engines=2"]))
 

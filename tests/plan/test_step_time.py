@@ -65,6 +65,17 @@ def test_deferred_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.rollout.iterations == 28 and found.response_tokens == (4 * 8 * 10 + 8 * 100) // 5
 
 
+def test_continued_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third prompt has 100 tokens, the others 10. The first step asks 6 and takes the four of 10 tokens; the two
+    others have 10 tokens then. The second asks those and 4 new ones, and takes 90 iterations; the new long one has 90
+    tokens then, of which the third needs 10 more. So steps of 90 and 10 take turns. Of the four that count, three train
+    one prompt of 100 tokens and one trains two."""
+    keys = ("rollout.tail=defer", "rollout.tail_share=0.5", "rollout.continued=train", "rollout.max_concurrent=16")
+    _, found = step_of(monkeypatch, Pattern((10, 10, 100)), 2.0, *keys)
+    assert found.verbs["roll_out"] == pytest.approx(2.0 * 50)
+    assert found.rollout.iterations == 50 and found.response_tokens == (3 * 2 * 130 + 2 * 220) // 4
+
+
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_engines_bind_or_the_trainer_does(monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
     """All responses have 50 tokens, and the places hold one step's. If decoding takes longer, a step takes as long as

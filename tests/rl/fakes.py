@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def completion(tokens: Sequence[int], j: int = 0, sample: int = 0, **changes: An
     return Completion(**{**fields, **changes})
 
 
+def begin(made: Completion, tokens: int) -> Completion:
+    """Return the first ``tokens`` of a response."""
+    spans = tuple(span for span in made.versions if span.first_token < tokens)
+    return replace(made, token_ids=made.token_ids[:tokens], log_probs=made.log_probs[:tokens], versions=spans)
+
+
 def verdict(status: VerdictStatus) -> Verdict:
     return Verdict(float(status == "right"), status, "", "made so by the test", 0.0)
 
@@ -111,6 +118,8 @@ class TableRollouts:
         """(groups, which prompts they are of) by ticket."""
         self.seeds: dict[int, int] = {}  # by ticket
         self.reused: dict[int, tuple[list[Group], list[int]]] = {}  # by seed
+        self.kept: dict[Place, list[Completion | None]] = {}
+        """Beginnings of the responses to deferred prompts, by place."""
         self.jitter = np.random.default_rng()
         """Adds to the time that a response takes for its length: no two runs have the same."""
 
@@ -136,28 +145,50 @@ class TableRollouts:
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
         rngs = [rng] * len(prompts) if places is None else [np.random.default_rng(place) for place in places]
+        begun = [self.kept.pop(place, [None] * group_size) for place in places or [(seed, -1)] * len(prompts)]
         groups = [
-            self._group(prompt, group_size, log_probs, sampling, each)
-            for prompt, each in zip(prompts, rngs, strict=True)
+            self._group(prompt, group_size, log_probs, sampling, each, before)
+            for prompt, each, before in zip(prompts, rngs, begun, strict=True)
         ]
         taken = list(range(len(prompts)))
         if isinstance(rule, RefillRule):
             kept = np.cumsum([rule.keeps(group) for group in groups])
             taken = taken[: int(np.searchsorted(kept, rule.kept)) + 1]
         if isinstance(rule, DeferRule):
-            lengths = [max(made.token_ids.size for made in group.completions) for group in groups]
-            order = np.argsort(np.array(lengths) + self.jitter.uniform(0, 2, len(prompts)), kind="stable")
-            taken = sorted(order[: rule.groups].tolist())
+            sizes = [[0 if each is None else each.token_ids.size for each in before] for before in begun]
+            lengths = [
+                max(made.token_ids.size - old for made, old in zip(group.completions, before, strict=True))
+                for group, before in zip(groups, sizes, strict=True)
+            ]
+            times = np.array(lengths) + self.jitter.uniform(0, 2, len(prompts))
+            times[: rule.first] = -1.0
+            taken = sorted(np.argsort(times, kind="stable")[: rule.groups].tolist())
+            if rule.keep:
+                assert places is not None
+                spent = max(lengths[index] for index in taken)
+                for index in sorted(set(range(len(prompts))) - set(taken)):
+                    self.kept[places[index]] = [begin(made, spent) for made in groups[index].completions]
         self.under_way[self.calls] = ([groups[index] for index in taken], taken)
         return self.calls
 
     def _group(
-        self, prompt: Prompt, size: int, log_probs: np.ndarray, sampling: Sampling, rng: np.random.Generator
+        self,
+        prompt: Prompt,
+        size: int,
+        log_probs: np.ndarray,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        begun: Sequence[Completion | None],
     ) -> Group:
+        """``begun``: for each response what it is continued from."""
         j = int(prompt.token_ids[0]) - SAMPLED
         completions, verdicts = [], []
-        for sample in range(size):
-            last, tokens, scores = SAMPLED + j, [], []
+        for sample, before in zip(range(size), begun, strict=True):
+            last, tokens, scores, versions = SAMPLED + j, [], [], ()
+            if before is not None:
+                tokens, scores, versions = before.token_ids.tolist(), before.log_probs.tolist(), before.versions
+                last = tokens[-1]
+            old = len(tokens)
             while len(tokens) < sampling.max_response_tokens and (not tokens or tokens[-1] != END):
                 last_log_probs = log_probs[last]
                 last = int(np.searchsorted(np.exp(last_log_probs).cumsum(), rng.random() * (1 - 1e-12)))
@@ -169,7 +200,7 @@ class TableRollouts:
                 j,
                 sample,
                 log_probs=np.array(scores, dtype=np.float32),
-                versions=(VersionSpan(self.version, 0),),
+                versions=versions if versions and len(tokens) == old else (*versions, VersionSpan(self.version, old)),
             )
             right = not made.truncated and tokens[0] == 1 + j % 4
             status: VerdictStatus = "truncated" if made.truncated else "right" if right else "wrong"
@@ -194,11 +225,12 @@ class TableRollouts:
         return (0, 0)
 
     def finished_responses(self) -> bytes:
-        """Return all that is under way: a response is finished when it is asked for."""
-        return pickle.dumps({self.seeds[ticket]: found for ticket, found in self.under_way.items()})
+        """Return all that is under way: a response is finished when it is asked for. And what is kept."""
+        return pickle.dumps(({self.seeds[ticket]: found for ticket, found in self.under_way.items()}, self.kept))
 
     def reuse(self, responses: bytes) -> None:
-        self.reused.update(pickle.loads(responses))
+        finished, self.kept = pickle.loads(responses)
+        self.reused.update(finished)
 
 
 class TablePolicy:

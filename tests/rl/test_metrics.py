@@ -131,8 +131,7 @@ def test_mismatch_both_ways() -> None:
     """Differences (0.1, -0.3): mean |d| 0.2, max 0.3, k3 (e^0.1 - 1.1 + e^-0.3 - 0.7) / 2."""
     k3 = (np.exp(0.1) - 1.1 + np.exp(-0.3) - 0.7) / 2
     engine = np.array([-1.0, -2.0], dtype=np.float32)
-    sample = Sample(engine[:1], engine, 0.0, np.ones(2, dtype=np.bool_), engine_log_probs=engine)
-    scored = scored_mismatch([sample], [engine + np.array([0.1, -0.3], dtype=np.float32)])
+    scored = scored_mismatch([engine], [engine + np.array([0.1, -0.3], dtype=np.float32)])
     assert (scored.mean_abs, scored.max_abs, scored.kl) == pytest.approx((0.2, 0.3, k3), rel=1e-5)
     measured = measured_mismatch([update(2, abs_log_ratio=0.4, max_abs_log_ratio=0.3, approx_kl=2 * k3)])
     assert measured is not None

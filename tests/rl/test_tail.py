@@ -9,7 +9,9 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ from fakes import problem
 from test_loop import STAGE, World
 from test_stage_runs import stages, trained, with_stream
 
+from or1_megatron.config.schema import AlgorithmConfig, EntropyConfig
 from or1_megatron.rl.checks import ResumeError
+from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.tail import Tail, longest_wait
-from or1_megatron.types import Group, Prompt
+from or1_megatron.schemas.metrics import METRICS
+from or1_megatron.types import Group, Prompt, VersionSpan
 
 DEFER = {"tail_share": 0.5}
 
@@ -40,24 +45,30 @@ class Endless:
         return [problem(j) for j in range(self.taken - count, self.taken)]
 
 
-def test_no_prompt_waits_longer_than_the_bound() -> None:
+@pytest.mark.parametrize("continued", [False, True])
+def test_no_prompt_waits_longer_than_the_bound(continued: bool) -> None:
     """300 stages of drawn sizes, with which prompts a step defers drawn at random: each step takes D_R, each prompt is
-    trained once and within ``longest_wait`` of the step that drew it, and none is left. The bound is reached."""
+    trained once and within ``longest_wait`` of the step that drew it, and none is left. The bound is reached. Where
+    responses are continued it is 1: what a step defers the next one takes."""
     rng = np.random.default_rng(0)
     reached = False
     for _ in range(300):
         wanted, steps = int(rng.integers(1, 9)), int(rng.integers(1, 40))
         extra = int(rng.integers(0, wanted + 1))
         stage = STAGE.model_copy(update={"prompts_per_step": wanted})
-        tail, stream, trained_ones = Tail(extra / wanted, None), Endless(), Counter[str]()
+        tail, stream, trained_ones = Tail(extra / wanted, None, continued), Endless(), Counter[str]()
         for step in range(1, steps + 1):
             drawn = tail.draw(stream, stage, step, step, steps + 1 - step)  # type: ignore[arg-type]
-            taken = sorted(rng.permutation(len(drawn))[:wanted].tolist())
+            rule = tail.rule(wanted)
+            assert rule.keep == continued and (continued or not rule.first)
+            others = rule.first + rng.permutation(len(drawn) - rule.first)
+            taken = sorted([*range(rule.first), *others[: wanted - rule.first].tolist()])
             assert len(taken) == wanted
             trained_ones.update(drawn[index].prompt.problem.id for index in taken)
             waited = tail.settle(taken).waited
-            assert waited == max(step - drawn[index].step for index in taken) <= longest_wait(wanted, extra)
-            reached |= waited == longest_wait(wanted, extra) > 3
+            bound = longest_wait(wanted, extra, continued)
+            assert waited == max(step - drawn[index].step for index in taken) <= bound
+            reached |= waited == bound > (0 if continued else 3)
         assert not tail.waiting and trained_ones == Counter({f"p{j}": 1 for j in range(wanted * steps)})
     assert reached
 
@@ -85,6 +96,94 @@ def test_a_stage_trains_the_same_prompts_as_without(tmp_path: Path) -> None:
     assert [rows[k]["tail/waiting"] for k in range(1, 8)] == [2, 4, 0, 2, 4, 0, 0]
     assert rows[3]["tail/waited"] == 2 and max(row.get("tail/waited", 0) for row in rows.values()) <= 4
     assert "tail/deferred" not in plain.diary.rows[1]
+
+
+FEW = {"prompts_per_step": 4, "prompts_per_update": 4, "steps": 6, "max_response_tokens": 12}
+
+
+def tokens_of(groups: Sequence[Group], version: int) -> tuple[list[int], list[int]]:
+    """Tokens of each response that ``version`` sampled, and that older versions did, counted one by one."""
+    new, old = [], []
+    for completion in (completion for group in groups for completion in group.completions):
+        ends = [span.first_token for span in completion.versions[1:]] + [completion.token_ids.size]
+        counts = Counter[bool]()
+        for span, end in zip(completion.versions, ends, strict=True):
+            counts[span.version == version] += end - span.first_token
+        new.append(counts[True])
+        old.append(counts[False])
+    return new, old
+
+
+@pytest.mark.parametrize(("continued", "estimate"), [("train", "sampled"), ("mask", "sampled"), ("mask", "full")])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_continued_responses_are_trained_or_masked(tmp_path: Path, continued: str, estimate: str, updates: int) -> None:
+    """Two prompts of six are deferred in each step, and taken by the next. Their responses are of two versions, and an
+    engine's log-prob is that of the version that sampled the token. train: all tokens are counted, and rho is against
+    the engines' log-probs also with one SGD step. mask: the old ones are in no T_k, and rho is as it is on-policy.
+    Rewards, lengths and e_k are of whole responses."""
+    algorithm = AlgorithmConfig(entropy=EntropyConfig(target=5.0, delta=0.01, estimate=estimate))  # type: ignore[arg-type]
+    given = stages({**FEW, "prompts_per_update": 4 // updates})
+    changes = {**DEFER, "continued": continued}
+    world = World(tmp_path, given, evaluated=False, changes=changes, algorithm=algorithm)
+    tables: dict[int, np.ndarray] = {}
+    load = world.rollouts.load
+    world.rollouts.load = lambda table, version: (tables.update({version: table}), load(table, version))[1]  # type: ignore[assignment,func-returns-value]
+    world.loop.run()
+    rows, seen_old, made = world.diary.rows, 0, iter(world.policy.updates)
+    for step in range(1, 7):
+        _, groups, kept = world.diary.rolled[step]
+        new, old = tokens_of(groups, step - 1)
+        seen_old += sum(old)
+        assert len(groups) == 4 and rows[step]["tail/waited"] == (0 if step == 1 else 1)
+        assert rows[step]["rollout/staleness"] == (0 if continued == "mask" else min(sum(old), 1))
+        assert rows[step]["continued/responses"] == np.mean(np.array(old) > 0)
+        assert rows[step]["continued/old_tokens"] == pytest.approx(sum(old) / sum(old + new))
+        assert rows[step]["length/mean"] == pytest.approx(np.mean(np.array(old) + np.array(new)))
+        of_kept = tokens_of([group.group for group in kept], step - 1)
+        masked = sum(of_kept[1]) if continued == "mask" else 0
+        assert rows[step]["continued/masked_tokens"] == masked
+        assert rows[step]["sgd/response_tokens"] == sum(map(sum, of_kept)) - masked
+        assert ("mismatch/mean_abs" in rows[step]) == (bool(kept) and (continued == "mask" or not sum(old)))
+        assert "mismatch/mean_abs" not in rows[step] or rows[step]["mismatch/max_abs"] < 1e-5
+        log_probs = [c.log_probs for group in groups for c in group.completions]
+        assert rows[step]["entropy/sampled"] == pytest.approx(-np.concatenate(log_probs).mean(), rel=1e-5)
+        for completion in (completion for group in groups for completion in group.completions):
+            spans = [*completion.versions, VersionSpan(-1, completion.token_ids.size)]
+            for span, end in pairwise(spans):
+                for k in range(span.first_token, end.first_token):
+                    last = 8 + int(completion.problem_id[1:]) if k == 0 else completion.token_ids[k - 1]
+                    logits = tables[span.version][last]
+                    expected = logits[completion.token_ids[k]] - np.log(np.exp(logits).sum())
+                    assert completion.log_probs[k] == pytest.approx(expected, abs=1e-5)
+        for batch, objective in islice(made, int(rows[step]["sgd/steps"])):
+            assert isinstance(objective, ClippedPolicyLoss)
+            assert objective.on_policy == (updates == 1 and (continued == "mask" or not sum(old)))
+            with_policy = [row.policy_log_probs is not None for rank in batch.ranks for row in rank]
+            assert set(with_policy) == {updates == 2 and (continued == "mask" or not sum(old))}
+    assert seen_old > 20
+    described = {metric.name for metric in METRICS if metric.name.startswith(("continued/", "tail/"))}
+    assert described == {name for name in rows[2] if name.startswith(("continued/", "tail/"))}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resumed_run_goes_on_with_what_is_kept(tmp_path: Path, killed: bool) -> None:
+    """It is stopped in step 3, before which two prompts were deferred, or killed there after a checkpoint of step 2.
+    The resumed run has the beginnings of their responses from the checkpoint, and makes the steps of the same prompts,
+    each once."""
+    changes = {**DEFER, "continued": "train"}
+    stopped = World(tmp_path, stages(FEW), evaluated=False, changes=changes, every_steps=2 if killed else 1000)
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, partial(int, "killed") if killed else stopped.stop
+    with pytest.raises(ValueError, match="killed") if killed else nullcontext():
+        stopped.loop.run()
+    resumed = World(tmp_path, stages(FEW), evaluated=False, changes=changes)
+    assert resumed.loop.run().finished
+    _, groups, _ = resumed.diary.rolled[3]
+    assert sum(tokens_of(groups[:2], 2)[1]) > 0 and sum(tokens_of(groups[2:], 2)[1]) == 0
+    both = [*asked_of(stopped), *asked_of(resumed)]
+    plain = World(tmp_path / "plain", stages(FEW), evaluated=False)
+    plain.loop.run()
+    assert [len(step) for step in both] == [4] * 6
+    assert Counter(chain(*both)) == Counter(chain(*asked_of(plain)))
 
 
 @pytest.mark.parametrize("stop_in", [3, 5, 6])
@@ -150,18 +249,23 @@ def test_deferring_chooses_when_a_response_is_trained_and_not_whether() -> None:
     """The reward depends on nothing but length. With a policy that stays as it is, the mean reward of all that two
     stages train differs from plain sampling's by less than 0.02; had deferred prompts been given new seeds, it would be
     higher by more than that, since long responses would be drawn again. The problems are the same, as often each. Steps
-    do differ: those of deferred prompts are the longest."""
+    do differ: those of deferred prompts are the longest. Where responses are continued, steps are as alike as without
+    deferring."""
+    kinds = ((None, False, False), (0.5, False, False), (0.5, True, False), (0.5, False, True))
     worlds = [
-        [tail_bias.run_stage(share, seed, new_seeds=new)[0] for seed in range(2)]
-        for share, new in ((None, False), (0.5, False), (0.5, True))
+        [tail_bias.run_stage(share, seed, new_seeds=new, continued=continued)[0] for seed in range(2)]
+        for share, new, continued in kinds
     ]
-    plain, deferring, again = ([step for steps in world for step in steps] for world in worlds)
-    assert [len(step) for step in deferring] == [16] * 2 * tail_bias.STEPS
+    plain, deferring, again, continuing = ([step for steps in world for step in steps] for world in worlds)
+    assert [len(step) for step in deferring] == [len(step) for step in continuing] == [16] * 2 * tail_bias.STEPS
     assert abs(right_share(deferring) - right_share(plain)) < 0.02 < right_share(again) - right_share(plain)
-    per_step = [float(np.mean([c.token_ids.size for g in step for c in g.completions])) for step in deferring]
-    assert max(per_step) > 2 * np.median(per_step)
-    problems = [Counter(g.prompt.problem.id for step in steps for g in step) for steps in (plain, deferring)]
-    assert problems[0] == problems[1]
+    assert abs(right_share(continuing) - right_share(plain)) < 0.02
+    deviations = [np.std(tail_bias.step_lengths(*kind)) for kind in ((None,), (0.5,), (0.5, True))]
+    assert deviations[1] > 3 * deviations[0] and deviations[2] < 1.5 * deviations[0]
+    problems = [
+        Counter(g.prompt.problem.id for step in steps for g in step) for steps in (plain, deferring, continuing)
+    ]
+    assert problems[0] == problems[1] == problems[2]
 
 
 def test_what_is_learnt_with_and_without_deferring() -> None:

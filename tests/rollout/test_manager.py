@@ -27,8 +27,9 @@ from or1_megatron.rollout.engine_group import lost_engines
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
-from or1_megatron.types import DeferRule, Group, RefillRule, Sampling
+from or1_megatron.types import DeferRule, Group, RefillRule, Sampling, Unfinished
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -139,6 +140,46 @@ def test_deferring_gives_up_whole_prompts_and_asks_them_again(
     assert np.mean(same) > 0.9
 
 
+def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: TinyModel, ray_cluster: None) -> None:
+    """3 of 5 prompts are taken. What was sampled of the two others is kept, and every response of theirs begins with it
+    in the next roll-out, of which an engine dies; it has the log-probs of transformers from end to end. A checkpoint's
+    file holds what is kept, also of requests under way."""
+    run_id = f"{RUN_ID}-continued"
+    config, verify = rollout_config(), VerifyConfig(workers=1)
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
+    client = start_rollouts(pool, config, verify, frozenset({"math"}), run_id)
+    pool.wait_ready()
+    client.revive_with(lambda: None)
+    sampling = Sampling(1.0, 1.0, 100)
+    client.roll_out(PROMPTS, 8, sampling, 6, DeferRule(3, keep=True))
+    groups, report = client.collect()
+    finished, kept = pickle.loads(client.finished_responses())
+    left = [index for index in range(5) if index not in report.prompts]
+    wanted = {r.seed for (index, _), r in plan_requests(PROMPTS, 8, sampling, 6).items() if index in left}
+    known = {each.seed: each for each in kept}
+    assert finished == [] and len(groups) == 3 and known.keys() <= wanted and len(known) == len(kept)
+    assert any(isinstance(each, Unfinished) for each in kept) and report.surplus_responses == 16 - len(kept)
+    for deadly in (True, False):
+        client.roll_out([PROMPTS[index] for index in left], 8, sampling, 7, None, [(6, index) for index in left])
+        assert {each.seed for each in pickle.loads(client.finished_responses())[1]} == known.keys()
+        if deadly:
+            ray.kill(pool.handles[0], no_restart=True)
+        groups, report = client.collect()
+        made = {completion.seed: completion for group in groups for completion in group.completions}
+        assert made.keys() == wanted and report.surplus_responses == 0
+        for seed, each in known.items():
+            assert made[seed].token_ids[: each.token_ids.size].tolist() == each.token_ids.tolist()
+            assert made[seed].log_probs[: each.token_ids.size].tolist() == each.log_probs.tolist()
+        for group in groups:
+            for completion in group.completions:
+                expected = tiny_model.log_probs(group.prompt.token_ids.tolist(), completion.token_ids.tolist())
+                np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+        assert client.finished_responses() == b""
+        client.reuse(pickle.dumps(([], kept)))
+    client.close()
+    pool.close()
+
+
 def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
     with pytest.raises(RolloutError, match="collect: no roll-out is under way"):
         rollouts.collect()
@@ -201,7 +242,7 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
     rollouts.wait_decoded()
     rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
     kept_responses = rollouts.finished_responses()
-    finished: list[Any] = pickle.loads(kept_responses)
+    finished, _ = pickle.loads(kept_responses)
     assert len(finished) >= 20
     before = [rollouts.collect()[0] for _ in range(2)]
     began_s = time.time()

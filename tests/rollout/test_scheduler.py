@@ -6,16 +6,29 @@ The real manager's part, to do what the scheduler asks for, is tested with real 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine_fixtures import prompt
 
+from or1_megatron.rollout.continued import generator_seed, read_tokens, tokens_before
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
 from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.rollout.simulation import SimulatedRollouts
-from or1_megatron.types import Completion, DeferRule, Group, Prompt, RefillRule, Request, Sampling, Verdict, VersionSpan
+from or1_megatron.types import (
+    Completion,
+    DeferRule,
+    Group,
+    Prompt,
+    RefillRule,
+    Request,
+    Sampling,
+    Unfinished,
+    Verdict,
+    VersionSpan,
+)
 
 ENGINES = 4
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
@@ -39,6 +52,10 @@ class Turmoil:
         self.asked: list[tuple[int, list[int]]] = []  # aborts under way
         self.verifying: list[Judge] = []
         self.answered = Counter[int]()  # by seed
+        self.known: dict[int, Completion] = {}  # not sampled again
+        self.unfinished: dict[int, Unfinished] = {}  # goes on from there
+        self.sent: set[int] = set()
+        self.cut: list[Unfinished] = []
         self.died = 0
 
     def perform(self, actions: list[Action]) -> None:
@@ -50,6 +67,10 @@ class Turmoil:
                         assert not any(request.seed in has for has in self.has), "two engines have one request"
                         assert not self.answered[request.seed], "a request was sent after its answer"
                         self.has[engine][request.seed] = request
+                        self.sent.add(request.seed)
+                        assert request.before is self.unfinished.get(request.seed)
+                    known = [self.has[engine].pop(each.seed) for each in requests if each.seed in self.known]
+                    self.perform(self.scheduler.finished(engine, [self.known[each.seed] for each in known]))
                 case Abort(engine, seeds):
                     self.asked.append((engine, seeds))
                 case Judge():
@@ -78,9 +99,9 @@ class Turmoil:
     def abort(self) -> None:
         if self.asked:
             engine, seeds = self.asked.pop(0)
-            self.perform(
-                self.scheduler.aborted(engine, [seed for seed in seeds if self.has[engine].pop(seed, None) is not None])
-            )
+            found = [self.has[engine].pop(seed) for seed in seeds if seed in self.has[engine]]
+            self.cut += (unfinished := [cut(each, int(self.rng.integers(4))) for each in found])
+            self.perform(self.scheduler.aborted(engine, unfinished))
 
     def die(self) -> None:
         engine = int(self.rng.integers(ENGINES))
@@ -102,12 +123,21 @@ class Turmoil:
         raise AssertionError("the roll-out does not come to its end")
 
 
+NOTHING = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
 def answer(request: Request, engine: int) -> Completion:
-    none = np.zeros(0)
     spans = (VersionSpan(0, 0),)
-    ids, log_probs = none.astype(np.int32), none.astype(np.float32)
+    ids, log_probs = np.ones(1, np.int32), np.ones(1, np.float32)
     problem, sample = request.prompt.problem.id, request.sample_index
     return Completion(problem, sample, ids, log_probs, "", "stop", spans, engine, request.seed, 0.0, 0.0)
+
+
+def cut(request: Request, tokens: int) -> Unfinished:
+    """What an engine returns of a request that is given up after ``tokens`` further tokens."""
+    before = request.before
+    made = np.arange(tokens + (0 if before is None else before.token_ids.size), dtype=np.int32)
+    return Unfinished(request.seed, made, made.astype(np.float32), (VersionSpan(0, 0),), 0.0)
 
 
 @pytest.mark.parametrize("deaths", [0.0, 0.02, 0.2])
@@ -181,6 +211,102 @@ def test_deferring_takes_the_first_whole_groups() -> None:
     assert [c.seed for c in again.completions] == [first[0, sample].seed for sample in range(2)]
 
 
+@pytest.mark.parametrize("deaths", [0.0, 0.05, 0.2])
+def test_kept_responses_are_continued_and_neither_lost_nor_doubled(deaths: float) -> None:
+    """40 drawn histories of two roll-outs: of 8 prompts 5 are taken, and the 3 others are the next one's first. What
+    was sampled of them is kept, of each response once, unless its engine died with it. Every request that goes on from
+    tokens does so on whichever engine it comes to, and is finished once."""
+    continued = 0
+    for history in range(40):
+        world = Turmoil(np.random.default_rng([history, int(100 * deaths)]), deaths)
+        scheduler, asked = world.scheduler, prompts(8)
+        ticket, actions = scheduler.begin(asked, 3, SAMPLING, 1, DeferRule(5, keep=True))
+        world.perform(actions)
+        first = scheduler.at(ticket)
+        world.run(ticket)
+        kept = {each.seed: each for each in first.kept()}
+        assert len(kept) == len(first.kept())
+        left = [index for index in range(8) if index not in first.budget.result]
+        of_left = {request.seed for (index, _), request in first.requests.items() if index in left}
+        assert kept.keys() <= of_left and len(left) == 3
+        assert all(kept[seed].token_ids.size for seed in kept)
+        sampled = {made.seed for key, made in first.completions.items() if key[0] in left}
+        assert sampled <= {seed for seed, each in kept.items() if isinstance(each, Completion)}
+        if not deaths:
+            never_sent = {request.seed for request in first.requests.values()} - world.sent
+            gave_nothing = {each.seed for each in world.cut if not each.token_ids.size}
+            assert of_left - kept.keys() == of_left & (never_sent | gave_nothing)
+        world.answered.clear()
+        world.unfinished = {seed: each for seed, each in kept.items() if isinstance(each, Unfinished)}
+        world.known = {seed: each for seed, each in kept.items() if isinstance(each, Completion)}
+        new = prompts(4, "n")
+        places = [(1, index) for index in left] + [(2, index) for index in range(4)]
+        ticket, actions = scheduler.begin(
+            [*(asked[index] for index in left), *new],
+            3,
+            SAMPLING,
+            2,
+            DeferRule(5, 3, True),
+            places,
+            False,
+            world.unfinished,
+        )
+        requests = scheduler.at(ticket).requests
+        assert {each.seed: each.before for each in requests.values() if each.before is not None} == world.unfinished
+        continued += len(world.unfinished)
+        world.perform(actions)
+        second = scheduler.at(ticket)
+        groups = world.run(ticket)
+        assert list(second.budget.result)[:3] == [0, 1, 2] and len(groups) == 5
+        assert {c.seed for group in groups[:3] for c in group.completions} == of_left
+        assert max(world.answered.values()) == 1 and not any(world.has)
+    assert continued > 40
+
+
+def test_a_continued_roll_out_by_hand() -> None:
+    """At 1 s a token and room for all. Of p0 (2 and 9 tokens), p1 (4, 4) and p2 (3, 3) two are wanted: at 4 s p0 is
+    given up, with its first response and 4 tokens of the second. After a handoff of 1 s the next step takes p0 and one
+    of p3 (20, 20), p4 (2, 2), p5 (3, 3): p4 is whole at 7 s, p5 at 8 s, p0 after 5 more tokens at 10 s. p5 is kept
+    whole, p3 with 5 tokens each; in the step after, p3 needs 15 more."""
+    lengths = {"p0": (2, 9), "p1": (4, 4), "p2": (3, 3), "p3": (20, 20), "p4": (2, 2), "p5": (3, 3)}
+    clock = EngineClock(16, fixed_s=1.0)
+    world = SimulatedRollouts(1, clock, lambda request: lengths[request.prompt.problem.id][request.sample_index])
+    sampling, asked = Sampling(1.0, 1.0, 32), prompts(6)
+    world.roll_out(asked[:3], 2, sampling, 5, DeferRule(2, keep=True))
+    groups, report = world.collect()
+    assert report.prompts == (1, 2) and world.now_s == 4.0 and report.surplus_responses == 0
+    world.hand_off(1, 1.0)
+    world.roll_out([asked[0], *asked[3:]], 2, sampling, 6, DeferRule(2, 1, True), [(5, 0), (6, 1), (6, 2), (6, 3)])
+    groups, report = world.collect()
+    assert report.prompts == (0, 2) and world.now_s == 10.0 and report.surplus_responses == 0
+    assert [spans(c) for group in groups for c in group.completions] == [[(0, 0)], [(0, 0), (1, 4)], [(1, 0)], [(1, 0)]]
+    assert [c.token_ids.size for c in groups[0].completions] == [2, 9]
+    assert [(c.started_s, c.finished_s) for c in groups[0].completions] == [(0.0, 2.0), (0.0, 10.0)]
+    assert world.engines[0].decoded == 2 + 4 + 4 + 4 + 3 + 3 + 5 + 2 + 2 + 3 + 3 + 5 + 5
+    world.hand_off(2, 1.0)
+    world.roll_out([asked[3], asked[5]], 2, sampling, 7, None, [(6, 1), (6, 3)])
+    groups, report = world.collect()
+    assert world.now_s == 26.0 and report.surplus_responses == 0
+    assert [spans(c) for group in groups for c in group.completions] == [[(1, 0), (2, 5)]] * 2 + [[(1, 0)]] * 2
+    assert world.engines[0].decoded == 45 + 30
+
+
+def spans(completion: Completion) -> list[tuple[int, int]]:
+    return [(span.version, span.first_token) for span in completion.versions]
+
+
+def test_new_tokens_are_drawn_with_new_random_numbers() -> None:
+    """A continued request keeps its seed, by which it is known; its engine draws with another one for each length."""
+    plain = Request(prompts(1)[0], 0, SAMPLING, 77)
+    some, more = (replace(plain, before=cut(plain, tokens)) for tokens in (2, 3))
+    assert generator_seed(plain) == 77 and len({generator_seed(each) for each in (plain, some, more)}) == 3
+    assert read_tokens(more).tolist() == [2, 0, 1, 2]
+    with pytest.raises(
+        ValueError, match=r"sample 0 of problem p0 is continued after 8 tokens; expected fewer than .* 8"
+    ):
+        tokens_before(replace(plain, before=cut(plain, 8)))
+
+
 def test_what_two_lost_engines_had_does_not_stand_in_the_way() -> None:
     """3 of 8 prompts wanted, one sample each, four engines with one place. After engines 0 and 3 are lost, in this
     order, prompts 0 and 3 wait; 1, 2 and 4 are right, so that 3 may not be needed, and 0 is sampled all the same."""
@@ -210,7 +336,7 @@ def test_what_two_lost_engines_had_does_not_stand_in_the_way() -> None:
                                     held[to] += requests
                                 case Abort(of, seeds):
                                     held[of] = [each for each in held[of] if each.seed not in seeds]
-                                    scheduler.aborted(of, seeds)
+                                    scheduler.aborted(of, [Unfinished(seed, *NOTHING, (), 0.0) for seed in seeds])
     assert scheduler.at(ticket).judged and len(scheduler.end(ticket).result()) == 3 and "p0" in seen
 
 
