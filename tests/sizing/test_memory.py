@@ -159,7 +159,7 @@ def test_the_quickstart_is_not_refused_on_8_gib(monkeypatch: pytest.MonkeyPatch)
 
 
 def shown(planned: Plan) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=260, record=True, file=io.StringIO())
     console.print(render(planned))
     return console.export_text()
 
