@@ -53,6 +53,7 @@ class FusedStepAdamW(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            assert p.grad is not None
             of_parameter = p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
             for piece in zip(*(tensor.view(-1).split(_PIECE_NUMBERS) for tensor in of_parameter), strict=True):
                 _step_piece(group, *piece)
