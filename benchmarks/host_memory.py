@@ -228,7 +228,7 @@ def name_and_pss(process: psutil.Process, parallel: ParallelConfig) -> tuple[str
         name = "launcher"
     elif name == "trainer rank" and parallel.pipeline > 1:
         name += f", pipeline stage {int(rank) * parallel.pipeline // parallel.ranks}"
-    return (name, int(found[1]) << 10) if found else None
+    return (name, int(found[1]) << 10) if found and name else None
 
 
 def gib(size: int) -> str:
