@@ -183,18 +183,23 @@ def random_model(folder: Path, size: str) -> Path:
 
 def measure(overrides: list[str], config: Config) -> dict[str, int]:
     """Run the recipe; return the peak bytes by the estimate's names, of the largest process of each (Ray's together),
-    and of the sum of all processes."""
+    and of the sum of all processes. The run's end, from when an engine is gone, does not count: a process that is left
+    has its libraries to itself."""
     command = [sys.executable, "-m", "or1_megatron.commands.app", "train", str(RECIPE)]
     run = psutil.Popen([*command, *(part for each in overrides for part in ("--set", each))], cwd=ROOT)
     peaks: dict[str, int] = collections.defaultdict(int)
-    together = 0
+    together = most = 0
     while run.poll() is None:
         held: dict[str, list[int]] = collections.defaultdict(list)
         for process in [run, *children(run)]:
             if (found := name_and_pss(process, config.parallel)) is not None:
                 held[found[0]].append(found[1])
+        engines, most = len(held["engine"]), max(most, len(held["engine"]))
+        if engines < most:
+            run.wait()
+            break
         for name, sizes in held.items():
-            peaks[name] = max(peaks[name], sum(sizes) if name == "Ray" else max(sizes))
+            peaks[name] = max(peaks[name], sum(sizes) if name == "Ray" else max(sizes, default=0))
         together = max(together, sum(map(sum, held.values())))
         time.sleep(0.05)
     if run.returncode:
@@ -223,7 +228,7 @@ def name_and_pss(process: psutil.Process, parallel: ParallelConfig) -> tuple[str
         name = "launcher"
     elif name == "trainer rank" and parallel.pipeline > 1:
         name += f", pipeline stage {int(rank) * parallel.pipeline // parallel.ranks}"
-    return (name, int(found[1]) << 10) if found else None
+    return (name, int(found[1]) << 10) if found and name else None
 
 
 def gib(size: int) -> str:

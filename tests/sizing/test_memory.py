@@ -33,7 +33,7 @@ from or1_megatron.sizing.memory import (
 from or1_megatron.sizing.plan_tables import render
 from or1_megatron.sizing.run_plan import Plan, plan
 from or1_megatron.trainer import preflight
-from or1_megatron.weights.shape import Shape
+from or1_megatron.weights.shape import BYTES, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -86,13 +86,14 @@ def test_a_stage_with_several_chunks_and_uneven_layers() -> None:
 
 def test_what_a_rank_holds_on_a_host() -> None:
     """fp32: 16 bytes per parameter; 12 in the saver's copy, but for the tied weights that stage 0 saves; the moments
-    are cut by DP."""
+    are cut by DP. The embedding's gradient, on both stages that have a tied one, is a whole tensor of its own."""
     shape = Shape.of(SMALL | {"vocab_size": 600_000, "tie_word_embeddings": True})
     first, last = 2 * LAYER + 600_000 * 64, 2 * LAYER + 600_000 * 64 + NORM
 
     def parts(*overrides: str) -> list[list[int]]:
         config = quickstart("parallel.micro_batch_tokens=192", *overrides)
         ranks = [each for each in process_memory(config, shape, "cpu") if each.process.startswith("trainer rank")]
+        assert all(rank.parts["embedding's gradient"] == BYTES[config.model.dtype] * 600_000 * 64 for rank in ranks)
         return [list(rank.parts.values())[:2] for rank in ranks]
 
     assert parts() == [[16 * first, 12 * first], [16 * last, 12 * (last - 600_000 * 64)]]
@@ -158,7 +159,7 @@ def test_the_quickstart_is_not_refused_on_8_gib(monkeypatch: pytest.MonkeyPatch)
 
 
 def shown(planned: Plan) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=260, record=True, file=io.StringIO())
     console.print(render(planned))
     return console.export_text()
 
