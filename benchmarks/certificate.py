@@ -117,7 +117,9 @@ def worker(model: Path, out: Path, handoffs: int) -> None:
 
 
 def measure_checksums(folder: Path, handoffs: int) -> dict[str, list[float]]:
-    make_model(folder / "model")
+    import torch
+
+    make_model(folder / "model", SHAPE, torch.bfloat16)
     out = folder / "seconds.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRAINER_RANKS}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}

@@ -186,11 +186,11 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
 
 
 def _only_packed(layer: torch.nn.Module) -> bool:
-    """Return whether vLLM keeps of a layer's weight, its reload begun, only a copy in another form (oneDNN's)."""
+    """Return whether vLLM, on CPU, keeps of a layer's weight, its reload begun, only a copy in oneDNN's form."""
     kernel = get_layerwise_info(layer).kernel_tensors
     held = None if kernel is None else kernel[0].get("weight")
-    # zentorch may go on computing with the memory that was loaded into
-    return held is not None and not held.numel() and not current_platform.is_zen_cpu()
+    on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # which may keep what was loaded into
+    return on_cpu and held is not None and not held.numel()
 
 
 def _targets(part: Slice, trace: LoaderTrace) -> Iterable[ParameterView]:
