@@ -1,11 +1,11 @@
 """What drafts of tokens save in a roll-out on CPU: ``rollout.speculation`` ngram and suffix against none, by turns.
 
-    python benchmarks/speculation.py        (about five minutes; suffix is left out where arctic_inference is missing)
+    python benchmarks/speculation.py        (about four minutes; suffix is left out where arctic_inference is missing)
 
 Three workloads, each on one engine per way with one thread, the others idle meanwhile:
 
     quickstart         a step of the quickstart's base model: 128 prompts, 8 responses each, T 56, temperature 1
-    loops              64 responses of 1024 tokens of a model with random weights, 7 times as large, at a temperature at
+    loops              32 responses of 512 tokens of a model with random weights, 7 times as large, at a temperature at
                        which it falls into loops
     loops, 4 at once   4 such responses, as at the end of a step
 
@@ -60,7 +60,6 @@ class Workload:
     prompts: int
     each: int
     sampling: Sampling
-    long: bool
 
     def requests(self, turn: int) -> list[Request]:
         """Return a turn's requests: problems of the quickstart, drawn with the turn as the seed."""
@@ -76,9 +75,9 @@ class Workload:
 
 
 WORKLOADS: Final = (
-    Workload("quickstart", 128, 8, Sampling(1.0, 1.0, 56), long=False),
-    Workload("loops", 64, 1, Sampling(0.3, 1.0, 1024), long=True),
-    Workload("loops, 4 at once", 4, 1, Sampling(0.3, 1.0, 1024), long=True),
+    Workload("quickstart", 128, 8, Sampling(1.0, 1.0, 56)),
+    Workload("loops", 32, 1, Sampling(0.3, 1.0, 512)),
+    Workload("loops, 4 at once", 4, 1, Sampling(0.3, 1.0, 512)),
 )
 
 
@@ -100,20 +99,26 @@ def roll_out(handle: Any, requests: Sequence[Request]) -> list[Completion]:
     return [found[request.seed] for request in requests]
 
 
-def measure(workload: Workload, model: Path) -> dict[str, Any]:
-    """Return the workload's figures."""
-    ways = [way for way in WAYS if way != "suffix" or find_spec("arctic_inference")]
+def start(model: Path, max_model_tokens: int) -> dict[str, EnginePool]:
+    """Start an engine per way."""
     pools = {}
-    for way in ways:
-        config = RolloutConfig(kv_cache_bytes=512 << 20, speculation=WAYS[way])
-        pools[way] = EnginePool(config, model, "float32", 2048 if workload.long else 256, "benchmark", on_cpu=True)
-        pools[way].wait_ready()
+    for way, speculation in WAYS.items():
+        if way != "suffix" or find_spec("arctic_inference"):
+            config = RolloutConfig(kv_cache_bytes=512 << 20, speculation=speculation)
+            pools[way] = EnginePool(config, model, "float32", max_model_tokens, f"{model.name}-{way}", on_cpu=True)
+    for pool in pools.values():
+        pool.wait_ready()
+    return pools
+
+
+def measure(workload: Workload, pools: Mapping[str, EnginePool]) -> dict[str, Any]:
+    """Return the workload's figures."""
+    ways = list(pools)
     turns: dict[str, list[list[Completion]]] = {way: [] for way in ways}
     for turn in range(TURNS):
+        requests = workload.requests(turn)
         for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-            turns[way].append(roll_out(pools[way].handles[0], workload.requests(turn)))
-    for pool in pools.values():
-        pool.close()
+            turns[way].append(roll_out(pools[way].handles[0], requests))
     plain = [each.token_ids for turn in turns["none"] for each in turn]
     figures = {}
     for way, done in turns.items():
@@ -130,7 +135,11 @@ def measure(workload: Workload, model: Path) -> dict[str, Any]:
             figures[f"{row}: tokens per pass"] = figure(tokens / (tokens - accepted))
             equal = np.mean([np.array_equal(a, b.token_ids) for a, b in zip(plain, completions, strict=True)])
             figures[f"{row}: responses as without"] = figure(float(equal), "share", at_least=0.99)
-        print(row, {name.split(": ")[1]: each["value"] for name, each in figures.items() if name.startswith(row)})
+        print(
+            row,
+            {name.split(": ")[1]: each["value"] for name, each in figures.items() if name.startswith(f"{row}:")},
+            flush=True,
+        )
     return figures
 
 
@@ -146,8 +155,12 @@ def main() -> None:
         long = long_model(Path(folder, "long"))
         start_ray(None, "benchmark")
         try:
-            for workload in WORKLOADS:
-                figures |= measure(workload, long if workload.long else BASE)
+            for model, max_model_tokens, workloads in ((BASE, 128, WORKLOADS[:1]), (long, 640, WORKLOADS[1:])):
+                pools = start(model, max_model_tokens)
+                for workload in workloads:
+                    figures |= measure(workload, pools)
+                for pool in pools.values():
+                    pool.close()
         finally:
             stop_ray()
     settings = {

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from rigs import in_engine
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import speculation
+from or1_megatron.rollout.kv_cache_update import forget
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.rollout.speculation import DraftSampler
 from or1_megatron.types import Completion, Request, Sampling
@@ -135,6 +136,27 @@ def test_prompts_are_scored_beside_drafts(tiny_model: TinyModel, drafting: Engin
     assert under_way > 0
     for values, ids in zip(scores, sequences, strict=True):
         np.testing.assert_allclose(values, tiny_model.log_probs(ids[:1].tolist(), ids[1:].tolist()), atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_what_a_handoff_drops_under_way_changes_no_token(
+    engine_pool: EnginePool, drafting: EnginePool, policy: Literal["recompute", "keep"]
+) -> None:
+    """The weights stay; tests/handoff/test_in_flight.py changes them, without drafts."""
+    sent = requests(Sampling(1.0, 1.0, 40), seed=90_000)
+
+    def interrupted(engine: Any) -> dict[int, Completion]:
+        engine.submit(sent)
+        for _ in range(8):
+            engine._iterate()
+        forget(engine._engine, policy, "the engine")
+        while engine._pending:
+            engine._iterate()
+        return {completion.seed: completion for completion in engine.step()}
+
+    found = in_engine(drafting.handles[0], interrupted)
+    for plain in decode(engine_pool.handles[0], sent):
+        assert found[plain.seed].token_ids.tolist() == plain.token_ids.tolist()
 
 
 VOCABULARY = 5
