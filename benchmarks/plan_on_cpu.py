@@ -51,7 +51,7 @@ LARGER: Final = {
 """Seven times the quickstart's parameters."""
 SOURCE: Final = "measured by benchmarks/plan_on_cpu.py"
 LARGE_BYTES: Final = 4 << 20
-"""Of an all-reduce whose bandwidth is measured."""
+"""The size of the all-reduce whose bandwidth is measured."""
 
 
 def measured(folders: list[Path]) -> MeasuredRun:
