@@ -32,7 +32,7 @@ PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "hando
 """start: models are loaded; rollout: engines decode; wake: engines give way and the trainer's weights return; update:
 SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
 _MIB: Final = 1 << 20
-_LAUNCHER_BYTES: Final = 210 * _MIB
+_LAUNCHER_BYTES: Final = 220 * _MIB
 _RANK_BYTES: Final = 430 * _MIB
 _LOOP_BYTES: Final = 130 * _MIB
 _ENGINE_BYTES: Final = 600 * _MIB
