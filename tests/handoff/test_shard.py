@@ -194,23 +194,6 @@ def test_only_a_padded_vocabulary_needs_its_loaders(pools: Any) -> None:
     trainer.close()
 
 
-def test_only_output_layers_are_packed(pools: Any) -> None:
-    """A packed copy of an embedding would be as large and never read. That memory is freed is not proven here."""
-    pool, model = pools["single"]
-    trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
-
-    def packed(engine: Any) -> list[str]:
-        def names(model: Any) -> list[str]:
-            return [name for name, layer in model.named_modules() if hasattr(layer, "cpu_linear")]
-
-        return [name for name in engine._llm.apply_model(names)[0] if "layers" not in name]
-
-    assert in_engine(pool.handles[0], packed) == ["lm_head"]
-    trainer.send(4)
-    assert in_engine(pool.handles[0], packed) == ["lm_head"]
-    trainer.close()
-
-
 def same_shaped(shipment: Any) -> list[tuple[Any, Any]]:
     """Return pairs of slices of one shape in a message."""
     slots = shipment.slots
