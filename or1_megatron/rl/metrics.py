@@ -93,7 +93,7 @@ class StepRecord:
     continued: bool = False
     """Responses may be continued from those of the step before."""
     version: int = 0
-    """Of the weights that the step trains."""
+    """The version of the weights that the step trains."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:

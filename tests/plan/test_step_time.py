@@ -68,8 +68,8 @@ def test_deferred_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_continued_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third prompt has 100 tokens, the others 10. The first step asks 6 and takes the four of 10 tokens; the two
     others have 10 tokens then. The second asks those and 4 new ones, and takes 90 iterations; the new long one has 90
-    tokens then, of which the third needs 10 more. So steps of 90 and 10 take turns. Of the four that count, three train
-    one prompt of 100 tokens and one trains two."""
+    tokens then, of which the third needs 10 more. So steps of 90 and 10 take turns. Four count: three of them
+    train one prompt of 100 tokens and one trains two."""
     keys = ("rollout.tail=defer", "rollout.tail_share=0.5", "rollout.continued=train", "rollout.max_concurrent=16")
     _, found = step_of(monkeypatch, Pattern((10, 10, 100)), 2.0, *keys)
     assert found.verbs["roll_out"] == pytest.approx(2.0 * 50)

@@ -325,16 +325,16 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
     pool.close()
 
 
-class Lives:
-    """Stands for an engine's process: it answers."""
-
-    def failure(self) -> None:
-        return None
-
-
 def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) -> None:
     """Ray cannot reach the first's process for a moment; the second has said itself that it failed, and keeps its
     reason. Not proven here: that Ray reports a broken connection so."""
+
+    class Lives:  # in here, so that Ray's workers need not import this file
+        """Stands for an engine's process: it answers."""
+
+        def failure(self) -> None:
+            return None
+
     engines = [ray.remote(Lives).options(num_cpus=0).remote() for _ in range(2)]
     assert lost_engines(engines) == {}
     manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), {}, 60.0)

@@ -264,7 +264,7 @@ def test_kept_responses_are_continued_and_neither_lost_nor_doubled(deaths: float
 
 
 def test_a_continued_roll_out_by_hand() -> None:
-    """At 1 s a token and room for all. Of p0 (2 and 9 tokens), p1 (4, 4) and p2 (3, 3) two are wanted: at 4 s p0 is
+    """At 1 s a token and room for all. Two of p0 (2 and 9 tokens), p1 (4, 4) and p2 (3, 3) are wanted: at 4 s p0 is
     given up, with its first response and 4 tokens of the second. After a handoff of 1 s the next step takes p0 and one
     of p3 (20, 20), p4 (2, 2), p5 (3, 3): p4 is whole at 7 s, p5 at 8 s, p0 after 5 more tokens at 10 s. p5 is kept
     whole, p3 with 5 tokens each; in the step after, p3 needs 15 more."""
