@@ -38,10 +38,8 @@ _LOOP_BYTES: Final = 130 * _MIB
 _ENGINE_BYTES: Final = 600 * _MIB
 _MANAGER_BYTES: Final = 76 * _MIB
 _VERIFIER_BYTES: Final = 51 * _MIB
-_RAY_BYTES: Final = 398 * _MIB
+_RAY_BYTES: Final = 421 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
-_RAY_START_BYTES: Final = 110 * _MIB
-"""What Ray's processes hold besides while they start."""
 _LOGITS_COPIES: Final = 4.25
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once: logits, log-probs, and to count each
 token's rank a comparison and its 64-bit copy."""
@@ -285,7 +283,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
     yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
-    yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES, "start": _RAY_START_BYTES}, {"start": _START})
+    yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})
 
 
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
