@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
@@ -173,6 +173,7 @@ class _Supervisor:
         self._grace_s = grace_s
         self._sessions: set[int] = set()
         self._ended = threading.Event()
+        self._one_ended, self._lock = False, threading.Lock()
         self._monitor = monitor
         if monitor is not None:
             monitor.start()
@@ -218,17 +219,18 @@ class _Supervisor:
                 threading.Thread(target=self._end_with, args=(pid,), name=f"launch-rank-{pid}", daemon=True).start()
 
     def _end_with(self, rank: int) -> None:
-        """Kill the other ranks as soon as a signal kills this one, unless they were asked to stop.
+        """Kill the other ranks as soon as a signal kills this one, if none has ended before and none was asked to stop.
 
         torchrun's agent would ask them to end, and they would take seconds: a rank that has not been killed but has
-        failed leaves them something to say.
+        failed leaves them something to say. Those that the agent ends for such a rank have not been killed first.
         """
-        try:
-            ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)  # the agent waits for it, too
-        except ChildProcessError:  # the agent was first
-            return
+        ended = None
+        with suppress(ChildProcessError):  # the agent waits for it, too, and may have been quicker
+            ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            first, self._one_ended = not self._one_ended, True
         by_signal = ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        if by_signal and self.killed_first is None and not self.number and not self._ended.is_set():
+        if first and by_signal and not self.number and not self._ended.is_set():
             self.killed_first = rank
             for pid in list(self._sessions):
                 _send(pid, signal.SIGKILL)

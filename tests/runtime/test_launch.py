@@ -242,6 +242,25 @@ def test_a_killed_rank_takes_the_others_along_at_once(how: str, asked: bool, end
         other.wait()
 
 
+def test_a_rank_that_is_ended_for_another_has_not_been_killed_first() -> None:
+    """One has failed, and torchrun's agent ends the second by a signal: its exit status is not the run's."""
+    failed, ended, third = (
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        for code in ("import os; os._exit(2)", "import time; time.sleep(600)", "import time; time.sleep(600)")
+    )
+    supervisor = _Supervisor("no_such_module", ranks=0, grace_s=5.0, monitor=None)
+    supervisor.add_sessions([failed.pid, ended.pid, third.pid])
+    supervisor._end_with(failed.pid)
+    ended.terminate()
+    supervisor._end_with(ended.pid)
+    try:
+        assert supervisor.killed_first is None and third.poll() is None
+    finally:
+        third.kill()
+        for process in (failed, ended, third):
+            process.wait()
+
+
 def test_ranks_are_launched_again_in_the_same_process(tmp_path: Path) -> None:
     """One fails; nothing of the first launch is left; the second is as good as the first."""
     (tmp_path / "or1_test_rank.py").write_text(RANK)
