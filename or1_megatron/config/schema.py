@@ -11,7 +11,7 @@ unit, then ``Recipe:``, what the report or its released code says, where it says
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -266,6 +266,10 @@ class VerifyConfig(Section):
 
 
 Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]
+
+
+HOST_ROUND_BYTES: Final = 32 << 20
+"""The most that an engine rank receives at a time through host memory, where small messages are faster."""
 
 
 class HandoffConfig(Section):

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import torch
 
-from or1_megatron.config.schema import Config, ParallelConfig
+from or1_megatron.config.schema import HOST_ROUND_BYTES, Config, ParallelConfig
 from or1_megatron.errors import UserError
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.activations import kept_numbers
@@ -289,8 +289,8 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
     """Return an engine's process.
 
-    vLLM maps files to load them, packs linears for oneDNN (the output layer alone keeps what was packed), and builds
-    each layer anew in a handoff, of which the embedding is the largest.
+    vLLM maps files to load them, and packs linears for oneDNN (the output layer alone keeps its weight, too). A handoff
+    fills embeddings in place.
     """
     rollout, number = config.rollout, BYTES[config.model.dtype]
     vocabulary = _cut(shape.vocab * shape.hidden * number, rollout.tensor_parallel)
@@ -298,7 +298,7 @@ def _host_engine(config: Config, shape: Shape) -> ProcessMemory:
         "weights": _cut(shape.parameters * number, rollout.tensor_parallel),
         "weights' file": shape.parameters * number // (rollout.engines * rollout.tensor_parallel),
         "packed output layer": vocabulary,
-        "handoff": vocabulary + _bucket_bytes(config, shape),
+        "handoff": _bucket_bytes(config, shape),
         "KV cache": rollout.kv_cache_bytes or 0,
         "logits": int(_LOGITS_COPIES * 4 * rollout.max_concurrent * shape.vocab),
         "base": _ENGINE_BYTES,
@@ -323,10 +323,10 @@ def _checkpoint_bytes(config: Config, weights: StageWeights) -> int:
 
 
 def _bucket_bytes(config: Config, shape: Shape) -> int:
-    """Return an engine process's share of a handoff's shared memory, which the sender maps, too: of two buckets, or of
+    """Return an engine process's share of a handoff's shared memory, which the sender maps, too: of two rounds, or of
     all weights if that is less."""
     processes = config.rollout.engines * config.rollout.tensor_parallel
-    buckets = 2 * config.handoff.bucket_bytes * config.rollout.tensor_parallel
+    buckets = 2 * min(config.handoff.bucket_bytes, HOST_ROUND_BYTES) * config.rollout.tensor_parallel
     return min(buckets, shape.parameters * BYTES[config.model.dtype]) // (1 + processes)
 
 

@@ -114,7 +114,7 @@ def test_what_an_engine_holds_on_a_host() -> None:
     assert engine.at("start") == held + whole // 4
     assert engine.at("update") == held + 128_000 + 1_000_000
     assert engine.at("rollout") == held + 128_000 + 1_000_000 + 136_000
-    assert engine.at("handoff") == held + 128_000 + 1_000_000 + 128_000 + whole // 5
+    assert engine.at("handoff") == held + 128_000 + 1_000_000 + whole // 5
     assert (engine.process, engine.count) == ("engine", 4)
 
 

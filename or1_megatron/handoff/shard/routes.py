@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from or1_megatron.config.schema import HOST_ROUND_BYTES
 from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.message.message import Hop
 from or1_megatron.handoff.transport.links import Location
 
 _ON_ONE_NODE = ("shared_memory", "cuda_ipc")
 _THROUGH_HOST_MEMORY = ("gloo", "shared_memory", "gloo+shared_memory")
-_CACHED_BYTES = 32 << 20
 _TOLERATED = 1.1  # how much longer trainers may send than an engine rank receives, before engines pass on
 
 
@@ -107,7 +107,7 @@ def round_bytes(transport: str, bucket_bytes: int) -> int:
     Through host memory it is little: of small messages fewer pages are touched for the first time in a handoff, what is
     packed is still in the processor's cache when it is loaded, and the receivers begin sooner.
     """
-    return min(bucket_bytes, _CACHED_BYTES) if transport in _THROUGH_HOST_MEMORY else bucket_bytes
+    return min(bucket_bytes, HOST_ROUND_BYTES) if transport in _THROUGH_HOST_MEMORY else bucket_bytes
 
 
 def routes_for(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> Routes:
