@@ -32,7 +32,7 @@ def test_a_run_goes_on_by_itself(
     Nothing is on disk when the ranks start again: they go on from memory.
     """
     run = tmp_path / "run"
-    steps = "stages.1.steps=25"  # enough for the run to go on while the last fault is noticed
+    steps = "stages.1.steps=75"  # enough for the run to go on while the last fault is noticed
     saves = ["checkpoint.every_steps=100", "checkpoint.keep_best=false"]
     training = train(small_config(run), "run.max_restarts=3", "cluster.heartbeat_s=6", steps, *saves)
     plan = [
@@ -48,13 +48,13 @@ def test_a_run_goes_on_by_itself(
     wait_for_rows(training, run, len(plan) + 1)
     raylet = next(child for child in training.descendants() if child.name() == "raylet")
     raylet.send_signal(signal.SIGSTOP)
-    for step in range(len(plan) + 2, 28, 5):  # each wait has its own patience
+    for step in range(len(plan) + 2, 78, 5):  # each wait has its own patience
         wait_for_rows(training, run, step)
     status, output = training.finish()
     assert status == 0, output[-6000:]
     assert training.survivors() == []
     rows = read_rows(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(29))
+    assert [row["step"] for row in rows] == list(range(79))
     kinds = [fault["kind"] for fault in faults(run)]
     stalled = [fault["who"] for fault in faults(run) if fault["kind"] == "stalled"]
     assert {"engine 1", "the RolloutManager", "rank 0", "'raylet'"} <= set(stalled), faults(run)
