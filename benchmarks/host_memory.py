@@ -93,9 +93,9 @@ CASES = {
         random="0.5B",
     ),
     "TP2": Case(["parallel.pipeline=1", "parallel.tensor=2", "parallel.sequence=true"]),
-    # 424 responses fill two rows.
+    # 3,840 responses make some 18 rows; fewer rows are packed evenly, and none is full.
     "rows of 8K": Case(
-        ["parallel.micro_batch_tokens=8192", "stages.0.prompts_per_step=53", "stages.0.prompts_per_update=53"]
+        ["parallel.micro_batch_tokens=8192", "stages.0.prompts_per_step=480", "stages.0.prompts_per_update=480"]
     ),
 }
 ROLES = {  # the estimate's name of a process: what its command line holds; the first that fits

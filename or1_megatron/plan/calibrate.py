@@ -113,7 +113,7 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
     def with_constants(values: Sequence[float]) -> Hardware:
         made = {name: constant(value) for name, value in zip(names, values, strict=True)}
         own = begin.model_copy(update={name: made.pop(name) for name in CONSTANTS if name in made})
-        fits = (own.model_copy(update={"model_parameters": size, "covers": COVERS}),)
+        fits = (own.model_copy(update={"model_parameters": round(size), "covers": COVERS}),)
         return hardware.model_copy(update={"fits": fits, **made})
 
     def plan(values: Sequence[float]) -> list[float]:

@@ -34,12 +34,15 @@ SGD steps; handoff: weights go to the engines; save: a checkpoint is copied."""
 _MIB: Final = 1 << 20
 _LAUNCHER_BYTES: Final = 220 * _MIB
 _RANK_BYTES: Final = 430 * _MIB
-_LOOP_BYTES: Final = 130 * _MIB
+_LOOP_BYTES: Final = 116 * _MIB
 _ENGINE_BYTES: Final = 600 * _MIB
-_MANAGER_BYTES: Final = 76 * _MIB
+_MANAGER_BYTES: Final = 74 * _MIB
 _VERIFIER_BYTES: Final = 51 * _MIB
 _RAY_BYTES: Final = 421 * _MIB
 """On a host: what a process holds before it has a model, its libraries among it."""
+_LOOP_RESPONSE_BYTES: Final = 28 << 10
+_MANAGER_RESPONSE_BYTES: Final = 4 << 10
+"""On a host: for each response of a step; of responses of a few dozen tokens."""
 _LOGITS_COPIES: Final = 4.25
 """On a host: fp32 copies of its responses' logits that vLLM's sampler has at once: logits, log-probs, and to count each
 token's rank a comparison and its 64-bit copy."""
@@ -276,11 +279,14 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
         when = {"activations": _UPDATE, "embedding's gradient": _UPDATE, "copy for checkpoints": _AFTER_START}
         when["handoff"] = _HANDOFF
         yield ProcessMemory(_rank(config, stage), ranks, parts, when)
-    yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES})
+    stages = config.stages if config.run.stage is None else config.stages[config.run.stage - 1 : config.run.stage]
+    responses = max(stage.prompts_per_step * stage.group_size for stage in stages)
+    yield ProcessMemory(LOOP, 1, {"base": _LOOP_BYTES, "responses": responses * _LOOP_RESPONSE_BYTES})
     if config.cluster.nodes > 1:
         return
     yield _host_engine(config, shape)
-    yield ProcessMemory("rollout manager", 1, {"base": _MANAGER_BYTES})
+    manager = {"base": _MANAGER_BYTES, "responses": responses * _MANAGER_RESPONSE_BYTES}
+    yield ProcessMemory("rollout manager", 1, manager)
     # A worker, and its child that is killed when a verdict takes too long. Untrusted programs have limits of their own.
     yield ProcessMemory("verifier process", 2 * config.verify.workers, {"base": _VERIFIER_BYTES})
     yield ProcessMemory("Ray", 1, {"base": _RAY_BYTES})

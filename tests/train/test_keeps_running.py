@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 from training import ROOT, Training, faults, process_of, read_rows, wait_for_rows
 
@@ -67,6 +69,46 @@ def test_a_run_goes_on_by_itself(
     assert output.count("The ranks start again ") == output.count(" in /dev/shm/or1_checkpoints_") >= 3
     assert memory_folder(run / "checkpoints") is None
     assert not beats_folder(RunFolder(run).run_id).is_dir() or not read_beats(beats_folder(RunFolder(run).run_id))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("continued", ["train", "mask"])
+def test_deferred_continued_and_drafted_responses_outlive_deaths(
+    small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path, continued: str
+) -> None:
+    """Prompts are deferred, their responses continued, tokens drafted (ngram), while an engine and a rank are killed.
+
+    Each step trains 8 prompts of the 128, with 4 responses each, and no prompt twice. Not proven: that the run learns.
+    """
+    run = tmp_path / "run"
+    tail = ["rollout.tail=defer", "rollout.tail_share=0.5", f"rollout.continued={continued}"]
+    drafts = ["rollout.speculation.method=ngram", "rollout.speculation.draft_tokens=3"]
+    more = ["stages.1.steps=9", "stages.1.prompts_per_update=8", "run.max_restarts=1"]
+    training = train(small_config(run), *tail, *drafts, *more)
+    wait_for_rows(training, run, 2)
+    os.kill(process_of(run, "engine 1"), signal.SIGKILL)
+    wait_for_rows(training, run, 4)
+    os.kill(process_of(run, "rank 1"), signal.SIGKILL)
+    wait_for_rows(training, run, 8)
+    status, output = training.finish()
+    assert status == 0, output[-6000:]
+    assert training.survivors() == []
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(13))
+    assert {"engine", "restart"} <= {fault["kind"] for fault in faults(run)}
+    assert sum(row["continued/responses"] for row in rows[1:]) > 0
+    assert (sum(row["continued/masked_tokens"] for row in rows[1:]) > 0) == (continued == "mask")
+    assert max(row["speculation/tokens_per_pass"] for row in rows[1:]) > 1
+    trained = [id for step in range(1, 13) for id in problems_of(run, step)]
+    assert len(trained) == len(set(trained)) == 12 * 8
+
+
+def problems_of(run: Path, step: int) -> list[str]:
+    """Return the problems that a step sampled; each must have four responses."""
+    table = parquet.read_table(run / "rollouts" / f"step_{step:06d}.parquet", columns=["problem_id"])
+    counts = Counter(table["problem_id"].to_pylist())
+    assert set(counts.values()) == {4}
+    return list(counts)
 
 
 @pytest.mark.slow
