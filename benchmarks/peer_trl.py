@@ -56,8 +56,9 @@ def problems(name: str) -> list[dict[str, Any]]:
 class Measure(TrainerCallback):  # type: ignore[misc]
     """Times steps, and measures accuracy on the held-out problems after each."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.held_out = tokenizer, problems("heldout.jsonl")
+    def __init__(self, model: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+        self.held_out = problems("heldout.jsonl")
         self.step_s: list[float] = []
         self.accuracy: list[float] = []
         self.start_s = self._step_began_s = 0.0
@@ -71,7 +72,7 @@ class Measure(TrainerCallback):  # type: ignore[misc]
         rows = self.held_out[int(os.environ.get("RANK", 0)) :: int(os.environ.get("WORLD_SIZE", 1))]
         encoded = self.tokenizer.apply_chat_template(
             [row["prompt"] for row in rows for _ in range(SAMPLES)],
-            add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True,
+            add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
         )  # fmt: skip
         sampling = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LENGTH, eos_token_id=END, pad_token_id=0
@@ -101,7 +102,7 @@ def main() -> None:
     torch.set_num_threads(2 // processes)
     model = ROOT / "examples" / "quickstart" / "base_model"
     tokenizer = AutoTokenizer.from_pretrained(model)
-    measure = Measure(tokenizer)
+    measure = Measure(model)
     config = GRPOConfig(
         output_dir=str(arguments.out.with_suffix("")), seed=arguments.seed, max_steps=arguments.steps,
         per_device_train_batch_size=arguments.micro_batch,

@@ -100,7 +100,7 @@ def seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=9)
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     task = [sys.executable, "examples/quickstart/task.py", "--out", "runs/quickstart_data"]
@@ -117,7 +117,8 @@ def main() -> None:
         for accuracy in ACCURACIES:
             reached = [seconds for run in found if (seconds := seconds_to(run, accuracy)) is not None]
             label = f"{name}: to an accuracy of {accuracy:.0%}, {len(reached)} of {len(found)} seeds"
-            figures[label] = figure(statistics.median(reached) if reached else float("nan"), "s")
+            if reached:
+                figures[label] = figure(statistics.median(reached), "s")
     ratios = [
         statistics.median(peer["step_s"][1:]) / statistics.median(own["step_s"][1:])
         for own, peer in zip(runs["ours"], runs["TRL"], strict=True)

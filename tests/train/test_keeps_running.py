@@ -82,7 +82,7 @@ def test_deferred_continued_and_drafted_responses_outlive_deaths(
     """
     run = tmp_path / "run"
     tail = ["rollout.tail=defer", "rollout.tail_share=0.5", f"rollout.continued={continued}"]
-    drafts = ["rollout.speculation.method=ngram", "rollout.speculation.draft_tokens=3"]
+    drafts = ["rollout.speculation.method=ngram", "rollout.speculation.match_tokens=2"]
     more = ["stages.1.steps=9", "stages.1.prompts_per_update=8", "run.max_restarts=1"]
     training = train(small_config(run), *tail, *drafts, *more)
     wait_for_rows(training, run, 2)
@@ -98,7 +98,7 @@ def test_deferred_continued_and_drafted_responses_outlive_deaths(
     assert {"engine", "restart"} <= {fault["kind"] for fault in faults(run)}
     assert sum(row["continued/responses"] for row in rows[1:]) > 0
     assert (sum(row["continued/masked_tokens"] for row in rows[1:]) > 0) == (continued == "mask")
-    assert max(row["speculation/tokens_per_pass"] for row in rows[1:]) > 1
+    assert max(row.get("speculation/tokens_per_pass", 1) for row in rows) > 1  # missing where nothing was drafted
     trained = [id for step in range(1, 13) for id in problems_of(run, step)]
     assert len(trained) == len(set(trained)) == 12 * 8
 
