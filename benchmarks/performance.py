@@ -252,9 +252,9 @@ SECTIONS = (
         "guards",
         "What the guards against silent damage cost a step",
         "python benchmarks/guards.py",
-        "A short quickstart with two data-parallel ranks whose state lies on the host between updates: the "
-        "share of a step that the slower rank spends comparing replicas (the wait "
-        "for the other rank included), summing offloaded state, and copying the state for a checkpoint in memory.",
+        "A short quickstart with two data-parallel ranks whose state lies on the host between updates: the share of a "
+        "step that the slower rank spends comparing replicas (the wait for the other rank included), summing offloaded "
+        "state, and copying the state for a checkpoint in memory.",
         (("a comparison of replicas, and the sums of offloaded state", "≤ 1%"),),
     ),
     Section(
@@ -301,9 +301,9 @@ SECTIONS = (
         "peers",
         "The quickstart's task in TRL",
         "python benchmarks/peers.py --rounds 3",
-        "Same model, prompts, D_R, group size, T, learning rate and cores, by turns; this trainer as in the quickstart, "
-        "but with one stage, and TRL's GRPOTrainer with transformers' generation, in one process. Evaluations are not "
-        "counted. Seconds to an accuracy on held-out problems, measured after each step, are those of the steps alone.",
+        "Same model, prompts, D_R, group size, T, learning rate and cores, by turns: this trainer as the quickstart "
+        "runs, with one stage, and TRL's GRPOTrainer with transformers' generation, in one process. Evaluations do not "
+        "count. Seconds to an accuracy on held-out problems, measured after each step, are those of the steps alone.",
         (("a step, TRL / ours, median of the pairs", "≥ 2.5"),),
     ),
     Section(

@@ -44,6 +44,8 @@ class Variant:
     speculation: bool = False
     deferred: float = 0.0
     """rollout.tail_share; 0: a step waits for its tail."""
+    continued: bool = False
+    """rollout.continued: train. What was sampled of deferred responses is not thrown away."""
     staleness: int = 0
     trainers: int = GPUS
     """Fewer than all: engines have GPUs of their own."""
@@ -53,7 +55,7 @@ class Variant:
 
     @property
     def on_policy(self) -> bool:
-        return self.staleness == 0
+        return self.staleness == 0 and not self.continued
 
 
 VARIANTS: Final = (
@@ -61,6 +63,8 @@ VARIANTS: Final = (
     Variant("t_other hidden: verdicts beside decoding, head and handoff as planned"),
     Variant("+ tail batching, share 0.25", deferred=0.25),
     Variant("+ tail batching, share 1", deferred=1.0),
+    Variant("+ tail batching, share 0.25, continued", deferred=0.25, continued=True),
+    Variant("+ tail batching, share 0.5, continued", deferred=0.5, continued=True),
     Variant("+ engines of TP 2", tensor=2),
     Variant("+ speculation", speculation=True),
     Variant("+ a lighter engine", fast=True),
@@ -100,6 +104,7 @@ def _config(variant: Variant) -> Config:
     rollout: dict[str, Any] = {"max_staleness": variant.staleness, "max_concurrent": variant.concurrent}
     if variant.deferred:
         rollout |= {"tail": "defer", "tail_share": variant.deferred}
+        rollout |= {"continued": "train" if variant.continued else "none"}
     engine_gpus = GPUS - variant.trainers or GPUS
     rollout |= {"engines": engine_gpus // variant.tensor, "tensor_parallel": variant.tensor}
     if engine_gpus < GPUS:
