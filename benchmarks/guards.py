@@ -7,7 +7,7 @@ checkpoints in memory.
 Each run is a short quickstart with two data-parallel ranks, whose state goes to the host between updates
 (parallel.offload=always). The ranks add up the time that they spend inside these functions, those before the first
 step included; the share is the slower rank's, of the sum of the steps' times. A comparison includes the wait for the
-other rank. Of a checkpoint in memory that is what the loop waits for: the copy of the state. What its writing costs
+other rank. The loop waits for the copy of the state that a checkpoint in memory is made of. What its writing costs
 beside the loop is the ratio of the steps' times with and without checkpoints in memory; it is measured by turns.
 Writes benchmarks/results/guards.json.
 """
