@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,8 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.types import Sample
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the folder of an example is not a package
-from demonstrations import demonstrations
+from demonstrations import Demonstration, demonstrations
+from task import OPERATION_COUNTS
 from tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
 SEED = 0
@@ -70,14 +71,19 @@ def create_model(folder: Path, seed: int) -> None:
     Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
-def samples(folder: Path, seed: int, one_wording: bool) -> Iterator[Sample]:
-    """Demonstrations as the policy trains on them: the loss counts the response and its end token."""
+def samples(folder: Path, drawn: Iterable[Demonstration]) -> Iterator[Sample]:
+    """Demonstrations as the policy trains on them: the loss counts the response and its end token.
+
+    Responses are cut off at MAX_RESPONSE_TOKENS; those to problems longer than the quickstart's, at the model's length.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for demonstration in demonstrations(seed, CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS, one_wording):
+    for demonstration in drawn:
         prompt = tokenizer.apply_chat_template(
             demonstration.prompt_messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id][:MAX_RESPONSE_TOKENS]
+        ordinary = demonstration.problem.operations in OPERATION_COUNTS
+        limit = MAX_RESPONSE_TOKENS if ordinary else MODEL_MAX_LENGTH - len(prompt)
+        response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id][:limit]
         yield Sample(
             prompt_ids=np.array(prompt, dtype=np.int32),
             response_ids=np.array(response, dtype=np.int32),
@@ -86,11 +92,10 @@ def samples(folder: Path, seed: int, one_wording: bool) -> Iterator[Sample]:
         )
 
 
-def warm_up(policy: MegatronPolicy, folder: Path, seed: int, steps: int, one_wording: bool) -> float:
+def warm_up(policy: MegatronPolicy, supply: Iterator[Sample], steps: int) -> float:
     """Supervised steps over all ranks; returns the last reported loss per token."""
     mesh = policy.mesh
     layout = BatchLayout(data_ranks=mesh.data, budget_tokens=ROW_TOKENS, alignment=2)
-    supply = samples(folder, seed, one_wording)
     started_s, loss = time.monotonic(), float("nan")
     for step in range(1, steps + 1):
         batch = pack(list(itertools.islice(supply, BATCH_DEMONSTRATIONS)), layout)
@@ -108,6 +113,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--one-wording", action="store_true", help="careful steps in one order and one wording")
+    parser.add_argument("--begin-from", type=Path, help="a model made before, instead of random weights")
+    parser.add_argument("--long-operations", type=int, help="of some problems, with whole careful responses")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
@@ -116,11 +123,16 @@ def main() -> None:
     mesh = build_mesh(parallel, arguments.seed)
     scratch = Path(tempfile.gettempdir()) / f"or1_base_{os.environ.get('TORCHELASTIC_RUN_ID', 'single')}"
     if mesh.rank == 0:
-        create_model(scratch, arguments.seed)
+        if arguments.begin_from:
+            shutil.copytree(arguments.begin_from, scratch)
+        else:
+            create_model(scratch, arguments.seed)
     torch.distributed.barrier()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
-    loss = warm_up(policy, scratch, arguments.seed, arguments.steps, arguments.one_wording)
+    careful_first = 0 if arguments.begin_from else CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS
+    drawn = demonstrations(arguments.seed, careful_first, arguments.one_wording, arguments.long_operations)
+    loss = warm_up(policy, samples(scratch, drawn), arguments.steps)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
         record = {
@@ -128,6 +140,8 @@ def main() -> None:
             "seed": arguments.seed,
             "steps": arguments.steps,
             "one_wording": arguments.one_wording,
+            "begin_from": arguments.begin_from and str(arguments.begin_from),
+            "long_operations": arguments.long_operations,
             "loss_per_token": loss,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         }

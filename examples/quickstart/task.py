@@ -27,6 +27,7 @@ MAX_FACTOR = 9  # neither side of a product exceeds it
 OPERATION_COUNTS = (2, 3, 4)
 OPERATORS = ("+", "-", "*")
 OPERATOR_WEIGHTS = (4, 4, 3)
+REDRAW_WHOLE = 6  # of more operations, each side is drawn until its values are allowed: all anew would take seconds
 HELD_OUT_ONE_IN = 8  # one problem text in eight is held out
 PROMPT_PREFIX = "Compute "
 PROMPT_SUFFIX = "."
@@ -96,6 +97,9 @@ def make_expression(rng: random.Random, operations: int) -> Expression | None:
     left_operations = rng.randrange(operations)
     left = make_expression(rng, left_operations)
     right = make_expression(rng, operations - 1 - left_operations)
+    while operations > REDRAW_WHOLE and (left is None or right is None):
+        left = left or make_expression(rng, left_operations)
+        right = right or make_expression(rng, operations - 1 - left_operations)
     if left is None or right is None:
         return None
     operator = rng.choices(OPERATORS, OPERATOR_WEIGHTS)[0]

@@ -71,7 +71,7 @@ def test_render_uses_only_the_brackets_that_matter() -> None:
     assert task.Expression(12, "*", number(2), product).render() == "2*(2*3)"
 
 
-@pytest.mark.parametrize("operations", task.OPERATION_COUNTS)
+@pytest.mark.parametrize("operations", [*task.OPERATION_COUNTS, 16])
 def test_problems_have_pythons_answer_and_stay_in_range(operations: int) -> None:
     rng = random.Random(operations)
     for _ in range(300):
@@ -217,6 +217,13 @@ def test_the_other_habits_are_mostly_wrong_or_long(
 def test_demonstrations_are_deterministic(examples: list[demos.Demonstration]) -> None:
     assert list(islice(demos.demonstrations(seed=3), 50)) == examples[:50]
     assert list(islice(demos.demonstrations(seed=4), 50)) != examples[:50]
+
+
+def test_one_demonstration_in_eight_is_long_and_careful() -> None:
+    drawn = list(islice(demos.demonstrations(seed=3, long_operations=16), 32))
+    assert [index for index, each in enumerate(drawn) if each.problem.operations == 16] == [0, 8, 16, 24]
+    assert {each.habit for each in drawn[::8]} == {demos.CAREFUL} != {each.habit for each in drawn}
+    assert all(each.response.count("=") == 16 for each in drawn[::8])
 
 
 def test_one_wording_leaves_nothing_to_choose() -> None:
