@@ -2,7 +2,7 @@
 
     python benchmarks/evaluation.py [--problems 256] [--samples 8] [--long 40] [--rounds 3] [--starts 3]
 
-Bare: the same requests, tokenised and pickled before the clock starts, given to the same engines at once, half to each,
+Bare: the same requests, tokenised and packed before the clock starts, given to the same engines at once, half to each,
 and harvested, in bundles of as many seconds as the evaluation's, till the last has come; nothing is judged or written.
 Against it, by turns, all that the command does from the moment when its engines are up: prompts, scheduling, verdicts,
 responses.jsonl, statistics, results.json and its picture. What it does before, beside the engines' start (problems and
@@ -15,7 +15,6 @@ The quickstart's base model and problems at T = 96: a short run (--samples) and 
 from __future__ import annotations
 
 import argparse
-import pickle
 import resource
 import statistics
 import subprocess
@@ -40,6 +39,7 @@ from or1_megatron.data.problems import load_problems
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.evaluate.settings import EvaluationSettings
 from or1_megatron.rollout.engine_sampler import LINGER_S, EngineSampler
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Prompt, Request, Sampling
 
 Measured = tuple[list[float], list[float], float | None]
@@ -61,8 +61,8 @@ def settings(seed: int) -> EvaluationSettings:
     )
 
 
-def pickled(data: Path, samples: int, seed: int) -> list[bytes]:
-    """Return each engine's half of the requests that the evaluation makes, pickled."""
+def packed_requests(data: Path, samples: int, seed: int) -> list[bytes]:
+    """Return each engine's half of the requests that the evaluation makes, packed."""
     template = ChatTemplate(load_tokenizer(MODEL))
     prompts = [Prompt(problem, template.token_ids(problem.messages)) for problem in load_problems(data)]
     how = Sampling(1.0, 1.0, 96)
@@ -71,18 +71,18 @@ def pickled(data: Path, samples: int, seed: int) -> list[bytes]:
         for sample in range(samples)
         for prompt in prompts
     ]
-    return [pickle.dumps(requests[part::2], protocol=5) for part in range(2)]
+    return [pack(requests[part::2]) for part in range(2)]
 
 
 def bare_s(engines: Sequence[Any], batches: Sequence[bytes]) -> float:
-    left = [len(pickle.loads(batch)) for batch in batches]
+    left = [len(unpack(batch)) for batch in batches]
     started_s = time.perf_counter()
     ray.get([engine.submit.remote(batch) for engine, batch in zip(engines, batches, strict=True)])
     calls = {engine.harvest.remote(5.0, LINGER_S): place for place, engine in enumerate(engines)}
     while calls:
         (done,), _ = ray.wait(list(calls), num_returns=1)
         place = calls.pop(done)
-        left[place] -= len(pickle.loads(ray.get(done)).completions)
+        left[place] -= len(unpack(ray.get(done)).completions)
         if left[place]:
             calls[engines[place].harvest.remote(5.0, LINGER_S)] = place
     return time.perf_counter() - started_s
@@ -126,7 +126,7 @@ def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measure
     with or1_eval.open_model(str(MODEL), settings(0), load_problems(data), 512, out, QUIET) as sampler:
         assert isinstance(sampler, EngineSampler)
         for turn in range(rounds + 1):  # the first warms up
-            batches = pickled(data, samples, turn)
+            batches = packed_requests(data, samples, turn)
             for evaluated in (turn % 2 == 0, turn % 2 == 1):  # neither is always the first, should the machine drift
                 engines_s, others_s = engines_cpu_s(), own_cpu_s()
                 if evaluated:
@@ -146,7 +146,7 @@ def measure_starting(data: Path, samples: int, rounds: int, out: Path) -> Measur
     """The same with the engines' start and end on either side."""
     bare, whole = [], []
     for turn in range(rounds):
-        batches = pickled(data, samples, turn)
+        batches = packed_requests(data, samples, turn)
         started_s = time.perf_counter()
         with or1_eval.open_model(str(MODEL), settings(turn), load_problems(data), 512, out, QUIET) as sampler:
             assert isinstance(sampler, EngineSampler)

@@ -14,7 +14,6 @@ Every turn has new prompts, the same for all ways. The first turn warms up; time
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import statistics
 import sys
@@ -36,6 +35,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Message, Problem, Prompt, Request, Sampling
 
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
@@ -91,10 +91,10 @@ def long_model(folder: Path) -> Path:
 
 
 def roll_out(handle: Any, requests: Sequence[Request]) -> list[Completion]:
-    ray.get(handle.submit.remote(pickle.dumps(requests)))
+    ray.get(handle.submit.remote(pack(requests)))
     found: dict[int, Completion] = {}
     while len(found) < len(requests):
-        harvest = pickle.loads(ray.get(handle.harvest.remote(5.0)))
+        harvest = unpack(ray.get(handle.harvest.remote(5.0)))
         found.update((completion.seed, completion) for completion in harvest.completions)
     return [found[request.seed] for request in requests]
 

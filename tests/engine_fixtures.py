@@ -124,15 +124,15 @@ def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
 
 def decode(handle: Any, requests: list[Any]) -> list[Any]:
     """Run requests on one engine actor and return their completions in order; drop completions of other requests."""
-    import pickle
-
     import ray
 
-    ray.get(handle.submit.remote(pickle.dumps(requests)), timeout=PATIENCE_S)
+    from or1_megatron.runtime.message import pack, unpack
+
+    ray.get(handle.submit.remote(pack(requests)), timeout=PATIENCE_S)
     found: dict[int, Any] = {}
 
     def complete() -> bool:
-        harvest = pickle.loads(ray.get(handle.harvest.remote(1.0), timeout=PATIENCE_S))
+        harvest = unpack(ray.get(handle.harvest.remote(1.0), timeout=PATIENCE_S))
         found.update({completion.seed: completion for completion in harvest.completions})
         return all(request.seed in found for request in requests)
 

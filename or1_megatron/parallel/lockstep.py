@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.watchdog import Watchdog
+from or1_megatron.runtime.message import pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Lockstep:
 
     def _announce(self, header: tuple[str, bool]) -> None:
         """Publish (verb, whether replicas get payloads): a few bytes, since the store keeps them all."""
-        self._store.set(f"verb/{self._count}", pickle.dumps(header))  # type: ignore[arg-type]  # bytes are taken too
+        self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
         """Release the other ranks from ``serve``. A second call does nothing."""
@@ -91,7 +91,7 @@ class Lockstep:
             LockstepError: rank 0 is gone.
         """
         while True:
-            verb, has_payload = pickle.loads(self._next_header())
+            verb, has_payload = unpack(self._next_header())
             if verb == STOP:
                 self.close()
                 return
@@ -136,10 +136,11 @@ class Lockstep:
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
-        told = [shared]
+        told = [pack(shared)]
         if self._mesh.world > 1:
             dist.broadcast_object_list(told, src=0, group=self._mesh.control)
-        return [*told[0], self._distribute(per_replica)] if has_payload else [*told[0]]
+        verb_arguments = unpack(told[0])
+        return [*verb_arguments, self._distribute(per_replica)] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
@@ -160,7 +161,7 @@ class Lockstep:
         if dist.get_world_size(mesh.replica) > 1:
             packed = _broadcast(packed, leader, mesh.replica)
         assert packed is not None
-        return pickle.loads(packed.numpy().tobytes())
+        return unpack(packed.numpy().tobytes())
 
 
 def _shared_store(mesh: Mesh) -> dist.TCPStore:
@@ -183,7 +184,7 @@ def _shared_store(mesh: Mesh) -> dist.TCPStore:
 
 
 def _pack(payload: Any) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(pickle.dumps(payload, protocol=5), dtype=np.uint8).copy())
+    return torch.from_numpy(np.frombuffer(pack(payload), dtype=np.uint8).copy())
 
 
 def _send(blob: torch.Tensor, destination: int, group: dist.ProcessGroup) -> None:

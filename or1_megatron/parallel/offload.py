@@ -61,7 +61,7 @@ class HostCopy:
         torch.cuda.synchronize()  # until no stream writes to them any more
         if not self._drop:
             self._grow(sum(sizes))
-            self._sums = _bit_sums(storages)
+            self._sums = storage_sums(storages)
             for on_device, on_host in self._pieces(storages):
                 on_host.copy_(on_device, non_blocking=True)
             torch.cuda.synchronize()
@@ -88,7 +88,7 @@ class HostCopy:
             for on_device, on_host in self._pieces(storages):
                 on_device.copy_(on_host, non_blocking=True)
             torch.cuda.synchronize()  # the slabs may be overwritten when this returns
-            damaged = sum(a != b for a, b in zip(self._sums, _bit_sums(storages), strict=True))
+            damaged = sum(a != b for a, b in zip(self._sums, storage_sums(storages), strict=True))
             if damaged:
                 raise HostCopyDamaged(
                     f"{damaged} of {len(storages)} storages came back from the host with other bits than they had: "
@@ -201,14 +201,15 @@ class Offload:
                 finish_parameter_gather(self._chunks)
             elif thing == "gradients":
                 self._optimizer.zero_grad()  # main gradients: views of the buffers, or fp32 copies of bf16 ones
-            moved += self._held[thing].take(self._storages(thing))
+            moved += self._held[thing].take(self.storages(thing))
         return moved
 
     def restore(self, *things: Thing) -> int:
         """Bring these back to the device, in the order given; return the bytes moved."""
         return sum(self._held[thing].give_back() for thing in things)
 
-    def _storages(self, thing: Thing) -> list[UntypedStorage]:
+    def storages(self, thing: Thing) -> list[UntypedStorage]:
+        """Return what one of these is made of on the device; not while it is away."""
         if thing == "parameters":
             return distinct_storages(p.data for chunk in self._chunks for p in chunk.module.parameters())
         if thing == "gradients":
@@ -216,7 +217,7 @@ class Offload:
             return distinct_storages(buffer.grad_data for buffer in buffers)
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [one.optimizer for one in chained if one.optimizer is not None]
-        models = {storage._cdata for storage in self._storages("parameters")}  # or views of them: not the optimizer's
+        models = {storage._cdata for storage in self.storages("parameters")}  # or views of them: not the optimizer's
         return [s for s in distinct_storages(_optimizer_tensors(inner)) if s._cdata not in models]
 
 
@@ -240,7 +241,8 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _bit_sums(storages: Sequence[UntypedStorage]) -> list[int]:
+def storage_sums(storages: Sequence[UntypedStorage]) -> list[int]:
+    """Return the ``bit_sum`` of each storage."""
     return torch.stack([bit_sum(_bytes(storage)) for storage in storages]).tolist() if storages else []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import (
     Completion,
     DeferRule,
@@ -125,11 +125,11 @@ class RolloutsClient:
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
-        batch = pickle.dumps(arguments | {"rule": rule, "places": places, "urgent": urgent}, protocol=5)
+        batch = pack(arguments | {"rule": rule, "places": places, "urgent": urgent})
         seeds = [request.seed for request in plan_requests(prompts, group_size, sampling, seed, places).values()]
         self._progress = (0, len(seeds))
         kept = [self._kept[seed] for seed in seeds if seed in self._kept]
-        known = [*self._reused, pickle.dumps(kept, protocol=5)]
+        known = [*self._reused, pack(kept)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
         self._reused = []
         for each in kept:
@@ -145,7 +145,7 @@ class RolloutsClient:
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
-        groups, report, kept = pickle.loads(found)
+        groups, report, kept = unpack(found)
         self._kept.update((each.seed, each) for each in kept)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         for engine in self._pool.handles:
@@ -162,27 +162,27 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return pickled (responses of the roll-outs under way, what is kept of deferred prompts). Without the former
+        """Return packed (responses of the roll-outs under way, what is kept of deferred prompts). Without the former
         if the manager does not answer: they are sampled again, and no checkpoint fails for them."""
         try:
-            finished = pickle.loads(self._call("finished_responses", timeout_s=_RESPONSES_S))
+            finished = unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except RolloutError as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
             finished = []
         kept = [*self._kept.values(), *(each for asked in self._asked.values() for each in asked.kept)]
-        return pickle.dumps((finished, kept), protocol=5) if finished or kept else b""
+        return pack((finished, kept)) if finished or kept else b""
 
     def reuse(self, responses: bytes) -> None:
         """Give these to the next roll-out, for it and those after it; a warning if they cannot be read. What is kept
         of deferred prompts goes to the roll-outs that ask them."""
         try:
-            finished, kept = pickle.loads(responses)
+            finished, kept = unpack(responses)
             self._kept.update((each.seed, each) for each in kept)
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
         log.info("%d responses were sampled before the checkpoint and are not sampled again", len(finished))
-        self._reused.append(pickle.dumps(finished, protocol=5))
+        self._reused.append(pack(finished))
 
     def close(self) -> None:
         """End the manager and its verifiers."""
@@ -263,11 +263,11 @@ class RolloutsClient:
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch, [pickle.dumps(asked.kept, protocol=5), *finished])
+            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.kept), *finished])
             finished = []
 
     def _recall(self, engine: Any) -> list[bytes]:
-        """Have an engine give up what it decodes for the lost manager, and return what it has finished, pickled.
+        """Have an engine give up what it decodes for the lost manager, and return what it has finished, packed.
 
         A dead engine returns nothing, and is replaced later.
         """

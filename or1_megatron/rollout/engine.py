@@ -31,6 +31,7 @@ from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, 
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
+from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, Unfinished
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -107,9 +108,11 @@ class VllmEngine:
         """
         if not (settings.model / "config.json").is_file():
             raise ValueError(f"engine {settings.index}: {settings.model} is not an HF model folder (no config.json)")
-        from vllm import LLM, SamplingParams
-        from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind
+        with quick_imports():
+            from vllm import LLM, SamplingParams
+            from vllm.platforms import current_platform
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.worker import gpu_worker  # noqa: F401  # the base of all workers, which vLLM imports later
 
         wait_without_spinning()
         self._settings = settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import (
     ChatCompletion,
     ChatRequest,
@@ -146,7 +146,7 @@ class EngineSampler:
                 raise EngineError(f"no completion in {self._timeout_s:g} s; requests in flight: {left}")
             for call in done:
                 engine = harvests.pop(call)
-                harvest: Harvest = pickle.loads(result_of(call, engine.index, "sample"))
+                harvest: Harvest = unpack(result_of(call, engine.index, "sample"))
                 engine.completed(len(harvest.completions))
                 for completion in harvest.completions:
                     request = engine.in_flight.pop((completion.problem_id, completion.sample_index), None)
@@ -173,7 +173,7 @@ class EngineSampler:
             engine.in_flight[request.key, request.sample_index] = request
             batches[engine.index].append(Request(prompt, request.sample_index, self._sampling, request.seed))
         calls = [
-            (engine, engine.handle.submit.remote(pickle.dumps(batches[engine.index], protocol=5)))
+            (engine, engine.handle.submit.remote(pack(batches[engine.index])))
             for engine in engines
             if batches[engine.index]
         ]

@@ -8,7 +8,6 @@ a task per completion that waits for its verdict.
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import RequestKey, union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Group, Request, RolloutReport, Unfinished
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
@@ -114,20 +114,20 @@ class RolloutManager:
             self._spawn(self._drain(index))
 
     async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
-        """Start what is pickled, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
+        """Start what is packed, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
 
-        ``recalled``: pickled lists of what was sampled of its requests: completions, which are not sampled again, and
-        unfinished responses, which are continued.
+        ``recalled``: packed lists of what was sampled of its requests: completions, which are not sampled again, and
+        unfinished responses, which are continued. Packed: as by ``runtime.message``.
         """
         if self._failure is not None:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        known = [each for part in recalled for each in pickle.loads(part)]
+        known = [each for part in recalled for each in unpack(part)]
         self._recalled.update((each.seed, each) for each in known if isinstance(each, Completion))
         unfinished = {each.seed: each for each in known if isinstance(each, Unfinished)}
         try:
-            ticket, actions = self._scheduler.begin(**pickle.loads(batch), unfinished=unfinished)
+            ticket, actions = self._scheduler.begin(**unpack(batch), unfinished=unfinished)
         except ValueError as error:
             raise RolloutError(f"roll_out: {error}") from error
         self._open[ticket] = _UnderWay(ticket, self._scheduler.at(ticket), retries)
@@ -139,7 +139,7 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.decoded, current, "sampled")
 
     async def collect(self, ticket: int | None) -> bytes:
-        """Return pickled (groups, RolloutReport, what is kept beyond them), groups in the order of the prompts."""
+        """Return packed (groups, RolloutReport, what is kept beyond them), groups in the order of the prompts."""
         current = self._under_way("collect", ticket)
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
@@ -147,13 +147,13 @@ class RolloutManager:
         if not self._open:
             self._recalled.clear()
         groups, kept = self._scheduler.end(current.ticket).result(), current.roll_out.kept()
-        return pickle.dumps((groups, self._report(current, groups, len(kept)), kept), protocol=5)
+        return pack((groups, self._report(current, groups, len(kept)), kept))
 
     async def finished_responses(self) -> bytes:
-        """Return a pickled list of the completions of all roll-outs under way."""
+        """Return a packed list of the completions of all roll-outs under way."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         found = [completion for roll_out in roll_outs for completion in roll_out.completions.values()]
-        return pickle.dumps(found, protocol=5)
+        return pack(found)
 
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first
@@ -220,7 +220,7 @@ class RolloutManager:
     async def _submit(self, index: int, requests: list[Request]) -> None:
         engine = self._engines[index]
         try:
-            await engine.submit.remote(pickle.dumps(requests, protocol=5), self._number)
+            await engine.submit.remote(pack(requests), self._number)
         except RayError as error:
             self._engine_failed(index, engine, error)
 
@@ -230,7 +230,7 @@ class RolloutManager:
         while self._failure is None and self._engines[index] == engine:
             try:
                 call = engine.harvest.remote(_HARVEST_WAIT_S, keep=True, caller=self._number)
-                harvest: Harvest = pickle.loads(await asyncio.wait_for(call, timeout_s))
+                harvest: Harvest = unpack(await asyncio.wait_for(call, timeout_s))
             except TimeoutError:
                 silent = f"it gave no answer for {self._answer_s:g} s, and was killed"
                 self._engine_failed(index, engine, RayError(silent))
@@ -267,7 +267,7 @@ class RolloutManager:
             self._engine_failed(index, engine, error)
             return
         if self._engines[index] == engine:
-            self._perform(self._scheduler.aborted(index, pickle.loads(aborted)))
+            self._perform(self._scheduler.aborted(index, unpack(aborted)))
 
     async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,8 @@ from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
 from or1_megatron.rollout.speculation import missing_package
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
+from or1_megatron.runtime.imports import quick_imports
+from or1_megatron.runtime.message import pack, unpack
 
 __all__ = ["EngineActor", "EngineError", "EngineGroup", "EnginePlace", "EnginePool"]
 
@@ -75,8 +76,9 @@ class EngineActor:
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
                 del os.environ[name]
-        from or1_megatron.rollout.engine import VllmEngine
-        from or1_megatron.rollout.engine_thread import EngineThread
+        with quick_imports():
+            from or1_megatron.rollout.engine import VllmEngine
+            from or1_megatron.rollout.engine_thread import EngineThread
 
         self._thread = EngineThread(lambda: VllmEngine(settings), f"engine {settings.index}", heart)
 
@@ -86,23 +88,23 @@ class EngineActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def submit(self, requests: bytes, caller: int = 0) -> None:
-        """Submit a pickled list of Request. It is pickled as one object because Ray's cost is per array.
+        """Submit a packed list of Request (``runtime.message``). It is one object because Ray's cost is per array.
 
         ``caller``: as in EngineThread, here and below.
         """
-        self._thread.call_for(caller, lambda engine: engine.submit(pickle.loads(requests)), None)
+        self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
     def abort(self, seeds: Sequence[int], caller: int = 0) -> bytes:
-        """Return a pickled list of Unfinished; as in VllmEngine."""
-        return pickle.dumps(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []), protocol=5)
+        """Return a packed list of Unfinished; as in VllmEngine."""
+        return pack(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
-        """Return a pickled Harvest; as in EngineThread, like the two below."""
-        return pickle.dumps(self._thread.harvest(wait_s, linger_s, keep, caller), protocol=5)
+        """Return a packed Harvest; as in EngineThread, like the two below."""
+        return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
     def recall(self, caller: int) -> bytes:
-        """Return a pickled list of Completion."""
-        return pickle.dumps(self._thread.recall(caller), protocol=5)
+        """Return a packed list of Completion."""
+        return pack(self._thread.recall(caller))
 
     def release(self, seeds: Sequence[int]) -> None:
         self._thread.release(seeds)

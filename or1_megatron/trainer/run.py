@@ -26,6 +26,7 @@ from or1_megatron.errors import PART_LOST, USER_ERROR, AgreedError, PartLost, Us
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
+from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, die_with_parent, is_launched
@@ -63,7 +64,8 @@ def run_rank(config: Config, rank: int) -> int:
     heart = Heartbeat(beats_folder(folder.run_id), f"rank {rank}")
     if rank == 0:
         return start_and_lead(config, folder, stop, heart)
-    from or1_megatron.trainer.ranks import serve
+    with quick_imports():
+        from or1_megatron.trainer.ranks import serve
 
     serve(config, stop, heart)
     return 0
@@ -74,14 +76,17 @@ def start_and_lead(config: Config, folder: RunFolder, stop: StopRequested, heart
     folder.create()
     with ExitStack() as stack:
         stack.enter_context(folder.lock())
-        from or1_megatron.rollout.cluster import start_ray, stop_ray
+        with quick_imports():
+            from or1_megatron.rollout.cluster import start_ray, stop_ray
 
         start_ray(config.cluster.ray_address, folder.run_id)
         stack.callback(stop_ray)
-        from or1_megatron.trainer.sampling import start_engines
+        with quick_imports():
+            from or1_megatron.trainer.sampling import start_engines
 
         engines = start_engines(config, folder, stack)
-        from or1_megatron.trainer.ranks import lead
+        with quick_imports():
+            from or1_megatron.trainer.ranks import lead
 
         return lead(config, folder, engines, stop, heart, _STARTED_S)
 

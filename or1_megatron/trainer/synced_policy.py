@@ -84,7 +84,7 @@ class SyncedPolicy(PolicyDriver):
         self._away = False
         self._restarts = False
         self._replaced = False  # engines, of which the manager does not know yet
-        self._unchecked = False  # the replicas have not been compared since engines began to sample
+        self._noted = False  # the ranks have summed their state, and not yet compared it
         self._version = 0
         self._handoffs = 0
         self._probe = probe
@@ -120,6 +120,7 @@ class SyncedPolicy(PolicyDriver):
             self._lockstep.call("offload", "optimizer", "gradients")
         self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
+        self._lockstep.call("note_state")
         while True:
             try:
                 if self._asleep:
@@ -139,7 +140,7 @@ class SyncedPolicy(PolicyDriver):
             self._rollouts.rejoin(self._pool.handles)
             self._replaced = False
         self._version = version
-        self._unchecked = True
+        self._noted = True
         self._handoffs += 1
         return HandoffReport(
             version=version,
@@ -173,11 +174,11 @@ class SyncedPolicy(PolicyDriver):
     def take_turn(self) -> None:
         """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
 
-        The first time after a handoff the data-parallel replicas are compared: an update from a replica that has
-        changed during the roll-out would spoil the gradient, and a distributed optimizer would then hide the change.
-        An engine that has died since the roll-out is replaced.
+        The first time after a handoff the ranks compare their state with what it was then: an update from parameters
+        that have changed during the roll-out would spoil the gradient, and a distributed optimizer would then hide the
+        change. An engine that has died since the roll-out is replaced.
 
-        Raises ReplicasDiffer, and EngineError where an engine died too often.
+        Raises StateChanged, and EngineError where an engine died too often.
         """
         if self._turns.engines_sleep and not self._asleep:
             try:
@@ -189,12 +190,12 @@ class SyncedPolicy(PolicyDriver):
             self._asleep = True
         self._take_back("parameters", "gradients", "optimizer")
         self._away = False
+        if self._noted:
+            self._lockstep.call("check_state", self._version)
+            self._noted = False
         if self._restarts:
             super().restart_optimizer()
             self._restarts = False
-        if self._unchecked:
-            self._lockstep.call("check_replicas", self._version)
-            self._unchecked = False
 
     def _give_devices(self) -> None:
         """Offload what is left on the trainer's devices, and let the engines decode."""

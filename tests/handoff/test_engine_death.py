@@ -8,7 +8,6 @@ That a run goes on by itself after such deaths is shown in tests/train.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.client import start_rollouts
 from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Request, Sampling
 
 PROBE = probe_tokens(len(WORDS), 48)
@@ -71,8 +71,8 @@ def serves(handle: Any, version: int, seed: int) -> bool:
 def silent(handle: Any, seed: int) -> bool:
     """Whether a request is taken, and not answered."""
     sent = [Request(prompt([2, 7, 9]), 0, Sampling(1.0, 1.0, 8), seed)]
-    ray.get(handle.submit.remote(pickle.dumps(sent)), timeout=PATIENCE_S)
-    return pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S)).completions == ()
+    ray.get(handle.submit.remote(pack(sent)), timeout=PATIENCE_S)
+    return unpack(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S)).completions == ()
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
     assert control.versions() == [2, 2]
     for handle in pool.handles:  # the requests that had waited come first
         while pending(handle):
-            pickle.loads(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))
+            unpack(ray.get(handle.harvest.remote(0.5), timeout=PATIENCE_S))
     assert all(serves(handle, 2, 20 + seed) for seed, handle in enumerate(pool.handles))
     kill(pool, 1)
     with pytest.raises(EngineError, match=r"engine 1 is lost after 1 restarts \(rollout.max_engine_restarts = 1\)"):

@@ -6,7 +6,6 @@ engine on CPU; asynchronous scheduling, which GPUs have, is not tried, nor a han
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.engine import VllmEngine
 from or1_megatron.rollout.pool import EnginePool
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Request, Sampling
 
 DEADLINE_S = 240.0
@@ -41,14 +41,14 @@ def requests(count: int, seed: int) -> list[Request]:
 
 def submit_with_next_update(handle: Any, sent: list[Request]) -> None:
     """The next update finds these requests exactly so many iterations old, however busy the machine is."""
-    pickled = pickle.dumps(sent)
+    pickled = pack(sent)
 
     def work(engine: Any) -> None:
         true = engine.start_weight_update
 
         def start_weight_update() -> None:
             del engine.start_weight_update
-            engine.submit(pickle.loads(pickled))
+            engine.submit(unpack(pickled))
             for _ in range(STEPS):
                 engine._iterate()
             true()
@@ -60,7 +60,7 @@ def submit_with_next_update(handle: Any, sent: list[Request]) -> None:
 
 def harvest(handle: Any, wait_s: float = 1.0) -> dict[int, Completion]:
     """By seed."""
-    got = pickle.loads(ray.get(handle.harvest.remote(wait_s), timeout=DEADLINE_S))
+    got = unpack(ray.get(handle.harvest.remote(wait_s), timeout=DEADLINE_S))
     return {completion.seed: completion for completion in got.completions}
 
 
@@ -123,7 +123,7 @@ def test_spans_agree_with_their_versions_weights(
     submit_with_next_update(handle, sent)
     trainer.send(models[2].oracle, 2)
     late = requests(6, seed=9000)
-    ray.get(handle.submit.remote(pickle.dumps(late)), timeout=DEADLINE_S)  # held until the weights are certified
+    ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are certified
     assert compare_probe(control.score_prompts(PROBE), scores(models[2].oracle, PROBE), bound=1e-4) < 1e-4
     assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are certified
     control.certify(2)

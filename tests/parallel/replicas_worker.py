@@ -1,4 +1,4 @@
-"""A bit flips in rank 1's copy of one parameter, the ranks compare their replicas, and rank 1 is slow in an update.
+"""Bits flip in a parameter's copy, and in the ranks' own state, as they lie idle; and rank 1 is slow in an update.
 
 Run by test_replicas: replicas_worker.py OUT MODEL PARALLEL_JSON
 """
@@ -17,6 +17,7 @@ from waiting import wait_until
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel import policy as policy_module
+from or1_megatron.parallel.idle_state import IdleState, StateChanged
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.replicas import ReplicasDiffer, check_replicas
@@ -47,6 +48,35 @@ def update_with_a_slow_rank(policy: MegatronPolicy, seen: Path) -> UpdateReport:
     return policy.update(rows.ranks[rank], WeightedLogProb(), rows.token_count)
 
 
+def flip(tensor: torch.Tensor, bit: int) -> None:
+    """Flip a bit of a float32 tensor's element 5, in place."""
+    tensor.data.view(-1).view(torch.int32)[5] ^= torch.tensor(-(1 << 31) if bit == 31 else 1 << bit, dtype=torch.int32)
+
+
+def idle_state_changes(policy: MegatronPolicy) -> list[str]:
+    """What is said when nothing flips, when a bit of rank 1's master weights does and one of rank 2's moments, and
+    when one of rank 0's parameters does while the optimizer's state is on the host."""
+    idle, rank, said = IdleState(policy), policy.mesh.rank, []
+    inner = policy.optimizer.chained_optimizers[0].optimizer
+    master = inner.param_groups[0]["params"][0]
+    moment = inner.state[master]["exp_avg_sq"]
+    for case in ("nothing", "optimizer", "parameter"):
+        if case == "parameter":
+            policy.host.offload("optimizer")
+        idle.note()
+        if case == "optimizer" and rank > 0:
+            flip(master if rank == 1 else moment, 0 if rank == 1 else 31)
+        if case == "parameter" and rank == 0:
+            dict(policy.networks[0].named_parameters())[FLIPPED].data.view(torch.int16).view(-1)[7] ^= 1
+        policy.host.restore("optimizer")
+        try:
+            idle.check(4)
+            said.append("")
+        except StateChanged as error:
+            said.append(str(error))
+    return said
+
+
 def main() -> None:
     out, model, parallel_json = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     parallel = ParallelConfig(**json.loads(parallel_json))
@@ -68,7 +98,9 @@ def main() -> None:
             weight.data.view(torch.int16).view(-1)[7] ^= torch.tensor(-(1 << 15) if bit == 15 else 1, dtype=torch.int16)
     check_replicas(policy, 3)
     report = update_with_a_slow_rank(policy, out.with_name("seen"))
-    told = {"said": said, "slowest": report.slowest_rank, "waited": 0 < report.waited_s <= report.forward_backward_s}
+    idle = idle_state_changes(policy)
+    waited = 0 < report.waited_s <= report.forward_backward_s
+    told = {"said": said, "idle": idle, "slowest": report.slowest_rank, "waited": waited}
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, told, group=mesh.control)
     if mesh.rank == 0:

@@ -6,7 +6,6 @@ The engines' model is random, so the problems' gold answers are made to be right
 from __future__ import annotations
 
 import asyncio
-import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import DeferRule, Group, RefillRule, Sampling, Unfinished
 
 SAMPLING = Sampling(1.0, 1.0, 48)
@@ -154,7 +154,7 @@ def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: Tiny
     sampling = Sampling(1.0, 1.0, 100)
     client.roll_out(PROMPTS, 8, sampling, 6, DeferRule(3, keep=True))
     groups, report = client.collect()
-    finished, kept = pickle.loads(client.finished_responses())
+    finished, kept = unpack(client.finished_responses())
     left = [index for index in range(5) if index not in report.prompts]
     wanted = {r.seed for (index, _), r in plan_requests(PROMPTS, 8, sampling, 6).items() if index in left}
     assert finished == [] and len(groups) == 3 and {each.seed for each in kept} <= wanted
@@ -165,9 +165,9 @@ def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: Tiny
     known = {each.seed: each for each in kept}
     assert any(isinstance(each, Unfinished) for each in kept)
     for deadly in (True, False):
-        client.reuse(pickle.dumps(([], kept)))
+        client.reuse(pack(([], kept)))
         client.roll_out([PROMPTS[index] for index in left], 8, sampling, 7, None, [(6, index) for index in left])
-        assert {each.seed for each in pickle.loads(client.finished_responses())[1]} == known.keys()
+        assert {each.seed for each in unpack(client.finished_responses())[1]} == known.keys()
         if deadly:
             ray.kill(pool.handles[0], no_restart=True)
         groups, report = client.collect()
@@ -201,7 +201,7 @@ def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
 
 def kept(engine: Any) -> list[Any]:
     """What the engine would hand to a successor of its manager."""
-    found: list[Any] = pickle.loads(ray.get(engine.recall.remote(0), timeout=PATIENCE_S))
+    found: list[Any] = unpack(ray.get(engine.recall.remote(0), timeout=PATIENCE_S))
     return found
 
 
@@ -247,7 +247,7 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
     rollouts.wait_decoded()
     rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
     kept_responses = rollouts.finished_responses()
-    finished, _ = pickle.loads(kept_responses)
+    finished, _ = unpack(kept_responses)
     assert len(finished) >= 20
     before = [rollouts.collect()[0] for _ in range(2)]
     began_s = time.time()

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.verify.pool.queue import WorkerLost
 from or1_megatron.verify.pool.worker import Bench, Claim, Judged
 
@@ -25,8 +26,8 @@ class VerifierActor:
         """Return when construction succeeded; raise what it raised otherwise."""
         return True
 
-    def verify_batch(self, claims: Sequence[Claim]) -> Judged:
-        return self._bench.verify_batch(claims)
+    def verify_batch(self, claims: bytes) -> bytes:
+        return pack(self._bench.verify_batch(unpack(claims)))
 
     def close(self) -> None:
         self._bench.close()
@@ -42,7 +43,7 @@ class RayWorker:
         await _outcome(self._actor.ready.remote())
 
     async def verify_batch(self, claims: Sequence[Claim]) -> Judged:
-        judged: Judged = await _outcome(self._actor.verify_batch.remote(list(claims)))
+        judged: Judged = unpack(await _outcome(self._actor.verify_batch.remote(pack(list(claims)))))
         return judged
 
     async def close(self) -> None:

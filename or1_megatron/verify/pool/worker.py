@@ -1,22 +1,22 @@
 """What one worker of the pool does: it holds a verifier per ability and judges batches.
 
-``pool.ray`` puts a ``Bench`` into an actor; ``pool.local`` starts this file as a program. Messages then go over
-standard input and output, each a length (8 bytes, little-endian) and a pickle. The first one in is (config, abilities,
-the parent's pid), answered by None when the verifiers are built. Batches of claims follow, each answered by the result
-of ``verify_batch``, or by the exception that it raised. The end of the input ends the process. Pickle is safe here:
-both ends are ours, and no submission runs in this process.
+``pool.ray`` puts a ``Bench`` into an actor; ``pool.local`` starts this file as a program. Packed messages then go over
+standard input and output, each behind its length (8 bytes, little-endian). The first one in is (config, abilities, the
+parent's pid), answered by None when the verifiers are built. Batches of claims follow, each answered by the result of
+``verify_batch``, or by the exception that it raised. The end of the input ends the process. Pickle is safe here: both
+ends are ours, and no submission runs in this process.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.runtime.signals import die_with_parent
 from or1_megatron.types import Problem, Verdict
 from or1_megatron.verify.registry import build_verifiers
@@ -47,7 +47,7 @@ class Bench:
 
 
 def send(pipe: BinaryIO, message: Any) -> None:
-    content = pickle.dumps(message, protocol=5)
+    content = pack(message)
     pipe.write(len(content).to_bytes(8, "little") + content)
     pipe.flush()
 
@@ -58,7 +58,7 @@ def receive(pipe: BinaryIO) -> Any:
     content = pipe.read(int.from_bytes(length, "little")) if len(length) == 8 else b""
     if not content or len(content) < int.from_bytes(length, "little"):
         raise EOFError("the other end is gone")
-    return pickle.loads(content)
+    return unpack(content)
 
 
 def main() -> None:
