@@ -4,7 +4,8 @@ flip: trainer rank 0 flips a bit on its way to the engines, in its second handof
 kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
 holds what has happened.
 memory: a bit of one of rank 1's parameters flips, when its replicas have been compared for handoff 1; later a bit of an
-engine's final norm, when its tensors have been compared with what it received.
+engine's final norm, when its tensors have been compared with what it received; then of a batch on its way to rank 1,
+and of the responses on their way to rank 0.
 turns: as kill, with engines that take turns with the trainer as on its GPUs. Files in SABOTAGE_FOLDER/device stand for
 who holds the device; an engine that sleeps loses its weights to NaN. One dies before it sleeps, too, and so does the
 RolloutManager.
@@ -200,7 +201,7 @@ def note_replicas(module: Any) -> None:
 def flip_in_engine(worker: Any) -> None:
     """At the second handoff of the engine that comes after the replica's restart."""
     finish, flipped = worker.ShardWeightTransferEngine.finish_weight_update, "flipped in replica"
-    handoffs, after = 0, (Path(os.environ["SABOTAGE_FOLDER"]) / flipped).exists()
+    handoffs, after = 0, happened(flipped)
 
     def finish_and_flip(self: Any) -> None:
         nonlocal handoffs
@@ -211,6 +212,35 @@ def flip_in_engine(worker: Any) -> None:
             weight.data.view(worker.torch.int32)[3] ^= 1 << 30
 
     worker.ShardWeightTransferEngine.finish_weight_update = finish_and_flip
+
+
+def happened(what: str) -> bool:
+    return (Path(os.environ["SABOTAGE_FOLDER"]) / what).exists()
+
+
+def flip_in_batch(lockstep: Any) -> None:
+    """In the attempt after the engine's flip."""
+    receive, after = lockstep._receive, happened("flipped in engine")
+
+    def receive_and_flip(source: int, group: Any) -> Any:
+        blob = receive(source, group)
+        if after and once("flipped in batch"):
+            blob[blob.numel() // 2] ^= 1
+        return blob
+
+    lockstep._receive = receive_and_flip
+
+
+def flip_in_responses(client: Any) -> None:
+    """In the attempt after the batch's flip."""
+    unpack, after = client.unpack, happened("flipped in batch")
+
+    def flip_and_unpack(packed: bytes) -> Any:
+        if after and once("flipped in responses"):
+            packed = packed[:1000] + bytes([packed[1000] ^ 1]) + packed[1001:]
+        return unpack(packed)
+
+    client.unpack = flip_and_unpack
 
 
 def hold(loop: Any) -> None:
@@ -239,6 +269,8 @@ FAULTS: dict[str, dict[str, Any]] = {
         "or1_megatron.parallel.replicas": note_replicas,
         "or1_megatron.handoff.shard.trainer": flip_in_replica,
         "or1_megatron.handoff.shard.worker": flip_in_engine,
+        "or1_megatron.parallel.lockstep": flip_in_batch,
+        "or1_megatron.rollout.client": flip_in_responses,
     },
     "flip": {"or1_megatron.handoff.shard.transfer": flip},
     "kill": {
