@@ -104,14 +104,11 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     )
     status, output = training.finish()
     assert status == 0, output[-3000:]
-    assert {path.name for path in (tmp_path / "done").iterdir()} == {
-        f"flipped in {what}" for what in ("replica", "engine", "batch", "responses")
-    }
+    flipped = {path.name.removeprefix("flipped in ") for path in (tmp_path / "done").iterdir()}
+    assert flipped == {"replica", "engine", "batch", "responses"}
     assert "after step 1 bits have changed while nothing wrote to them (rank 1: the parameters)" in output
     assert "engine 0 does not compute what the policy computes" in output
-    assert (
-        len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with other bits", output)) >= 2
-    )
+    assert len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with", output)) >= 2
     assert output.count("The ranks start again") == 4
     rows = [row for row in read_rows(run / "metrics.jsonl") if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
