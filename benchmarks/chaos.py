@@ -11,13 +11,15 @@ itself was killed, and as examples/job.sbatch does, at most three times, when th
 kept in runs/NAME; finished runs are not repeated, a broken-off one is. Writes benchmarks/results/NAME.json and
 docs/images/NAME.svg.
 
-"To progress" is the time from a fault to the next new row of metrics, the finish of the step under way included; a
-fault that came while an earlier one was not yet over is left out of these times.
+"To progress" is the time from a fault to the next new row of metrics, the finish of the step under way included;
+"later" is how much later that row came, counted from the row before the fault, than in the undisturbed run. A fault
+that came while an earlier one was not yet over is left out of these times.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -219,6 +221,17 @@ def kept(path: Path, folder: Path, seed: int, mean_s: float | None, roles: list[
     return result
 
 
+def later_s(fault: dict[str, Any], rows: list[tuple[float, int]], undisturbed: dict[int, float]) -> float | None:
+    """How much later than in the undisturbed run, by its times of each row's step, the row after a fault came; None
+    before the first row."""
+    before = [at for at, _ in rows if at <= fault["at_s"]]
+    after = [(at, step) for at, step in rows if at > fault["at_s"]]
+    if not before or not after or after[0][1] not in undisturbed:
+        return None
+    at, step = after[0]
+    return at - before[-1] - undisturbed[step]
+
+
 def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: float, roles: list[str]) -> dict[str, Any]:
     """Every figure, with the limit that it should keep."""
     faults = [fault for run in runs for fault in run["faults"]]
@@ -243,19 +256,26 @@ def figures(runs: list[dict[str, Any]], undisturbed: dict[str, Any], mean_s: flo
         "roles hit": figure(len({fault["role"] for fault in faults}), "", at_least=len(roles)),
         "effective training time": figure(effective, "share", at_least=EFFECTIVE.get(mean_s)),
     }
+    rows = undisturbed["rows"]
+    took = {step: at - before for (before, _), (at, step) in itertools.pairwise(rows)}
     for role in ROLES:
         for stopped in (False, True):
-            times = [
-                fault["to_progress_s"]
-                for fault in faults
+            alone = [
+                (fault["to_progress_s"], later_s(fault, run["rows"], took))
+                for run in runs
+                for fault in run["faults"]
                 if (fault["role"], fault["stopped"]) == (role, stopped) and fault["alone"] and fault["to_progress_s"]
             ]
+            times, later = [time for time, _ in alone], [each for _, each in alone if each is not None]
             if times:
                 limit = AT_MOST_S.get(role)
                 limit = None if limit is None else limit + STALL_S * stopped
                 name = f"{role} {'stopped' if stopped else 'killed'}: to progress"
                 found[f"{name}, median of {len(times)}"] = figure(statistics.median(times), "s", at_most=limit)
                 found[f"{name}, worst"] = figure(max(times), "s")
+            if later:
+                name = f"{role} {'stopped' if stopped else 'killed'}: later"
+                found[f"{name}, median of {len(later)}"] = figure(statistics.median(later), "s")
     return found
 
 
