@@ -230,8 +230,8 @@ SECTIONS = (
         "python benchmarks/chaos.py --mean-s 45 --faults 40",
         "Whole quickstarts whose processes are killed or stopped at random, with nobody touching anything. Effective "
         "training time is the wall time of an undisturbed run over that of a disturbed one. To progress: from a fault "
-        "to the next row of metrics, the end of the step under way included, where no other fault came meanwhile. Later: "
-        "how much later than in the undisturbed run that row came, counted from the row before the fault.",
+        "to the next row of metrics, the end of the step under way included, where no other fault came meanwhile. "
+        "Later: how much later than in the undisturbed run that row came, counted from the row before the fault.",
         (("runs finished", "all"), ("effective training time", "≥ 45%")),
     ),
     Section(
