@@ -76,8 +76,8 @@ class Workload:
 
 WORKLOADS: Final = (
     Workload("quickstart", 128, 8, Sampling(1.0, 1.0, 56)),
-    Workload("loops", 32, 1, Sampling(0.3, 1.0, 512)),
-    Workload("loops, 4 at once", 4, 1, Sampling(0.3, 1.0, 512)),
+    Workload("loops", 32, 1, Sampling(0.05, 1.0, 512)),
+    Workload("loops, 4 at once", 4, 1, Sampling(0.05, 1.0, 512)),
 )
 
 
