@@ -260,7 +260,7 @@ class Rollouts(Protocol):
 
     def finished_responses(self) -> bytes:
         """Return the responses of the roll-outs under way that have been sampled, and what is kept of deferred prompts,
-        pickled; empty: there is nothing."""
+        packed (``runtime.message``); empty: there is nothing."""
 
     def reuse(self, responses: bytes) -> None:
         """Take these instead of sampling them again where the next roll-out asks for the same prompt and seed."""

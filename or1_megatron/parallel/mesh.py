@@ -89,12 +89,16 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
         timeout_s = max(timeout_s, _START_UP_S)
         if "RANK" not in os.environ:
             world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        elif (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (restart := _restarts()):
             # torchrun keeps its store over --max-restarts, with the addresses of the ranks that have ended.
             world = {"store": dist.PrefixStore(f"restart_{restart}", _agents_store(timeout_s))}
             world |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     choose_gloo_interface()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _agents_store(timeout_s: float) -> dist.TCPStore:

@@ -49,6 +49,7 @@ class HostCopy:
         self._slabs: list[Tensor] = []  # uint8
         self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
         self._sums: list[int] = []  # of their bits
+        self._slab_sums: list[int] = []
         self._first: dict[int, int] = {}  # of each storage that is away, where in the slabs its bytes begin
 
     def __bool__(self) -> bool:
@@ -65,6 +66,7 @@ class HostCopy:
             for on_device, on_host in self._pieces(storages):
                 on_host.copy_(on_device, non_blocking=True)
             torch.cuda.synchronize()
+            self._slab_sums = [int(bit_sum(slab)) for slab in self._slabs]
             ends = itertools.accumulate(sizes)
             self._first = {s._cdata: end - size for s, size, end in zip(storages, sizes, ends, strict=True)}
         self._away = list(zip(storages, sizes, strict=True))
@@ -97,6 +99,10 @@ class HostCopy:
         self._away, self._first, self._sums = [], {}, []
         return sum(storage.nbytes() for storage in storages)
 
+    def intact(self) -> bool:
+        """Return whether the bytes on the host are those that came there."""
+        return not self or self._drop or self._slab_sums == [int(bit_sum(slab)) for slab in self._slabs]
+
     def read(self, tensor: Tensor) -> Tensor | None:
         """Return a contiguous tensor's values if its storage is away (a view of a slab if possible), else None."""
         first = self._first.get(tensor.untyped_storage()._cdata)
@@ -120,7 +126,7 @@ class HostCopy:
     def _grow(self, total: int) -> None:
         missing = total - sum(slab.numel() for slab in self._slabs)
         while missing > 0:
-            size = min(missing, self._slab_bytes)
+            size = -(-min(missing, self._slab_bytes) // 8) * 8  # whole words of bit_sum
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
             missing -= size
 
@@ -167,6 +173,10 @@ class Offload:
     def away(self) -> frozenset[Thing]:
         """What is not on the device now."""
         return frozenset(thing for thing, away in self._held.items() if away)
+
+    def intact(self, thing: Thing) -> bool:
+        """Return whether this is on the device, or unchanged on the host."""
+        return self._held[thing].intact()
 
     def require(self, action: str, *things: Thing) -> None:
         """Refuse an action that needs what is away, instead of reading memory of others.

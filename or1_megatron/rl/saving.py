@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.errors import AgreedError
+from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.interfaces import Policy
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 
@@ -62,6 +62,8 @@ class Saving:
             self._policy.save(self._memory.folder_for(step), self.snapshot, self._finished_responses())
             self._writing = (self._memory, step, False)
         except AgreedError as error:
+            if isinstance(error, PartLost):
+                raise
             self._leave_memory(error)
 
     def finish(self, wait: bool) -> None:

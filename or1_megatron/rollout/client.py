@@ -19,7 +19,7 @@ from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import plan_requests
-from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_megatron.types import (
     Completion,
     DeferRule,
@@ -166,7 +166,7 @@ class RolloutsClient:
         if the manager does not answer: they are sampled again, and no checkpoint fails for them."""
         try:
             finished = unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
-        except RolloutError as error:
+        except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
             finished = []
         kept = [*self._kept.values(), *(each for asked in self._asked.values() for each in asked.kept)]

@@ -112,7 +112,9 @@ class VllmEngine:
             from vllm import LLM, SamplingParams
             from vllm.platforms import current_platform
             from vllm.sampling_params import RequestOutputKind
-            from vllm.v1.worker import gpu_worker  # noqa: F401  # the base of all workers, which vLLM imports later
+
+            if settings.config.tensor_parallel == 1:  # or the worker is another process
+                from vllm.v1.worker import gpu_worker  # noqa: F401  # the base of all workers, which vLLM imports later
 
         wait_without_spinning()
         self._settings = settings

@@ -30,6 +30,7 @@ from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.log import QUIET_ENVIRONMENT, set_up_logging
 from or1_megatron.runtime.run_folder import USER_OS_ERRORS, RunFolder
 from or1_megatron.runtime.signals import StopRequested, die_with_parent, is_launched
+from or1_megatron.runtime.world import check_torchrun
 
 _STARTED_S = time.time()
 
@@ -119,6 +120,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     try:
         check_driver()
+        check_torchrun()
         config = load_config(find("recipe", arguments.config), arguments.overrides)
         folder = RunFolder(config.run.folder)
         watch_node(config, folder)

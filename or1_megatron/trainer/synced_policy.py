@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,7 @@ class SyncedPolicy(PolicyDriver):
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
             ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
             HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed if it did before.
+            StateChanged: a rank's state has changed since the last handoff, though it has not trained.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -190,12 +192,24 @@ class SyncedPolicy(PolicyDriver):
             self._asleep = True
         self._take_back("parameters", "gradients", "optimizer")
         self._away = False
-        if self._noted:
-            self._lockstep.call("check_state", self._version)
-            self._noted = False
+        self._check_idle(last=True)
+        self._noted = False
         if self._restarts:
             super().restart_optimizer()
             self._restarts = False
+
+    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
+        self._check_idle()  # or the ranks would go on from what has changed
+        super().save(folder, state, responses)
+
+    def export_hf(self, folder: Path) -> None:
+        self._check_idle()
+        super().export_hf(folder)
+
+    def _check_idle(self, last: bool = False) -> None:
+        """Compare the ranks' state with what it was at the handoff, unless they have trained since."""
+        if self._noted:
+            self._lockstep.call("check_state", self._version, last)
 
     def _give_devices(self) -> None:
         """Offload what is left on the trainer's devices, and let the engines decode."""

@@ -41,14 +41,14 @@ def requests(count: int, seed: int) -> list[Request]:
 
 def submit_with_next_update(handle: Any, sent: list[Request]) -> None:
     """The next update finds these requests exactly so many iterations old, however busy the machine is."""
-    pickled = pack(sent)
+    packed = pack(sent)
 
     def work(engine: Any) -> None:
         true = engine.start_weight_update
 
         def start_weight_update() -> None:
             del engine.start_weight_update
-            engine.submit(unpack(pickled))
+            engine.submit(unpack(packed))
             for _ in range(STEPS):
                 engine._iterate()
             true()

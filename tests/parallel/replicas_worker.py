@@ -54,26 +54,33 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 def idle_state_changes(policy: MegatronPolicy) -> list[str]:
-    """What is said when nothing flips, when a bit of rank 1's master weights does and one of rank 2's moments, and
-    when one of rank 0's parameters does while the optimizer's state is on the host."""
+    """What is said when nothing flips; when a bit of rank 1's master weights does and one of rank 2's moments; when one
+    of rank 0's parameters does while the optimizer's state is on the host; and when one does there."""
     idle, rank, said = IdleState(policy), policy.mesh.rank, []
     inner = policy.optimizer.chained_optimizers[0].optimizer
     master = inner.param_groups[0]["params"][0]
     moment = inner.state[master]["exp_avg_sq"]
-    for case in ("nothing", "optimizer", "parameter"):
-        if case == "parameter":
+    for case in ("nothing", "optimizer", "parameter", "host"):
+        if case in ("parameter", "host"):
             policy.host.offload("optimizer")
         idle.note()
         if case == "optimizer" and rank > 0:
             flip(master if rank == 1 else moment, 0 if rank == 1 else 31)
         if case == "parameter" and rank == 0:
             dict(policy.networks[0].named_parameters())[FLIPPED].data.view(torch.int16).view(-1)[7] ^= 1
-        policy.host.restore("optimizer")
+        on_host = policy.host._state._slabs
+        if case == "host" and rank == 0:
+            on_host[0][100] ^= 1
+        if case == "parameter":
+            policy.host.restore("optimizer")
         try:
-            idle.check(4)
+            idle.check(4, last=False)
             said.append("")
         except StateChanged as error:
             said.append(str(error))
+        if case == "host" and rank == 0:
+            on_host[0][100] ^= 1
+    policy.host.restore("optimizer")
     return said
 
 

@@ -26,7 +26,7 @@ from or1_megatron.config.schema import (
     SafetyConfig,
     StageConfig,
 )
-from or1_megatron.errors import AgreedError
+from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.interfaces import EnginesLost, Objective
 from or1_megatron.rl.checks import ResumeError, StaleRollout, VerificationFailing
@@ -362,6 +362,22 @@ def test_a_run_goes_on_without_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(world.policy, "save", full)
     assert world.loop.run().finished
     assert asked.count("memory") == 1 and asked.count("checkpoints") >= 3
+
+
+def test_damage_that_a_save_in_memory_finds_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a lack of room: the launcher starts the ranks again."""
+
+    class Damaged(AgreedError, PartLost):
+        pass
+
+    world = World(tmp_path, in_memory=True)
+
+    def damaged(folder: Path, state: Mapping[str, Any], responses: bytes) -> None:
+        raise Damaged
+
+    monkeypatch.setattr(world.policy, "save", damaged)
+    with pytest.raises(Damaged):
+        world.loop.run()
 
 
 @pytest.mark.parametrize("verb", VERBS)

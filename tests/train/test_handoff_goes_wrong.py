@@ -106,7 +106,7 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     assert status == 0, output[-3000:]
     flipped = {path.name.removeprefix("flipped in ") for path in (tmp_path / "done").iterdir()}
     assert flipped == {"replica", "engine", "batch", "responses"}
-    assert "after step 1 bits have changed while nothing wrote to them (rank 1: the parameters)" in output
+    assert "after step 1, bits changed although nothing wrote to them (rank 1: the parameters)" in output
     assert "engine 0 does not compute what the policy computes" in output
     assert len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with", output)) >= 2
     assert output.count("The ranks start again") == 4

@@ -26,7 +26,10 @@ from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import ManagerActor
+from or1_megatron.runtime.message import unpack
 from or1_megatron.types import Completion, Message, Problem, VersionSpan
+from or1_megatron.verify.pool import ray as ray_module
+from or1_megatron.verify.pool import worker as worker_module
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
@@ -142,6 +145,29 @@ def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
     statuses = {workers: tally.statuses for workers, tally in tallies.items()}
     assert statuses[1] == statuses[2] == statuses[4]
     assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_verdicts_are_judged_again(kind: str, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit flips in the first message that arrives after the worker has started."""
+    module = ray_module if kind == "ray" else worker_module
+    flipped = []
+
+    def flip(packed: bytes) -> Any:
+        if started and not flipped:
+            flipped.append(len(packed))
+            packed = packed[:-1] + bytes([packed[-1] ^ 4])
+        return unpack(packed)
+
+    async def body(pool: VerifierPool) -> None:
+        started.append(True)
+        verdicts = [await pool.verify(problem("1"), completion(text), None, 1) for text in (RIGHT, "</think>no")]
+        assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
+        assert flipped and pool.retries == 1
+
+    started: list[bool] = []
+    monkeypatch.setattr(module, "unpack", flip)
+    with_pool(body, workers=1, kind=kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

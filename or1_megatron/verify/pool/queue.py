@@ -15,6 +15,7 @@ from typing import Protocol
 
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.errors import Or1Error
+from or1_megatron.runtime.message import MessageDamaged
 from or1_megatron.types import Completion, Problem, Verdict
 from or1_megatron.verify.pool.worker import Claim, Judged
 
@@ -205,7 +206,7 @@ class VerifierPool:
                 for sample in batch:
                     sample.verdict.cancel()
                 raise
-            except (WorkerLost, TimeoutError) as error:  # it died, hung or raised
+            except (WorkerLost, MessageDamaged, TimeoutError) as error:  # it died, hung or raised
                 self._replace(slot)
                 await self._again(slot, batch, error)
             else:
