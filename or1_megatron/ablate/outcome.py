@@ -64,6 +64,11 @@ def read_metrics(ablations: Iterable[Ablation]) -> list[str]:
     return [*_COUNTED, *sorted(set[str]().union(*(each.metrics() for each in ablations)) - set(_COUNTED))]
 
 
+def reads_seconds(chosen: Arms) -> bool:
+    """Return whether a comparison reads seconds, which depend on what else the machine does."""
+    return chosen.equal_time or any(each.metric == ELAPSED for each in chosen.expects)
+
+
 def with_columns(rows: Rows, columns: Mapping[str, Column]) -> list[dict[str, Any]]:
     """Return the rows with ``ELAPSED`` and ``columns``. A row without the metric does not get its column.
 

@@ -12,10 +12,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from or1_megatron.ablate.ablation import Arm, Arms
 from or1_megatron.ablate.spent import Spent
@@ -95,55 +96,83 @@ def entry_runs(chosen: Arms, arms: Sequence[Arm], out: Path, kept: Path | None =
     return runs_of([arm for arm in arms if arm.name in named], (chosen.entry_seed,), out, kept)
 
 
-def run_all(runs: Sequence[ArmRun], spent: Spent, metrics: Sequence[str] = ()) -> Iterator[tuple[ArmRun, int]]:
-    """Run what is not finished, one after another, and yield (run, exit status) as each ends, failed ones too.
+def run_all(
+    runs: Sequence[ArmRun], spent: Spent, metrics: Sequence[str] = (), at_once: int = 1
+) -> Iterator[tuple[ArmRun, int]]:
+    """Run what is not finished, in order, and yield (run, exit status) as each ends, failed ones too.
 
-    Once the budget is used up no further run begins. ``metrics``: those that are kept of a finished run.
+    Once the budget is used up no further run begins. ``metrics``: those that are kept of a finished run. ``at_once``:
+    how many runs share the machine.
     """
-    for run in runs:
-        run.keep(metrics)
-        if run.finished:
-            continue
-        if spent.used_up:
-            return
-        run.dir.parent.mkdir(parents=True, exist_ok=True)
-        (run.dir.parent / f"{run.dir.name}.json").write_text(
-            json.dumps({"arm": run.arm.name, "seed": run.seed, "set": list(run.arm.overrides)}, indent=2) + "\n"
-        )
-        with run.log.open("a") as log, spent.measured(run.dir.name):
-            status = run_to_its_end(run.command(), log)
-        run.keep(metrics)
-        yield run, status
+    by_name = {run.dir.name: run for run in runs}
+
+    def unfinished() -> Iterator[Job]:
+        for name, run in by_name.items():
+            run.keep(metrics)
+            if run.finished:
+                continue
+            if spent.used_up:
+                return
+            run.dir.parent.mkdir(parents=True, exist_ok=True)
+            described = {"arm": run.arm.name, "seed": run.seed, "set": list(run.arm.overrides)}
+            (run.dir.parent / f"{name}.json").write_text(json.dumps(described, indent=2) + "\n")
+            yield Job(name, run.command(), run.log)
+
+    for job, status in run_jobs(unfinished(), spent, at_once):
+        by_name[job.name].keep(metrics)
+        yield by_name[job.name], status
 
 
-def run_to_its_end(command: list[str], log: TextIO) -> int:
-    """Run the command and return its exit status. SIGTERM is forwarded: the run saves and ends, then this process.
+@dataclass(frozen=True, slots=True)
+class Job:
+    name: str
+    command: list[str]
+    log: Path
 
-    If this process is killed, the command gets SIGTERM. It finds this environment's programs before others.
+
+def run_jobs(jobs: Iterable[Job], spent: Spent, at_once: int = 1) -> Iterator[tuple[Job, int]]:
+    """Run the jobs, ``at_once`` at a time, and yield (job, exit status) as each ends; the next is taken when one ends.
+
+    On SIGTERM no further job begins, and the running ones get the signal, save and end; then this process ends.
     """
-    parent, path = os.getpid(), f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    process = subprocess.Popen(
-        command,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PATH": path},
-        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
-    )
-    received = []
+    received: list[int] = []
+    running: dict[subprocess.Popen[bytes], tuple[Job, float]] = {}
+    waiting = iter(jobs)
 
-    def forward(number: int, _: object) -> None:
-        received.append(number)
-        process.terminate()
+    def ended(process: subprocess.Popen[bytes]) -> Job:
+        job, begun_s = running.pop(process)
+        spent.add(job.name, (time.monotonic() - begun_s) / at_once)
+        return job
 
-    previous = signal.signal(signal.SIGTERM, forward)
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        status = process.wait()
-    except BaseException:  # Ctrl-C, which the run receives too
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    if received:
+        while not received:
+            while len(running) < at_once and (job := next(waiting, None)) is not None:
+                running[_start(job)] = (job, time.monotonic())
+            if not running:
+                return
+            time.sleep(0.1)
+            for process in [process for process in running if process.poll() is not None]:
+                yield ended(process), process.returncode
         raise SystemExit(128 + received[0])
-    return status
+    finally:  # also Ctrl-C, which the jobs receive too
+        for process in running:
+            process.terminate()
+        for process in list(running):
+            process.wait()
+            ended(process)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    """Start the job. It gets SIGTERM if this process is killed, and finds this environment's programs before others."""
+    parent, path = os.getpid(), f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("a") as log:
+        return subprocess.Popen(
+            job.command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": path},
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )

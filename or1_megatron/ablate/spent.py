@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
@@ -26,16 +23,10 @@ class Spent:
     def used_up(self) -> bool:
         return self._hours is not None and self.seconds >= 3600 * self._hours
 
-    @contextmanager
-    def measured(self, what: str) -> Iterator[None]:
-        """Add the block's seconds, however it ends."""
-        begun_s = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - begun_s
-            self.seconds += seconds
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            rows = JsonlWriter(self._path, "the campaign's seconds")
-            rows.write({"run": what, "seconds": round(seconds, 1)})
-            rows.close()
+    def add(self, what: str, seconds: float) -> None:
+        """Add the seconds of a run; of several that share the machine, each has its part."""
+        self.seconds += seconds
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        rows = JsonlWriter(self._path, "the campaign's seconds")
+        rows.write({"run": what, "seconds": round(seconds, 1)})
+        rows.close()

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -51,6 +51,10 @@ def ablate(
             min=0.0, help="Begin no run once the runs in OUT, of earlier calls too, have taken so many hours."
         ),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="How many runs to run at once; one where an ablation compares seconds."),
+    ] = 1,
     kept: Annotated[
         Path | None,
         typer.Option(help="Folder of the finished runs' metrics; default: OUT/kept."),
@@ -60,8 +64,8 @@ def ablate(
     """Run the arms of an ablation seed by seed, and write its page. Running it again does not repeat finished runs.
 
     What the arms begin with is made first where it is missing. An ablation may have conditions of entry, which a run
-    measures first; unless they are met, the arms do not run. Exits with 1 if a run failed, in which case the other runs
-    continue, if a condition is not met, or if the hours are used up.
+    measures first, with --all those of every ablation; unless they are met, its arms do not run. Exits with 1 if a run
+    failed, in which case the other runs continue, if a condition is not met, or if the hours are used up.
     """
     from or1_megatron.ablate.ablation import differences, load_ablations
     from or1_megatron.ablate.campaign import load_campaign
@@ -89,20 +93,21 @@ def ablate(
         if commands:
             _print_commands(todo, campaign)
             return
-        spent, done = Spent(kept or out / "kept", hours), True
-        metrics = read_metrics(found.values())
+        runner = _Runner(Spent(kept or out / "kept", hours), read_metrics(found.values()), console)
+        ready = [] if page_only else [each for each in todo if _made(campaign.missing(each.unfinished), out, runner)]
+        done = page_only or len(ready) == len(todo)
+        runner.run([run for each in ready for run in each.entry], jobs)
         for each in todo:
             differing = [[key, *values] for key, values in differences(each.arms).items()]
             _print_table(console, ["key", *(arm.name for arm in each.arms)], differing, "What differs between the arms")
-            if not page_only:
-                ready = _made(campaign.missing(each.unfinished), out, spent, console)
-                done &= ready and _run_all(each, spent, metrics, console)
+            if each in ready:
+                done &= _run_arms(each, runner, jobs)
             command = f"or1 ablate {each.ablation.number}" + ("" if scale == "small" else f" --scale {scale}")
             command += "".join(f" --set {override}" for override in overrides or ())
             console.print(f"{each.write_page(scale, out / ('smoke/pages' if smoke else 'pages'), command)}")
         if every:
             _print_table(console, ["", "ablation", "runs finished"], [each.row() for each in todo], "Campaign")
-            console.print(f"{spent.seconds / 3600:.2f} machine-hours in {out}")
+            console.print(f"{runner.spent.seconds / 3600:.2f} machine-hours in {out}")
     raise typer.Exit(0 if done else 1)
 
 
@@ -136,8 +141,13 @@ class _Todo:
             arm.name: {run.seed: run.rows() for run in self.runs if run.arm is arm and run.finished}
             for arm in self.arms
         }
-        measured = measure(self.chosen, _finished(self.entry))
+        measured = measure(self.chosen, self.entry_rows)
         return write_page(self.ablation, scale, self.arms, finished, folder, command, measured)
+
+    @property
+    def entry_rows(self) -> dict[str, list[dict[str, Any]]]:
+        """Return {arm: rows of the run that measures its conditions of entry}."""
+        return {run.arm.name: run.rows() for run in self.entry if run.finished}
 
     @property
     def unfinished(self) -> list[Arm]:
@@ -157,57 +167,59 @@ def _print_commands(todo: list[_Todo], campaign: Campaign) -> None:
     print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
 
 
-def _made(missing: Mapping[str, str], out: Path, spent: Spent, console: Console) -> bool:
+@dataclass(frozen=True)
+class _Runner:
+    """Runs what is not finished, within the budget, and says how each run ended."""
+
+    spent: Spent
+    metrics: list[str]
+    """Those that are kept of a finished run."""
+    console: Console
+    failed: set[Path] = field(default_factory=set)
+    """The folders of the runs that failed."""
+
+    def run(self, runs: list[ArmRun], jobs: int) -> None:
+        from or1_megatron.ablate.runs import run_all
+
+        for done, (run, status) in enumerate(run_all(runs, self.spent, self.metrics, jobs), start=1):
+            how = f"exit status {status}" if status else "done"
+            self.console.print(f"{done}: {run.arm.name}, seed {run.seed}: {how}")
+            if status:
+                self.failed.add(run.dir)
+
+
+def _made(missing: Mapping[str, str], out: Path, runner: _Runner) -> bool:
     """Make what the arms begin with, and return whether all of it exists; say what does not."""
     from or1_megatron.ablate.campaign import make
 
     for path, command in missing.items():
-        if spent.used_up:
+        if runner.spent.used_up:
             print(f"or1: the hours are used up; {path} is not made", file=sys.stderr)
             return False
-        console.print(f"making {path}: {command}", soft_wrap=True)
-        if not make(path, command, out, spent):
+        runner.console.print(f"making {path}: {command}", soft_wrap=True)
+        if not make(path, command, out, runner.spent):
             print(f"or1: {path} was not made by: {command}; see {out / 'makes.log'}", file=sys.stderr)
             return False
     return True
 
 
-def _run_all(todo: _Todo, spent: Spent, metrics: list[str], console: Console) -> bool:
-    """Run what is not finished: first what measures the conditions of entry, then, if they are met, the arms.
-
-    Return whether all has been run; say what has not.
-    """
-    from or1_megatron.ablate.outcome import measure
+def _run_arms(todo: _Todo, runner: _Runner, jobs: int) -> bool:
+    """Run the arms if the conditions of entry are met. Return whether all has been run; say what has not."""
+    from or1_megatron.ablate.outcome import measure, reads_seconds
 
     number = todo.ablation.number
-    failed = _run(todo.entry, spent, metrics, console)
-    unmet = [each for each in measure(todo.chosen, _finished(todo.entry)) if todo.entry and not each.met]
+    unmet = [each for each in measure(todo.chosen, todo.entry_rows) if todo.entry and not each.met]
     if not unmet:
-        failed += _run(todo.runs, spent, metrics, console)
+        runner.run(todo.runs, 1 if reads_seconds(todo.chosen) else jobs)
+    failed = [run for run in [*todo.entry, *todo.runs] if run.dir in runner.failed]
     for run in failed:
         print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
-    if spent.used_up and not all(run.finished for run in [*todo.entry, *todo.runs]):
+    if runner.spent.used_up and not all(run.finished for run in [*todo.entry, *todo.runs]):
         print(f"or1: ablation {number}: the hours are used up; what is not finished is left out", file=sys.stderr)
         return False
     for each in unmet:
         print(f"or1: ablation {number}: {each}; its arms are not run", file=sys.stderr)
     return not failed and not unmet
-
-
-def _finished(entry: list[ArmRun]) -> dict[str, list[dict[str, Any]]]:
-    return {run.arm.name: run.rows() for run in entry if run.finished}
-
-
-def _run(runs: list[ArmRun], spent: Spent, metrics: list[str], console: Console) -> list[ArmRun]:
-    """Run what is not finished, and return the runs that failed."""
-    from or1_megatron.ablate.runs import run_all
-
-    failed = []
-    for done, (run, status) in enumerate(run_all(runs, spent, metrics), start=1):
-        console.print(f"{done}: {run.arm.name}, seed {run.seed}: {f'exit status {status}' if status else 'done'}")
-        if status:
-            failed.append(run)
-    return failed
 
 
 def _extra(overrides: list[str] | None) -> dict[str, Any]:

@@ -50,6 +50,8 @@ from or1_megatron.rl.objectives.registry import objective_conflicts
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/ablations"
+MODEL = "examples/quickstart/one_wording_model"
+"""What the arms of 6 to 10, 13 and 14 begin with."""
 PATIENCE_S = 120.0
 """How long anything may take on a busy machine."""
 
@@ -341,7 +343,7 @@ from or1_megatron.ablate.runs import ArmRun, run_all, runs_of
 from or1_megatron.ablate.spent import Spent
 ArmRun.command = lambda run: [sys.executable, '-c', sys.argv[1]]
 arms = arms_of(load_ablation(Path(sys.argv[2])), 'small')
-for run, status in run_all(runs_of(arms, (1,), Path(sys.argv[3])), Spent(Path(sys.argv[3]))):
+for run, status in run_all(runs_of(arms, (1,), Path(sys.argv[3])), Spent(Path(sys.argv[3])), (), int(sys.argv[4])):
     print('went on', status, flush=True)
 """
 RUN = """
@@ -352,15 +354,17 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_campaign_that_is_ended_ends_its_run(how: signal.Signals, tmp_path: Path) -> None:
-    """The run has time to save; no other run starts. On SIGTERM the campaign waits for it and counts its seconds."""
-    arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path)]
+def test_a_campaign_that_is_ended_ends_its_runs(how: signal.Signals, at_once: int, tmp_path: Path) -> None:
+    """The runs have time to save; no other run starts. On SIGTERM the campaign waits for them and counts their
+    seconds."""
+    arguments = [sys.executable, "-c", CAMPAIGN, RUN, str(FOLDER / "10_clip_higher.yaml"), str(tmp_path), str(at_once)]
     campaign = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE_S
 
     def logged(text: str) -> bool:
-        return any(text in log.read_text() for log in tmp_path.glob("runs/*.log"))
+        return sum(text in log.read_text() for log in tmp_path.glob("runs/*.log")) == at_once
 
     while not logged("begun"):
         assert time.monotonic() < deadline and campaign.poll() is None
@@ -372,9 +376,44 @@ def test_a_campaign_that_is_ended_ends_its_run(how: signal.Signals, tmp_path: Pa
     while killed and not logged("saved"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (log,) = tmp_path.glob("runs/*.log")
-    assert log.read_text() == "begun\nsaved\n"
-    assert (tmp_path / "spent.jsonl").exists() is not killed
+    assert [log.read_text() for log in tmp_path.glob("runs/*.log")] == ["begun\nsaved\n"] * at_once
+    spent = tmp_path / "spent.jsonl"
+    assert (len(spent.read_text().splitlines()) if spent.exists() else 0) == at_once * (not killed)
+
+
+MEETS = """
+import json, pathlib, sys, time
+folder, patience = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+folder.mkdir(parents=True)
+running = [path for path in folder.parent.glob('*/') if not (path / 'summary.json').exists() and path != folder]
+(folder / 'met').write_text(str(len(running)))
+while patience and not any(path.read_text() == '1' for path in folder.parent.glob('*/met')):
+    patience -= 0.05
+    time.sleep(0.05)
+time.sleep(0.3)
+(folder / 'metrics.jsonl').write_text(json.dumps({'step': 1, 'time/step': 1.0}) + chr(10))
+(folder / 'summary.json').write_text(json.dumps({'finished': True}))
+"""
+
+
+@pytest.mark.parametrize(("number", "together"), [(12, True), (15, False), (2, False)])
+def test_runs_share_the_machine_unless_seconds_are_compared(
+    number: int, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two jobs. Programs stand in for the training: where runs may share the machine, the first waits for one
+    beside it. What 12 spends is half the sum of its runs."""
+    patience = str(PATIENCE_S if together else 0)
+    monkeypatch.setattr(ArmRun, "command", lambda run: [sys.executable, "-S", "-c", MEETS, str(run.dir), patience])
+    (tmp_path / "ablations").mkdir()
+    for path in set(FOLDER.glob("*.yaml")) - {FOLDER / "campaign.yaml"}:
+        text = path.read_text().replace("../recipes/", f"{FOLDER.parent}/recipes/")
+        (tmp_path / "ablations" / path.name).write_text(text)
+    told = ["ablate", str(number), "--folder", str(tmp_path / "ablations"), "--out", str(tmp_path / "out")]
+    ended = CliRunner().invoke(app, [*told, "--jobs", "2"])
+    assert ended.exit_code == 0, ended.output
+    met = [path.read_text() for path in tmp_path.glob("out/runs/*/met")]
+    assert len(met) == 3 * len(arms_of(load_ablations(FOLDER)[number], "small"))
+    assert ("1" in met) == together and set(met) <= {"0", "1"}
 
 
 def test_what_is_kept_of_a_run_is_what_was_read_of_it(found: dict[int, Ablation], tmp_path: Path) -> None:
@@ -395,18 +434,18 @@ def test_what_is_kept_of_a_run_is_what_was_read_of_it(found: dict[int, Ablation]
 def test_a_campaign_makes_what_its_arms_name(
     found: dict[int, Ablation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ablation 5 begins with a drifted policy, 6 with the model of one wording, and 1 needs all three sets of data."""
+    """Ablation 5 begins with a drifted policy, 6 with a model that is in the repository, and 1 needs all three sets."""
     campaign = load_campaign(FOLDER, found)
     assert set(campaign.order) >= {1, 2, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16}
     monkeypatch.chdir(tmp_path)
     needed = {number: set(campaign.missing(arms_of(found[number], "small"))) for number in (1, 5, 6)}
     data = "runs/ablation_data/heldout.jsonl"
     assert needed[1] == {data, "runs/quickstart_data/train.jsonl", "runs/ablation_loose/train.jsonl"}
-    assert needed[5] == {data, "runs/ablations/drifted/hf"} and needed[6] == {data, "runs/ablation_base"}
+    assert needed[5] == {data, "runs/ablations/drifted/hf"} and needed[6] == {data}
     assert not campaign.missing(arms_of(found[6], "paper"))
     (tmp_path / data).parent.mkdir(parents=True)
     (tmp_path / data).touch()
-    assert set(campaign.missing(arms_of(found[6], "small"))) == {"runs/ablation_base"}
+    assert not campaign.missing(arms_of(found[6], "small"))
 
 
 def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +457,7 @@ def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / name).write_text(text.replace("../recipes/or1_7b.yaml", "or1_7b"))
     made, order = tmp_path / "makes", tmp_path / "order"
     (tmp_path / "campaign.yaml").write_text(
-        f"order: [14, 10]\nmakes: {{runs/ablation_base: mkdir -p runs/ablation_base; echo made >> {made}}}\n"
+        f"order: [14, 10]\nmakes: {{{MODEL}: mkdir -p {MODEL}; echo made >> {made}}}\n"
     )
     writes = (
         "import json, pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True); "
@@ -444,9 +483,9 @@ def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(names[1:10]) == {run.dir.name for run in runs_of(first, (1, 2, 3), tmp_path)}
     assert made.read_text() == "made\n" and "20 of 20" in ended.stdout and "9 of 9" in ended.stdout
     spent = [json.loads(line)["run"] for line in (tmp_path / "out/kept/spent.jsonl").read_text().splitlines()]
-    assert spent == ["runs/ablation_base", *names]
+    assert spent == [MODEL, *names]
     # Another machine has what was kept, and no run's folder: nothing is made or repeated, and the pages are the same.
-    (tmp_path / "runs/ablation_base").rmdir()
+    (tmp_path / MODEL).rmdir()
     moved = [*told[:-1], str(tmp_path / "moved"), "--kept", str(tmp_path / "out/kept")]
     assert CliRunner().invoke(app, [*moved, "--hours", "0"]).exit_code == 0
     assert len(order.read_text().split()) == len(names)
