@@ -11,9 +11,8 @@ from contextlib import contextmanager
 def quick_imports() -> Iterator[None]:
     """Switch garbage collection off inside the block. Objects that exist at its end are never collected.
 
-    The collector would walk all loaded modules again and again: a sixth of the time of importing vLLM, a fifth of that
-    of importing the trainer (CPU seconds with ``gc.disable()`` before the import, and without). vLLM collects several
-    times while an engine starts, which then takes no time either.
+    The collector would walk all loaded modules again and again. vLLM also collects several times while an engine
+    starts, which then takes no time either.
     """
     was_on = gc.isenabled()
     gc.disable()
