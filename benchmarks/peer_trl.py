@@ -1,11 +1,11 @@
 """Trains the quickstart's model with TRL's GRPOTrainer, for benchmarks/peers.py, in an environment with TRL.
 
-    python benchmarks/peer_trl.py --out FILE --seed 1 --steps 12 --micro-batch 256
+    python benchmarks/peer_trl.py --out FILE --seed 1 --steps 12 --tokens 56 --micro-batch 256
     torchrun --nproc-per-node 2 benchmarks/peer_trl.py ...      # the same prompts dealt to two processes
 
-Prompts, numbers of prompts and responses, T and optimizer are those of peers.py's runs. An answer is judged by its
-text, which costs less than a verifier. FILE gets ``start_s``, the seconds of each step (``step_s``) and the accuracy
-after it (``accuracy``), which is measured between the steps.
+Prompts, numbers of prompts and responses, T (``--tokens``) and optimizer are those of peers.py's runs. An answer is
+judged by its text, which costs less than a verifier. FILE gets ``start_s``, the seconds of each step (``step_s``) and
+the accuracy after it (``accuracy``), which is measured between the steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, GenerationConfig, TrainerCallback  # noq
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, GROUP, LENGTH, SAMPLES = 128, 8, 96, 2
+PROMPTS, GROUP, SAMPLES, EVALUATED = 128, 8, 2, 96
+"""Prompts of a step, responses to each, and in an evaluation; tokens of a response in an evaluation."""
 END = 1
 """The token that ends a response."""
 
@@ -75,8 +76,9 @@ class Measure(TrainerCallback):  # type: ignore[misc]
             add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
         )  # fmt: skip
         sampling = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LENGTH, eos_token_id=END, pad_token_id=0
-        )
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=EVALUATED,
+            eos_token_id=END, pad_token_id=0,
+        )  # fmt: skip
         plain = getattr(model, "module", model)
         training = plain.training
         with torch.no_grad():
@@ -96,6 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=56, help="T: of a response in training")
     parser.add_argument("--micro-batch", type=int, default=256, help="responses per forward and backward pass")
     arguments = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -107,7 +110,7 @@ def main() -> None:
         output_dir=str(arguments.out.with_suffix("")), seed=arguments.seed, max_steps=arguments.steps,
         per_device_train_batch_size=arguments.micro_batch,
         gradient_accumulation_steps=PROMPTS * GROUP // processes // arguments.micro_batch,
-        num_generations=GROUP, max_completion_length=LENGTH, temperature=1.0, top_p=1.0, top_k=0,
+        num_generations=GROUP, max_completion_length=arguments.tokens, temperature=1.0, top_p=1.0, top_k=0,
         loss_type="dapo", scale_rewards="group", beta=0.0, epsilon=0.2, num_iterations=1,
         learning_rate=2e-4, lr_scheduler_type="constant", weight_decay=0.01, adam_beta2=0.999, max_grad_norm=1.0,
         use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},

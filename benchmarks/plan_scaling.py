@@ -113,17 +113,39 @@ def _config(variant: Variant) -> Config:
     return config.model_copy(update={"parallel": ranks, "rollout": config.rollout.model_copy(update=rollout)})
 
 
-def floor_s(config: Config, on: Machine) -> float:
-    """Return the seconds of a roll-out of the first stage that no scheduling goes below: what every token costs however
-    many decode together. A token takes its response's share of an iteration, its products, and the reading of the keys
-    and values before it; weights and the fixed part of an iteration are shared by ever more responses, and count 0.
-    """
-    stage, clock = config.stages[0], on.clock(config)
-    when = Moment(config.stages, 0, stage.steps / 2)
-    work = workload_at(stage, RecipeLengths(), when, np.random.default_rng([1, 0]))
-    tokens, prompts = work.response_tokens, np.repeat(work.prompt_tokens, work.group_size)
-    read = (tokens * prompts + tokens * (tokens - 1) // 2).sum()
-    return float(tokens.sum() * (clock.response_s + clock.product_s) + read * clock.token_s) / config.rollout.engines
+@dataclass(frozen=True)
+class Floor:
+    """What no scheduler goes below, in one engine's seconds of a mean step."""
+
+    own_s: float
+    """A token's share of an iteration and its products."""
+    read_s: float
+    """Reading the keys and values before each token."""
+    shared_s: float
+    """The rest of an iteration, shared by as many responses as the KV cache holds."""
+    running: float
+    """How many these are, mean over the tokens."""
+
+    @property
+    def seconds(self) -> float:
+        return self.own_s + self.read_s + self.shared_s
+
+
+def floor(config: Config, on: Machine) -> Floor:
+    """Return the floor of a roll-out, mean over the steps of all stages, each as its middle step."""
+    clock, steps = on.clock(config), sum(stage.steps for stage in config.stages)
+    parts = np.zeros(4)
+    for index, stage in enumerate(config.stages):
+        when = Moment(config.stages, index, stage.steps / 2)
+        work = workload_at(stage, RecipeLengths(), when, np.random.default_rng([1, index]))
+        tokens, prompts = work.response_tokens, np.repeat(work.prompt_tokens, work.group_size)
+        held = float((tokens * prompts + tokens * (tokens - 1) // 2).sum())
+        of_engine = float(tokens.sum()) / config.rollout.engines
+        running = clock.kv_tokens * tokens.sum() / held
+        rest_s = clock.constant_s(round(running)) - running * (clock.response_s + clock.product_s)
+        own_s, read_s = of_engine * (clock.response_s + clock.product_s), held * clock.token_s / config.rollout.engines
+        parts += stage.steps / steps * np.array([own_s, read_s, of_engine * rest_s / running, running])
+    return Floor(*map(float, parts))
 
 
 def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
@@ -148,15 +170,17 @@ def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
 
 
 def bound() -> str:
-    """Return what the constants leave for scheduling in the first stage: each token's own time, and the update."""
-    lines = ["", "| | step, s | roll-out | of it every token's | update | at most |", "|---|---|---|---|---|---|"]
+    """Return what the constants leave for scheduling: the floor of the roll-out and the update, against a step."""
+    heads = "| | step | tokens' own | keys and values | shared, by how many | update | in all | at most |"
+    lines = ["", heads, "|---|---|---|---|---|---|---|---|"]
     for variant in (VARIANTS[1], next(each for each in VARIANTS if each.fast)):
-        config, on, time = planned(variant, stages=1)
-        parts = {verb: time.step_s.get(verb, 0.0) for verb in ("roll_out", "update")}
-        least, step_s = floor_s(config, on), sum(time.step_s.values())
-        shown = f"{step_s:.0f} | {parts['roll_out']:.0f} s | {least:.0f} s | {parts['update']:.0f} s"
-        ratio = step_s / (least + parts["update"])
-        lines.append(f"| {'a lighter engine' if variant.fast else 'fitted engine'} | {shown} | {ratio:.2f} times |")
+        config, on, time = planned(variant)
+        least, update_s, step_s = floor(config, on), time.step_s["update"], sum(time.step_s.values())
+        total_s = least.seconds + update_s
+        shown = " | ".join(f"{seconds:.0f} s" for seconds in (step_s, least.own_s, least.read_s, least.shared_s))
+        name = "a lighter engine" if variant.fast else "fitted engine"
+        shown += f", {least.running:.0f} | {update_s:.0f} s | {total_s:.0f} s | {step_s / total_s:.2f} times"
+        lines.append(f"| {name} | {shown} |")
     return "\n".join(lines)
 
 

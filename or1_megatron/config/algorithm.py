@@ -62,6 +62,11 @@ class AdvantageConfig(Section):
                 f"advantage: overlong_tokens = {self.overlong_tokens} penalises long responses, but truncation_mask = "
                 f"{self.truncation_mask} gives truncated ones advantage 0; set truncation_mask to none"
             )
+        if self.overlong_tokens is None and self.overlong_penalty != 1.0:
+            raise ValueError(
+                f"advantage: overlong_penalty = {self.overlong_penalty:g} has no effect without overlong_tokens; set "
+                "overlong_tokens, or leave the penalty at 1"
+            )
         return self
 
 
@@ -132,8 +137,8 @@ class KLConfig(Section):
     """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). k1 in the loss has a gradient
     whose mean is 0. Recipe: k3."""
     cap: PositiveFloat | None = None
-    """The estimate of a token is cut to [-cap, cap], without gradient beyond. Unset: no cap. Unit: nats. Recipe: the
-    released code cuts at 10; the paper names no cap."""
+    """The estimate of a token is cut to [-cap, cap], without gradient beyond, unless ``straight_through``. Unset: no
+    cap. Unit: nats. Recipe: the released code cuts at 10; the paper names no cap."""
     straight_through: bool = False
     """Keep the estimator's value and take the gradient of k2, whose mean is the gradient of the KL. Unit: none. Recipe:
     false."""
@@ -151,6 +156,8 @@ class KLConfig(Section):
     def _fits_its_place(self) -> Self:
         if self.where == "reward" and self.straight_through:
             raise ValueError("kl: straight_through changes a gradient, and where = reward has none; set it to false")
+        if self.straight_through and self.estimator == "k2":
+            raise ValueError("kl: straight_through takes the gradient of k2, which estimator = k2 has; set it to false")
         if self.where == "reward" and self.coefficient == 0:
             raise ValueError("kl: where = reward with coefficient = 0 changes no reward; set one of the two")
         return self
@@ -176,6 +183,11 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"correction: level = {self.level} has no effect with mode = off; set mode to truncated or masked, or "
                 "level to token"
+            )
+        if self.mode == "off" and self.cap != 2.0:
+            raise ValueError(
+                f"correction: cap = {self.cap:g} has no effect with mode = off; set mode to truncated or masked, or "
+                "leave the cap at 2"
             )
         return self
 

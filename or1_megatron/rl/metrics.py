@@ -120,7 +120,7 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
             metrics |= {f"{group}/{name}": value for name, value in asdict(found).items()}
     if step.tail is not None:
         metrics["tail/surplus_responses"] = step.rollout.surplus_responses
-    if step.mismatch is not None and step.scores is not None:
+    if step.scores is not None:
         counted = [
             (sample.engine_log_probs[sample.loss_mask], policy)
             for sample, policy in zip(step.samples, step.scores.log_probs, strict=True)
@@ -240,6 +240,8 @@ def update_metrics(updates: Sequence[UpdateReport], on_policy: bool) -> dict[str
             metrics["policy/ratio_min"] = 1.0 / largest["max_inverse_ratio"]
         if "max_weight" in largest:
             metrics["correction/weight_max"] = largest["max_weight"]
+        if mean.get("weight_square", 0.0) > 0:
+            metrics["correction/effective_sample_size"] = mean["weight"] ** 2 / mean["weight_square"]
         if on_policy and "policy/approx_kl" in metrics:
             metrics["policy/approx_kl"] = 0.0  # the objective's k3 compares with the engine: reported under mismatch
     return metrics

@@ -189,7 +189,7 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
     """Yield switches that act only on clipped tokens where none is clipped: at N_SGD = 1 the ratio is 1, unless it is
     to the log-probs of an older version (``old_is_the_policy``). And what the objective cannot be computed with."""
     algorithm = config.algorithm
-    yield from objective_conflicts(algorithm, config.stages[0])
+    yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens
     for stage in config.stages:
         if soft is not None and soft > stage.max_response_tokens:

@@ -217,6 +217,16 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
 
 def _sampling_warnings(config: Config) -> Iterator[str]:
     loss = config.algorithm.loss
+    if config.algorithm.objective.name == "gspo" and max(loss.clip_low, loss.clip_high) >= 0.1:
+        yield (
+            f"algorithm.loss.clip_low = {loss.clip_low:g} and clip_high = {loss.clip_high:g} with gspo: a response's "
+            "ratio is a geometric mean, which hardly moves, so they clip nothing; the paper has 3e-4 and 4e-4"
+        )
+    if config.rollout.tail == "defer" and config.rollout.continued == "none" and loss.divisor == "own":
+        yield (
+            "rollout.tail = defer makes steps of short and of long responses, and with algorithm.loss.divisor = own a "
+            "token of a short one weighs more: long responses are learned less (docs/stages.md); set divisor to running"
+        )
     stale = config.rollout.trains_older_tokens and config.algorithm.correction.mode == "off"
     for stage in config.stages:
         if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:

@@ -103,6 +103,19 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
     assert "clip_low = 0.2 and clip_high = 0.28 have no effect" in said
     assert "two layouts do not train the same" in said and "top_p = 0.9: responses are drawn from the nucleus" in said
     assert not any("no effect" in line for line in plan(load(tmp_path, "stages.0.reuse=2"), MODEL).warnings)
+    gspo = ("algorithm.objective.name=gspo", "algorithm.loss.aggregation=response_mean")
+    bounds = ("algorithm.loss.clip_low=3e-4", "algorithm.loss.clip_high=4e-4")
+    clips = [
+        any("they clip nothing" in line for line in plan(load(tmp_path, *told), MODEL).warnings)
+        for told in (gspo, (*gspo, *bounds))
+    ]
+    assert clips == [True, False]
+    defer = ("rollout.tail=defer", "rollout.placement=separate")
+    told = (defer, (*defer, "algorithm.loss.divisor=running"), (*defer, "rollout.continued=train"))
+    short = [
+        any("of a short one weighs more" in line for line in plan(load(tmp_path, *t), MODEL).warnings) for t in told
+    ]
+    assert short == [True, False, False]
 
 
 def test_a_loss_that_depends_on_the_cut_keeps_its_layout(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The whole way from hidden states through the head into every kind of objective, against float64 autograd on the whole
-matrix of logits, in both modes and in tiles.
+"""The whole way from hidden states through the head into the clipped objective with each of its switches, against
+float64 autograd on the whole matrix of logits, in both modes and in tiles.
 
 Not proven here: the objectives' formulas (tests/rl/test_objectives.py holds them against plain Python).
 """

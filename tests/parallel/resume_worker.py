@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts
+from fakes import SAMPLED, Clock, Diary, RiddleStream, TableRollouts, asked_by
 from megatron.core import parallel_state
 
 from or1_megatron.config.schema import (
@@ -81,7 +81,7 @@ class RecordedRollouts(TableRollouts):
         groups = self._known[seed]
         assert [group.prompt.problem.id for group in groups] == [prompt.problem.id for prompt in prompts]
         self.under_way[self.calls] = (groups, list(range(len(groups))))
-        self.seeds[self.calls] = seed
+        self.asked[self.calls] = asked_by(prompts, group_size, sampling, seed)
         return self.calls
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:

@@ -66,19 +66,28 @@ MORE = [
     "TP2 SP one_pass response_mean",
 ]
 MORE_TIED = ["PP2", "PP2 VPP2 distopt", "one_pass overlap"]
-OBJECTIVES = {
-    "gspo": ({"clip_low": 0.03, "clip_high": 0.03}, ["CP2 PP2 shuffled response_mean", "DP2", "TP2 one_pass"]),
+OBJECTIVES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "gspo": (
+        "gspo",
+        {"clip_low": 0.03, "clip_high": 0.03},
+        ["CP2 PP2 shuffled response_mean", "DP2 rows64", "TP2 one_pass"],
+    ),
+    "gspo on policy": ("gspo", {"on_policy": True, "correction": "off"}, ["CP2 shuffled", "TP2 one_pass"]),
+    "gspo on policy, corrected": ("gspo", {"on_policy": True}, ["CP2 PP2", "DP2 one_pass"]),
     "clip_cov": (
+        "clip_cov",
         {"share": 0.2, "lowest": 0.05, "highest": 2.0, "seed": 3},
         ["CP2 PP2 shuffled", "TP2 DP2 one_pass response_mean"],
     ),
-    "kl_cov": ({"share": 0.2, "penalty": 0.5}, ["CP2 PP2 shuffled", "TP2 DP2 one_pass"]),
-    "cispo": ({"clip_low": 0.1, "clip_high": 0.1}, ["TP2 SP CP2"]),
-    "dr_grpo": ({"length_share": 0.3}, ["PP2 one_pass"]),
-    "dapo": ({"clip_high": 0.28}, ["DP2 CP2"]),
+    "kl_cov": ("kl_cov", {"share": 0.2, "penalty": 0.5}, ["CP2 PP2 shuffled", "TP2 DP2 one_pass"]),
+    "cispo": ("cispo", {"clip_low": 0.1, "clip_high": 0.1}, ["TP2 SP CP2", "PP2 DP2 one_pass"]),
+    "dr_grpo": ("dr_grpo", {"length_share": 0.3}, ["PP2 one_pass", "TP2 CP2"]),
+    "dapo": ("dapo", {"clip_high": 0.28}, ["DP2 CP2", "TP2 PP2 one_pass"]),
+    "sequence": ("clipped", {"correction_level": "sequence"}, ["CP2 PP2 shuffled", "TP2 one_pass"]),
+    "geometric": ("clipped", {"correction_level": "geometric", "correction_cap": 1.05}, ["CP2 DP2", "PP2 one_pass"]),
 }
-"""Parameters that let each objective's own part act on the probe, and layouts. gspo needs whole sequences, clip_cov and
-kl_cov the whole batch."""
+"""An objective, parameters that let its own part act on the probe, and layouts. gspo and the last two need whole
+sequences, clip_cov and kl_cov the whole batch."""
 MIXED = [
     "CP4",
     "TP2 CP2 PP2 SP distopt",
@@ -93,7 +102,7 @@ MIXED = [
 
 
 def check_parity(model: Path, out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run ``or1 check-parity``; return (exit status, output, rows by layout)."""
+    """Run ``or1 check-parity`` in the folder of ``out``; return (exit status, output, rows by layout)."""
     command = [
         sys.executable,
         "-m",
@@ -105,7 +114,7 @@ def check_parity(model: Path, out: Path, *arguments: str) -> tuple[int, str, dic
         *arguments,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=out.parent)
     rows = {row["name"]: row for row in json.loads(out.read_text())} if out.is_file() else {}
     return done.returncode, done.stdout + done.stderr, rows
 
@@ -129,7 +138,9 @@ def measured(tiny_qwen2: Path, tied_qwen2: Path, tmp_path_factory: pytest.TempPa
 def by_objective(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The rows of each objective by layout, likewise."""
     folder = tmp_path_factory.mktemp("by_objective")
-    plan = [(name, str(tiny_qwen2), layouts, [], 16, 32, name, args) for name, (args, layouts) in OBJECTIVES.items()]
+    plan = [
+        (key, str(tiny_qwen2), layouts, [], 16, 32, name, args) for key, (name, args, layouts) in OBJECTIVES.items()
+    ]
     found: dict[str, dict[str, Any]] = ranks.run_json(
         "family_worker.py", 4, folder / "out.json", json.dumps(plan), str(folder)
     )
@@ -163,7 +174,7 @@ def test_tied_embeddings_equal_transformers(layout: str, measured: dict[str, dic
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, at) for name, (_, layouts) in OBJECTIVES.items() for at in layouts]
+    ("name", "layout"), [(name, at) for name, (_, _, layouts) in OBJECTIVES.items() for at in layouts]
 )
 def test_objectives_equal_transformers(name: str, layout: str, by_objective: dict[str, dict[str, Any]]) -> None:
     """Cut by TP, PP, CP, DP and packing, in both heads: evaluated by the ranks, or before (``rl.objectives.scored``).
@@ -171,10 +182,14 @@ def test_objectives_equal_transformers(name: str, layout: str, by_objective: dic
     assert_equal(by_objective[name][layout])
 
 
-def test_status_and_table(tiny_qwen2: Path, tmp_path: Path) -> None:
-    """The command itself: the layouts that it is asked for, in the table, in the file and in its exit status."""
-    layouts = ["1 rows1200", "TP2 SP"]
-    status, printed, rows = check_parity(tiny_qwen2, tmp_path / "out.json", *named(layouts))
+def test_an_objective_of_ones_own_at_several_layouts(tiny_qwen2: Path, tmp_path: Path) -> None:
+    """The command itself, with the guide's objective in the working folder: the layouts that it is asked for, in the
+    table, in the file and in its exit status."""
+    guide = (Path(__file__).parents[2] / "docs/changing_the_objective.md").read_text()
+    (tmp_path / "my_objectives.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    own = ["--objective", "my_objectives:WReinforce", "--arg", "positive_weight=0.3"]
+    layouts = ["1 rows1200", "CP2", "TP2 SP one_pass"]
+    status, printed, rows = check_parity(tiny_qwen2, tmp_path / "out.json", *own, *named(layouts))
     assert status == 0, printed[-4000:]
     assert printed.count(" equal") == len(layouts) and list(rows) == layouts
     for row in rows.values():
@@ -303,7 +318,7 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
 def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Compute the gradient of an objective in float64 from its paper, without the package's objectives.
 
-    All with the probe's correction by token, KL and bonus, and the clipped ones with its dual clip.
+    All with the probe's correction, KL and bonus, and the clipped ones with its dual clip.
     """
     from transformers import Qwen2ForCausalLM
 
@@ -319,13 +334,25 @@ def reference_gradient(folder: Path, samples: list[Sample], name: str, args: dic
             rows.append((i, sample.advantage, log_p[at - 1, ids[at]], entropy, *told))
     of, advantage, _, _, engine, policy, reference = (np.array([float(row[c]) for row in rows]) for c in range(7))
     new, entropy = (torch.stack([row[c] for row in rows]) for c in (2, 3))
+    if args.get("on_policy"):
+        policy = new.detach().numpy()
     term = reference_term(name, args, new, (policy, engine), advantage, of)
-    w = np.exp(policy - engine)
-    w = np.where((w >= 1 / 1.5) & (w <= 1.5), w, 0.0)
+    w, cap = reference_weights(args, policy - engine, of), args.get("correction_cap", 1.5)
+    outside = (w < 1 / cap) | (w > cap)
+    assert args.get("correction") == "off" or 0 < outside.sum() < len(w), "the cap decides nothing"
+    w = np.where(outside, 0.0, w) if args.get("correction") != "off" else np.ones(len(w))
     behind = torch.tensor(reference) - new
     loss = (-torch.tensor(w) * term + 0.1 * (behind.exp() - behind - 1) - 0.3 * entropy).mean()
     (args.get("length_share", 1.0) * loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference_weights(args: dict[str, Any], log_ratios: Any, sequence: Any) -> Any:
+    """Return each token's importance weight before the cap: its own, or its sequence's product or geometric mean."""
+    of_sequence = {"sequence": np.sum, "geometric": np.mean}.get(args.get("correction_level", "token"))
+    if of_sequence is None:
+        return np.exp(log_ratios)
+    return np.exp([of_sequence(log_ratios[sequence == i]) for i in sequence])
 
 
 def reference_term(
@@ -352,10 +379,10 @@ def reference_term(
         return ratio * a - args["penalty"] * chosen * (new - old).abs()
     term = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
     closed = (term < ratio * a).double().mean()
-    assert 0 < closed < 1, "the clip decides nothing"
+    assert args.get("on_policy") or 0 < closed < 1, "the clip decides nothing"
     if name == "clip_cov":
         return torch.where(torch.tensor(drawn(new.detach().numpy(), before, advantage, args)), term.detach(), term)
-    if name in ("dr_grpo", "dapo"):
+    if name in ("clipped", "dr_grpo", "dapo"):
         return torch.where(a < 0, term.clamp(min=1.3 * a), term)
     return term
 
@@ -378,9 +405,9 @@ def drawn(new: Any, before: tuple[Any, Any], advantage: Any, args: dict[str, Any
 def test_the_reference_of_each_objective_is_the_papers(name: str, tiny_qwen2: Path) -> None:
     """Against float64, on the probe that the layouts are measured with."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
-    samples, args = record_probe(network, 16, 32, 1), OBJECTIVES[name][0]
-    numbers = transformers_numbers(network, samples, probe_objective("float32", name, args))
-    expected = reference_gradient(tiny_qwen2, samples, name, args)
+    samples, (kind, args, _) = record_probe(network, 16, 32, 1), OBJECTIVES[name]
+    numbers = transformers_numbers(network, samples, probe_objective("float32", kind, args))
+    expected = reference_gradient(tiny_qwen2, samples, kind, args)
     assert expected.keys() == numbers.gradient.keys()
     for tensor, gradient in expected.items():
         torch.testing.assert_close(numbers.gradient[tensor].double(), gradient, rtol=1e-4, atol=1e-6)

@@ -121,10 +121,11 @@ def test_extremes_are_over_all_sgd_steps_and_options_have_metrics_where_they_are
     found = update_metrics([first, second], on_policy=False)
     assert (found["policy/ratio_max"], found["policy/ratio_min"], found["policy/clip_fraction_dual"]) == (3, 0.25, 0.1)
     assert not {"policy/kl", "correction/weight", "correction/cut_fraction"} & found.keys()
-    options = {"kl": 4.0, "weight": 18.0, "max_weight": 2.0, "weight_cut": 5.0}
+    options = {"kl": 4.0, "weight": 18.0, "weight_square": 40.0, "max_weight": 2.0, "weight_cut": 5.0}
     found = update_metrics([update(30, **options), update(10, **options)], on_policy=False)
     names = ("policy/kl", "correction/weight", "correction/weight_max", "correction/cut_fraction")
     assert [found[name] for name in names] == [0.2, 0.9, 2.0, 0.25]
+    assert found["correction/effective_sample_size"] == pytest.approx(0.9**2 / 2)
 
 
 def test_mismatch_both_ways() -> None:

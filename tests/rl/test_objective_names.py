@@ -195,6 +195,11 @@ class Faulty:
                 loss = tokens.whole.group_mean(tokens.whole.mean(terms)).sum()
             case "constant":
                 loss = loss + 1.0
+            case "wants a reference":
+                loss = (tokens.reference_log_probs * log_probs).sum()
+            case "asks for a reference":
+                if tokens.reference_log_probs is None:
+                    raise ValueError("set algorithm.kl.reference")
             case "mean in the sums":
                 return loss, {"largest": terms.detach().max() if len(terms) else loss.detach()}
             case "attached":
@@ -220,6 +225,8 @@ class Faulty:
         ("sequences", "sequence", ""),
         ("groups", "sequence", 'group_mean needs whole groups; give the objective the scope "batch"'),
         ("groups", "batch", ""),
+        ("wants a reference", "token", "where the inputs that a run need not have are None"),
+        ("asks for a reference", "token", ""),
         ("constant", "token", "returns 1 for no tokens; expected 0"),
         ("mean in the sums", "token", "the sum 'largest' is"),
         ("attached", "token", "returns the sum 'terms' with a gradient; detach it"),
@@ -231,6 +238,18 @@ def test_faults_are_named(fault: str, scope: str, expected: str) -> None:
     assert any(expected in line for line in found) if expected else not found, found
     assert all(line.startswith("Faulty") for line in found)
     assert all("finite" in line for line in found) or "nan" not in fault
+
+
+@dataclass(frozen=True)
+class OnlyOffPolicy(Faulty):
+    on_policy: bool = False
+
+    def __call__(self, log_probs: Any, entropies: Any, tokens: Any) -> Any:
+        return (log_probs.mean() * 0 + log_probs[1] if self.on_policy else -(tokens.advantages * log_probs).sum()), {}
+
+
+def test_an_objective_is_tried_on_policy_and_off() -> None:
+    assert list(faults(OnlyOffPolicy("none"))), "the fault shows only on policy"
 
 
 def test_the_probes_tokens_are_the_same_every_time() -> None:

@@ -112,6 +112,16 @@ def test_gspo_against_its_paper() -> None:
     assert 0 < sums["clipped"] < sum(LENGTHS)
 
 
+def test_gspo_on_policy_with_a_correction_of_tokens() -> None:
+    """s is still of the sequence, w of the token: with w 2 and 1, A 1, each token's gradient is the mean, 1.5."""
+    new = double(-1.0, -2.0, grad=True)
+    engine = new.detach() - double(2.0, 1.0).log()
+    made = GSPO(0.2, 0.2, correction="truncated", correction_cap=9.0, **{**COMMON, "on_policy": True})
+    assert made.scope == "sequence"
+    made(new, double(0, 0), tokens_of(engine, double(1, 1)))[0].backward()
+    np.testing.assert_allclose(new.grad, [-1.5, -1.5], atol=1e-12)
+
+
 def test_gspo_on_policy_is_pointwise_and_the_same() -> None:
     """At N_SGD 1 GSPO is computed token by token; its gradient is that of sequences whose ratios are all 1."""
     drawn, weights = Drawn(), torch.ones(sum(LENGTHS), dtype=torch.float64)
@@ -184,13 +194,22 @@ def test_dapo_is_the_clipped_loss() -> None:
     assert_same(DAPO(0.2, 0.28, **COMMON), paper)
 
 
+def test_dapo_by_hand() -> None:
+    """The docstring's figures: rho 1.25 is open at a high of 0.28, 1.4 is not, nor 0.7 at A < 0."""
+    new = double(*map(math.log, (1.25, 1.4, 0.7)), grad=True)
+    loss, _ = DAPO(0.2, 0.28, **COMMON)(new, double(0, 0, 0), tokens_of(double(0, 0, 0), double(2, 2, -1)))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(2.5 + 2.56 - 0.8))
+    np.testing.assert_allclose(new.grad, [-2.5, 0, 0], atol=1e-12)
+
+
 def test_covariances_by_hand() -> None:
     assert covariances(double(-1, -3), double(2, 0)).tolist() == [1, 1]
 
 
 def test_clip_cov_by_hand() -> None:
-    """Log-probs (0, -1, -2, -5), A (2, 1, -1, -2): means -2 and 0, covariances (4, 1, 0, 6). Half of
-    the four tokens may be chosen, of those from 1 to 5: the first two. The others keep their gradient -A."""
+    """The docstring's figures: covariances (4, 1, 0, 6), half of the four tokens, of those from 1 to 5: the first two.
+    The others keep their gradient -A."""
     log_probs = double(0, -1, -2, -5, grad=True)
     made = ClipCov(0.2, 0.2, share=0.5, lowest=1.0, highest=5.0, **{**COMMON, "on_policy": True})
     loss, sums = made(log_probs, double(0, 0, 0, 0), tokens_of(log_probs.detach(), double(2, 1, -1, -2)))
@@ -247,10 +266,7 @@ def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> No
 
 
 def test_kl_cov_by_hand() -> None:
-    """Two tokens, log-probs (-1, -3), A (2, -1): covariances (1.5, 1.5)... with the third at the means, one is chosen.
-
-    Log-probs (0, -2, -1), A (1, 0, -1): means -1 and 0: covariances (1, 0, 0). A third of three tokens is the first:
-    rho 1.2 from old ln(1 / 1.2): J = 1.2 - ln 1.2, gradient 1.2 - 1."""
+    """The docstring's figures: covariances (1, 0, 0), a third of three tokens is the first; rho 1.2."""
     log_probs = double(0, -2, -1, grad=True)
     old = log_probs.detach() - math.log(1.2)
     inputs = tokens_of(old, double(1, 0, -1))
@@ -327,11 +343,42 @@ def test_kl_estimators_by_hand() -> None:
         found = kl_estimate(p, double(quarter), **options)
         found.sum().backward()
         assert (found.item(), p.grad.item()) == pytest.approx((value, gradient)), options  # type: ignore[union-attr]  # it has one
-    for cap, value, gradient in ((None, math.exp(3) - 4, 1 - math.exp(3)), (10.0, 10.0, 0.0)):
+    beyond = ((None, False, math.exp(3) - 4, 1 - math.exp(3)), (10.0, False, 10.0, 0.0), (10.0, True, 10.0, -3.0))
+    for cap, straight, value, gradient in beyond:
         p = double(-4.0, grad=True)
-        found = kl_estimate(p, double(-1.0), "k3", cap)
+        found = kl_estimate(p, double(-1.0), "k3", cap, straight)
         found.sum().backward()
         assert (found.item(), p.grad.item()) == pytest.approx((value, gradient))  # type: ignore[union-attr]  # it has one
+
+
+@pytest.mark.parametrize(
+    ("estimator", "straight", "of"), [("k1", False, None), ("k2", False, "pq"), ("k3", False, "qp"), ("k3", True, "pq")]
+)
+def test_the_mean_gradient_of_each_estimator(estimator: Any, straight: bool, of: str | None) -> None:
+    """Over all five tokens of a vocabulary, by autograd through the exact KL: 0, or that of KL(p || q) or KL(q || p)."""
+    logits, other = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q = other.log_softmax(-1)
+    exact, mean = (logits.clone().requires_grad_() for _ in range(2))
+    p = exact.log_softmax(-1)
+    if of is not None:
+        ((p.exp() * (p - q)).sum() if of == "pq" else (q.exp() * (q - p)).sum()).backward()
+    log_p = mean.log_softmax(-1)
+    (log_p.detach().exp() * kl_estimate(log_p, q, estimator, None, straight)).sum().backward()
+    torch.testing.assert_close(mean.grad, torch.zeros(5).double() if of is None else exact.grad)
+
+
+@pytest.mark.parametrize("mode", ["off", "truncated"])
+def test_straight_through_in_the_loss(mode: Any) -> None:
+    """The value is k3's, cut at 0.05; the gradient is that of a loss with k2, beyond the cap, too."""
+    common = {**COMMON, "correction": mode, "kl_coefficient": 0.3}
+    drawn, found = Drawn(), []
+    for options in ({"kl_cap": 0.05, "kl_straight_through": True}, {"kl_estimator": "k2"}, {"kl_cap": 0.05}):
+        x = torch.tensor(drawn.new, requires_grad=True)
+        loss, _ = ClippedPolicyLoss(0.2, 0.2, **common, **options)(x, torch.zeros_like(x), drawn.inputs())
+        loss.backward()
+        found.append((loss.item(), x.grad))
+    assert found[0][0] == pytest.approx(found[2][0], rel=1e-12) and found[0][0] != pytest.approx(found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

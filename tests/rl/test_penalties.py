@@ -32,9 +32,15 @@ def test_soft_overlong_penalty_by_hand() -> None:
 
 
 def test_kl_in_the_reward_by_hand() -> None:
-    """Engine log-probs -1, reference ln 1/8: k1 is ln 8 - 1 per token; three tokens at beta 0.1; capped at 1 each."""
-    for cap, per_token in ((None, np.log(8) - 1), (1.0, 1.0)):
-        kl = {"where": "reward", "estimator": "k1", "coefficient": 0.1, "reference": "folder", "cap": cap}
+    """Engine log-probs -1, reference ln 1/8, so d is ln 8 - 1; three tokens at beta 0.1; capped at 1 each."""
+    d = np.log(8) - 1
+    for estimator, cap, per_token in (
+        ("k1", None, d),
+        ("k1", 1.0, 1.0),
+        ("k2", None, d**2 / 2),
+        ("k3", None, np.exp(-d) - 1 + d),
+    ):
+        kl = {"where": "reward", "estimator": estimator, "coefficient": 0.1, "reference": "folder", "cap": cap}
         (found,) = penalties(AlgorithmConfig.model_validate({"kl": kl}), 3) or []
         np.testing.assert_allclose(found, [0.3 * per_token] * 2, rtol=1e-6)
 
@@ -59,6 +65,10 @@ def test_groups_that_are_all_right_or_wrong_stay_out_though_penalties_differ() -
 def test_contradictions() -> None:
     with pytest.raises(ValueError, match="level = geometric has no effect with mode = off"):
         CorrectionConfig(level="geometric")
+    with pytest.raises(ValueError, match="cap = 3 has no effect with mode = off"):
+        CorrectionConfig(cap=3.0)
+    with pytest.raises(ValueError, match="overlong_penalty = 2 has no effect without overlong_tokens"):
+        AdvantageConfig(overlong_penalty=2.0)
     with pytest.raises(ValueError, match="overlong_tokens = 4 penalises long responses, but truncation_mask = before"):
         AdvantageConfig(overlong_tokens=4, truncation_mask="before")
     for kl, expected in (
@@ -67,6 +77,7 @@ def test_contradictions() -> None:
             {"where": "reward", "coefficient": 0.1, "reference": "f", "straight_through": True},
             "where = reward has none",
         ),
+        ({"reference": "f", "straight_through": True, "estimator": "k2"}, "takes the gradient of k2"),
     ):
         with pytest.raises(ValueError, match=expected):
             AlgorithmConfig.model_validate({"kl": kl})

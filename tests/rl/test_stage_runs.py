@@ -24,6 +24,7 @@ from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.ports import Begin
 from or1_megatron.runtime.manifest import write_manifest
+from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import Group, Prompt, Sampling, Verdict
 
 
@@ -330,6 +331,9 @@ def test_stale_rollouts(tmp_path: Path, refill: int) -> None:
     world.loop.run()
     rows = world.diary.rows
     assert [rows[k]["rollout/staleness"] for k in range(1, 9)] == [0, 1, 1, 1, 0, 1, 1, 1]
+    # Measures of the distance are of stale responses, too; those that must be rounding alone are not.
+    assert ["mismatch/k1" in rows[k] for k in range(1, 9)] == [True] * 8 and rows[2]["mismatch/chi_square"] > 1e-4
+    assert ["mismatch/mean_abs" in rows[k] for k in range(1, 9)] == [True, False, False, False] * 2
     for k in range(1, 9):
         _, groups, kept = world.diary.rolled[k]
         expected = k - 1 - int(rows[k]["rollout/staleness"])
@@ -383,6 +387,39 @@ def test_finished_responses_that_are_lost_are_sampled_again(tmp_path: Path) -> N
     for k in (4, 5, 6):
         ids = [[g.prompt.problem.id for g in world.diary.rolled[k][1]] for world in (again, whole)]
         assert ids[0] == ids[1]
+
+
+def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) -> None:
+    """The run is stopped in step 3 of the first stage, of which the checkpoint has the responses, of up to 4 tokens. It
+    is resumed with two steps in this stage: step 3 is now of the second, where the same place in a step has the same
+    seed, and T is 8. Of the real client: rollout/test_manager."""
+    first, second = {"steps": 4}, {"steps": 2, "max_response_tokens": 8, "filter_solved": False}
+    stopped = World(tmp_path, stages(first, second), evaluated=False)
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop
+    assert stopped.loop.run().steps == 2
+    assert (tmp_path / "checkpoints" / "step_000002" / FINISHED_RESPONSES).is_file()
+    again = World(tmp_path, stages({"steps": 2}, second), evaluated=False)
+    assert again.loop.run().steps == 4
+    stage, groups, _ = again.diary.rolled[3]
+    cut = {c.token_ids.size for group in groups for c in group.completions if c.truncated}
+    assert stage == "s1" and cut == {8}
+
+
+def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path) -> None:
+    """A run is killed, and goes on from memory, where the next step's responses are. It is asked to stop before that
+    step: the checkpoint that it leaves on disk has them as well."""
+    given = stages({"steps": 6})
+    killed = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
+    killed.rollouts.stop_at, killed.rollouts.on_stop = 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        killed.loop.run()
+    stopped = with_stream(World(tmp_path, given, evaluated=False, in_memory=True, changes=STALE))
+    stopped.stop()
+    step = stopped.loop.run().steps + 1
+    again = with_stream(World(tmp_path, given, evaluated=False, changes=STALE))
+    again.loop.run()
+    assert again.diary.resumed_at == [step - 1] and step > 2
+    assert again.diary.rows[step]["rollout/staleness"] == 1
 
 
 def test_stale_rollouts_and_a_kill(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +83,12 @@ class _Tokens:
             sequences=Sequences(index, self.lengths, torch.arange(len(_LENGTHS)) // 2),
         )
 
+    def without_options(self) -> Self:
+        """Return the same tokens with only those inputs that every run has."""
+        made = copy.copy(self)
+        made.inputs = replace(self.inputs, reference_log_probs=None, policy_log_probs=None, weights=None)
+        return made
+
     def evaluate(self, objective: Objective, places: Tensor, scope: Scope) -> Result:
         """Evaluate on the tokens at ``places``; what is there twice counts as sequences and groups of their own."""
         leaves = [values[places].clone().requires_grad_() for values in (self.log_probs, self.entropies)]
@@ -103,7 +110,14 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault; nothing for a sound objective."""
+    """Yield a sentence for each fault; nothing for a sound objective. ``on_policy`` is tried both ways where it is."""
+    found = list(_faults(objective))
+    if not found and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
+        found = list(_faults(replace(objective, on_policy=not before)))
+    yield from found
+
+
+def _faults(objective: Objective) -> Iterator[str]:
     tokens, name = _Tokens(), type(objective).__name__
     try:
         scope = scope_of(objective)
@@ -114,9 +128,17 @@ def faults(objective: Objective) -> Iterator[str]:
             nothing = tokens.evaluate(objective, every[:0], scope)
             parts = [tokens.evaluate(objective, part, scope) for part in _parts(scope)]
     except Exception as error:  # a user's objective may raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        yield f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        yield _raised(name, error)
         return
+    try:
+        tokens.without_options().evaluate(objective, every, scope)
+    except ValueError:
+        pass  # it says which input it needs
+    except Exception as error:
+        yield (
+            f"{_raised(name, error)}, where the inputs that a run need not have are None: log-probs of a reference and "
+            "of the policy before the update, weights. If it needs one, let it raise ValueError"
+        )
     yield from _not_finite(name, whole)
     if not all(torch.isfinite(values).all() for values in (whole[0], whole[2], *whole[1].values())):
         return  # and cannot be compared
@@ -129,6 +151,11 @@ def faults(objective: Objective) -> Iterator[str]:
         yield from _not_additive(name, scope, whole, parts)
         if float(nothing[0]) != 0:
             yield f"{name} returns {float(nothing[0]):.6g} for no tokens; expected 0"
+
+
+def _raised(name: str, error: Exception) -> str:
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{name} raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
 
 
 def _not_finite(name: str, whole: Result) -> Iterator[str]:

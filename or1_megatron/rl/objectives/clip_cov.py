@@ -22,8 +22,8 @@ class ClipCov(PolicyGradientLoss):
     They are drawn at random among the tokens with ``lowest`` <= covariance <= ``highest`` that the ratio's clip leaves
     open (``covariances``), all of them where there are fewer. A larger share or a lower ``lowest`` keeps entropy up.
 
-    Worked example (share 1/2, lowest 1, highest 5): covariances (0.5, 2, 6, 3), ratio 1, A 1: the second and the fourth
-    are chosen, the gradients d J / d log pi are (1, 0, 1, 0).
+    Worked example (share 1/2, lowest 1, highest 5, ratio 1): log pi (0, -1, -2, -5), A (2, 1, -1, -2): the means are -2
+    and 0, the covariances (4, 1, 0, 6). The first two are chosen: the gradients d J / d log pi are (0, 0, -1, -2).
     """
 
     own_scope: ClassVar[Scope] = "batch"

@@ -47,11 +47,14 @@ def kl_estimate(
 
     ``k1``: log p - log q; ``k2``: (log p - log q)^2 / 2; ``k3``: as above. ``cap``: the value is cut to [-cap, cap],
     without gradient beyond. ``straight_through``: the value stays, the gradient by log p is that of k2, log p - log q,
-    whose mean under p is the gradient of KL(p || q); that of k3's own gradient is the gradient of KL(q || p).
+    beyond the cap, too.
+
+    The mean under p of the gradient by p's parameters is, of k2, that of KL(p || q); of k3 that of KL(q || p); of k1
+    zero (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
 
     Worked example, p = 1/2, q = 1/4: k1 ln 2 = 0.693, k2 0.240, k3 0.193; their gradients 1, 0.693 and 1/2. Straight
     through, k3 keeps 0.193 and has 0.693. log p - log q = -3: k3 is e^3 - 3 - 1 = 16.1; capped at 10 it is 10 with
-    gradient 0 instead of -19.1.
+    gradient 0 instead of -19.1, straight through with -3.
     """
     difference = of_samples - other
     if estimator == "k1":

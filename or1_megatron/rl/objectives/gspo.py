@@ -21,7 +21,8 @@ class GSPO(PolicyGradientLoss):
 
     Every token of response i has its J; ``response_mean`` then makes the mean over responses of the paper's eq. 5. The
     paper's bounds are 3e-4 and 4e-4: s_i is a geometric mean, so it moves far less than the ratio of a token. On policy
-    s_i is 1 and its gradient is that of the tokens' ratios, so that J is pointwise.
+    and without a correction s_i is 1 and its gradient, summed over the response, is that of the tokens' ratios, so that
+    J is pointwise. A correction w_t multiplies J at each token; s_i stays that of the whole response.
 
     Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2: s = sqrt(1.8) = 1.342, clipped: J = 2.4, no
     gradient. With rho 1.1 and 1.0: s = sqrt(1.1) = 1.0488, J = 2.0976 at both tokens; the gradient of their sum by
@@ -35,11 +36,14 @@ class GSPO(PolicyGradientLoss):
 
     @property
     def scope(self) -> Scope:
-        by_sequence = self.correction != "off" and self.correction_level != "token"
-        return "token" if self.on_policy and not by_sequence else "sequence"
+        return "token" if self._pointwise else "sequence"
+
+    @property
+    def _pointwise(self) -> bool:
+        return self.on_policy and self.correction == "off"
 
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
-        if self.on_policy:
+        if self._pointwise:
             ratio = ratio_of(log_probs, old)
         else:
             log_ratio = tokens.whole.mean(log_probs - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

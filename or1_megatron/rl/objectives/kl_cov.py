@@ -23,8 +23,8 @@ class KLCov(PolicyGradientLoss):
     The paper writes KL(pi_old || pi_theta) for the last term; its authors' code estimates it by the absolute value.
     There is no clip of the ratio. On policy the penalty is 0 and has no gradient.
 
-    Worked example (share 1/2, penalty 1): covariances (1, 3), rho 1.2 for both, A 1: J = (1.2, 1.2 - ln 1.2) =
-    (1.2, 1.018), with gradients (1.2, 1.2 - 1).
+    Worked example (share 1/3, penalty 1, rho 1.2): log pi (0, -2, -1), A (1, 0, -1): the means are -1 and 0, the
+    covariances (1, 0, 0). The first is chosen: J = (1.2 - ln 1.2, 0, -1.2), with gradients (1.2 - 1, 0, -1.2).
     """
 
     own_scope: ClassVar[Scope] = "batch"

@@ -95,7 +95,7 @@ class PolicyGradientLoss(ABC):
         ``ratio``, ``clipped`` = ``clipped_low`` + ``clipped_high``, ``abs_log_ratio`` (|log pi_theta - log pi_old|) and
         ``approx_kl``, the k3 estimator of KL(pi_old || pi_theta); pi_old is the engine when on policy. Maxima:
         ``max_ratio``, ``max_inverse_ratio``, ``max_abs_log_ratio``. With a reference ``kl``; with a correction
-        ``weight``, ``max_weight``, ``weight_cut``. And the subclass's own.
+        ``weight``, ``weight_square``, ``max_weight``, ``weight_cut``. And the subclass's own.
         """
         old = (log_probs if self.on_policy else tokens.old_log_probs).detach()
         found = self.surrogate(log_probs, old, tokens)
@@ -134,6 +134,7 @@ class PolicyGradientLoss(ABC):
         )
         return weights, {
             "weight": weights.sum(),
+            "weight_square": weights.square().sum(),
             "max_weight": largest(weights),
             "weight_cut": cut.sum(dtype=weights.dtype),
         }
