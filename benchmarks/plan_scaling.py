@@ -131,6 +131,21 @@ class Floor:
         return self.own_s + self.read_s + self.shared_s
 
 
+def longest(config: Config, on: Machine) -> str:
+    """Return, by stage, how long a response of T tokens takes alone, and how many responses and groups reach T."""
+    said = []
+    for index, stage in enumerate(config.stages):
+        when = Moment(config.stages, index, stage.steps / 2)
+        tokens = workload_at(stage, RecipeLengths(), when, np.random.default_rng([1, index])).response_tokens
+        at_t = tokens.reshape(-1, stage.group_size) >= stage.max_response_tokens
+        alone_s = on.clock(config).iterations_s(1, 0, stage.max_response_tokens)
+        said.append(
+            f"stage {stage.name}: {stage.max_response_tokens} tokens alone take {alone_s:.0f} s; {at_t.mean():.0%} of "
+            f"the responses and {at_t.any(axis=1).mean():.0%} of the groups reach them"
+        )
+    return "\n".join(said)
+
+
 def floor(config: Config, on: Machine) -> Floor:
     """Return the floor of a roll-out, mean over the steps of all stages, each as its middle step."""
     clock, steps = on.clock(config), sum(stage.steps for stage in config.stages)
@@ -181,7 +196,8 @@ def bound() -> str:
         name = "a lighter engine" if variant.fast else "fitted engine"
         shown += f", {least.running:.0f} | {update_s:.0f} s | {total_s:.0f} s | {step_s / total_s:.2f} times"
         lines.append(f"| {name} | {shown} |")
-    return "\n".join(lines)
+    config, on, _ = planned(VARIANTS[1])
+    return "\n".join([*lines, "", longest(config, on)])
 
 
 def main() -> None:
