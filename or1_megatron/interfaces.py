@@ -259,11 +259,13 @@ class Rollouts(Protocol):
         """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way that have been sampled, and what is kept of deferred prompts,
-        packed (``runtime.message``); empty: there is nothing."""
+        """Return the responses of the roll-outs under way that have been sampled, those given to ``reuse`` and not yet
+        asked, and what is kept of deferred prompts, packed (``runtime.message``); empty: there is nothing. Those of
+        ``urgent`` roll-outs are left out."""
 
     def reuse(self, responses: bytes) -> None:
-        """Take these instead of sampling them again where the next roll-out asks for the same prompt and seed."""
+        """Take these instead of sampling them again where a roll-out asks for them: the same problem, prompt, sampling
+        and seed. ``urgent`` ones take none, and leave them for the others."""
 
 
 class ProblemStream(Protocol):

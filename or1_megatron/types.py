@@ -144,6 +144,8 @@ class Unfinished:
     log_probs: Float32Array  # [n]
     versions: tuple[VersionSpan, ...]
     started_s: float
+    request_digest: bytes = b""
+    """As in ``Completion``."""
 
 
 @_pickled_by_fields
@@ -187,6 +189,8 @@ class Completion:
     """Tokens that the engine drafted for it (``rollout.speculation``)."""
     accepted_tokens: int = 0
     """Drafted tokens that were sampled."""
+    request_digest: bytes = b""
+    """``rollout.request_plan.request_digest`` of the request; empty: unknown."""
 
     @property
     def truncated(self) -> bool:

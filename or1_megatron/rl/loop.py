@@ -81,8 +81,7 @@ class Loop:
         self.ledger = PassRateLedger()
         self.guard = UpdateGuard(config.safety, ports.policy, ports.dumps, self._alarm, config.one_pass)
         self.alarms = Alarms(config.safety, config.dtype)
-        in_memory = config.checkpoint.in_memory
-        self.saving = Saving(ports.policy, ports.keeper, self.supply.finished_responses, in_memory)
+        self.saving = Saving(ports.policy, ports.keeper, ports.rollouts, config.checkpoint.in_memory)
         self.steps_done = 0
         self._rejected_in_a_row = 0  # rollout steps without a kept group
         self._staleness = 0  # of the oldest token that the current step trains, in versions
@@ -405,9 +404,10 @@ class Loop:
             self.saving.resumed(newest, self.steps_done)
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:
-            self.restore(self.ports.policy.load(self.config.begin.checkpoint))
+            state = self.ports.policy.load(self.config.begin.checkpoint)
+            self.restore(state)
             self.config.begin.check(self.schedule, self.steps_done)
-            self.supply.forget_deferred()
+            self.supply.drop_deferred(state, self.config.begin.checkpoint)
             self.evaluations.begin_at(self.steps_done)
             self._seconds = {}
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from or1_megatron.errors import AgreedError, PartLost
-from or1_megatron.interfaces import Policy
+from or1_megatron.interfaces import Policy, Rollouts
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 
 logger = logging.getLogger(__name__)
@@ -22,15 +22,13 @@ logger = logging.getLogger(__name__)
 class Saving:
     """Saves ``snapshot`` as checkpoints, one at a time, and tells the keeper when each is complete."""
 
-    def __init__(
-        self, policy: Policy, keeper: CheckpointKeeper, finished_responses: Callable[[], bytes], in_memory: bool = False
-    ) -> None:
+    def __init__(self, policy: Policy, keeper: CheckpointKeeper, rollouts: Rollouts, in_memory: bool = False) -> None:
         """
         Args:
-            finished_responses: returns what a checkpoint keeps of the roll-outs under way.
+            rollouts: a checkpoint keeps their finished responses.
             in_memory: write checkpoints to ``keeper.memory``, too.
         """
-        self._policy, self._keeper, self._finished_responses = policy, keeper, finished_responses
+        self._policy, self._keeper, self._rollouts = policy, keeper, rollouts
         self._memory = keeper.memory if in_memory else None
         self.snapshot: Mapping[str, Any] = {}
         """The loop's state after its last complete step."""
@@ -47,7 +45,7 @@ class Saving:
         """Save the snapshot, which is of ``step``, on disk, unless it is saved there already."""
         if self.saved_at != step:
             self.finish(wait=True)
-            self._policy.save(self._keeper.folder_for(step), self.snapshot, self._finished_responses())
+            self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
             self.saved_at = step
             self._writing = (self._keeper, step, best)
         elif best:
@@ -59,7 +57,7 @@ class Saving:
         if self._memory is None or self._writing is not None:
             return
         try:
-            self._policy.save(self._memory.folder_for(step), self.snapshot, self._finished_responses())
+            self._policy.save(self._memory.folder_for(step), self.snapshot, self._rollouts.finished_responses())
             self._writing = (self._memory, step, False)
         except AgreedError as error:
             if isinstance(error, PartLost):

@@ -8,9 +8,11 @@ next step.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import AdvantageConfig, StageConfig
@@ -22,6 +24,8 @@ from or1_megatron.rl.stages import PassRateLedger
 from or1_megatron.rl.tail import Tail, TailReport
 from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import DeferRule, Group, Place, Prompt, RefillRule, RolloutReport, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,18 @@ class Supply:
         wanted, left = stage.prompts_per_step, self._stream.left
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
 
-    def forget_deferred(self) -> None:
-        """Drop the deferred prompts of a stage that the user has ended early: the next epoch draws them again."""
+    def drop_deferred(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Drop, with a warning, the prompts that the stage of ``checkpoint`` had deferred there.
+
+        ``state``: the loop's in it. The next stage begins from it because the user ended that one early.
+        """
+        if dropped := len(state.get("deferred", [])):
+            logger.warning(
+                "%d prompts that the previous stage had deferred (rollout.tail) are dropped: %s is in the middle of "
+                "that stage, and the steps that would have trained them are left out. Later epochs draw them again",
+                dropped,
+                checkpoint,
+            )
         if self.tail is not None:
             self.tail.waiting.clear()
 
@@ -134,10 +148,6 @@ class Supply:
         self.tail_report = None if self.tail is None else self.tail.settle(report.prompts)
         self.rejected_share = 1 - sum(map(self._keeps, groups)) / len(groups)
         return groups, report
-
-    def finished_responses(self) -> bytes:
-        """Return what a checkpoint keeps of roll-outs under way and of deferred prompts (``interfaces.Rollouts``)."""
-        return self._rollouts.finished_responses() if self._asked or self.deferred else b""
 
     def _roll_out_seed(self, step: int) -> int:
         return derive_seed(self._seed, "rollout", step)

@@ -18,7 +18,7 @@ from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait
 from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.pool import START_S, EnginePool
 from or1_megatron.rollout.ray_errors import failure_of
-from or1_megatron.rollout.request_plan import plan_requests
+from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_megatron.types import (
     Completion,
@@ -27,6 +27,7 @@ from or1_megatron.types import (
     Place,
     Prompt,
     RefillRule,
+    Request,
     RolloutReport,
     Sampling,
     Unfinished,
@@ -50,6 +51,7 @@ class _Asked:
     """The present manager's ticket."""
     kept: list[Completion | Unfinished]
     """What was sampled of it before."""
+    urgent: bool
 
 
 class RolloutsClient:
@@ -77,7 +79,7 @@ class RolloutsClient:
         self._progress = (0, 0)
         self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
         self._tickets = itertools.count(1)
-        self._reused: list[bytes] = []  # for the next roll-out
+        self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
         self._kept: dict[int, Completion | Unfinished] = {}  # by seed: of deferred prompts, for when they are asked
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
@@ -126,17 +128,36 @@ class RolloutsClient:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
         batch = pack(arguments | {"rule": rule, "places": places, "urgent": urgent})
-        seeds = [request.seed for request in plan_requests(prompts, group_size, sampling, seed, places).values()]
-        self._progress = (0, len(seeds))
-        kept = [self._kept[seed] for seed in seeds if seed in self._kept]
-        known = [*self._reused, pack(kept)]
+        requests = list(plan_requests(prompts, group_size, sampling, seed, places).values())
+        self._progress = (0, len(requests))
+        kept = [] if urgent else self._sampled_before(requests)
+        known = [pack(kept)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
-        self._reused = []
-        for each in kept:
-            del self._kept[each.seed]
+        seeds = [request.seed for request in requests]
+        if not urgent:
+            for each in seeds:
+                self._reused.pop(each, None)
+                self._kept.pop(each, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager, kept)
+        self._asked[ticket] = _Asked(batch, seeds, of_manager, kept, urgent)
         return ticket
+
+    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion | Unfinished]:
+        """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
+
+        Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
+        """
+        of_seed = [(each, self._reused.get(each.seed) or self._kept.get(each.seed)) for each in requests]
+        found = [(request, made) for request, made in of_seed if made is not None]
+        same = [made for request, made in found if made.request_digest == request_digest(request)]
+        if len(same) < len(found):
+            log.warning(
+                "%d of %d responses that were sampled before the checkpoint are sampled anew: another prompt or "
+                "sampling has their seeds now, or an older version wrote them",
+                len(found) - len(same),
+                len(found),
+            )
+        return same
 
     def wait_decoded(self, ticket: int | None = None) -> None:
         """Block until the last response of a roll-out (None: the oldest) has been sampled."""
@@ -148,6 +169,8 @@ class RolloutsClient:
         groups, report, kept = unpack(found)
         self._kept.update((each.seed, each) for each in kept)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
+        if not asked.urgent and all(each.urgent for each in self._asked.values()):
+            self._reused.clear()  # nobody has asked for the rest
         for engine in self._pool.handles:
             engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
@@ -162,27 +185,32 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return packed (responses of the roll-outs under way, what is kept of deferred prompts). Without the former
-        if the manager does not answer: they are sampled again, and no checkpoint fails for them."""
+        """Return packed (finished responses, what is kept of deferred prompts). Without the responses that the manager
+        has if it does not answer: they are sampled again, and no checkpoint fails for them."""
+        finished, under_way = list(self._reused.values()), [each for each in self._asked.values() if not each.urgent]
         try:
-            finished = unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
+            if under_way:
+                finished += unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
-            finished = []
-        kept = [*self._kept.values(), *(each for asked in self._asked.values() for each in asked.kept)]
+        seeds = {each.seed for each in finished}
+        kept = [*self._kept.values(), *(each for asked in under_way for each in asked.kept)]
+        kept = [each for each in kept if each.seed not in seeds]
         return pack((finished, kept)) if finished or kept else b""
 
     def reuse(self, responses: bytes) -> None:
-        """Give these to the next roll-out, for it and those after it; a warning if they cannot be read. What is kept
-        of deferred prompts goes to the roll-outs that ask them."""
+        """Give these to the roll-outs of the same requests, but not to urgent ones; a warning if they cannot be read.
+
+        Finished ones are dropped once no roll-out is under way any more; what is kept of deferred prompts is not.
+        """
         try:
-            finished, kept = unpack(responses)
-            self._kept.update((each.seed, each) for each in kept)
+            finished, kept = ({each.seed: each for each in part} for part in unpack(responses))
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
-        log.info("%d responses were sampled before the checkpoint and are not sampled again", len(finished))
-        self._reused.append(pack(finished))
+        log.info("%d responses were sampled before the checkpoint: the same requests reuse them", len(finished))
+        self._reused |= finished
+        self._kept |= kept
 
     def close(self) -> None:
         """End the manager and its verifiers."""

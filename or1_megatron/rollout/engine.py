@@ -29,6 +29,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.handoff.backend_check import worker_info
 from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, tokens_before
 from or1_megatron.rollout.kv_cache_update import drain, forget
+from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
@@ -360,7 +361,7 @@ class VllmEngine:
         processor = self._engine.output_processor
         (state,) = (processor.request_states[each] for each in processor.external_req_ids[name])
         output = state.make_request_output([], None, FinishReason.ABORT, None)
-        return Unfinished(request.seed, *joined(output.outputs[0], request), started_s)
+        return Unfinished(request.seed, *joined(output.outputs[0], request), started_s, request_digest(request))
 
     def _completion(self, output: Any, finished_s: float) -> Completion:
         request, started_s = self._pending.pop(output.request_id)
@@ -393,6 +394,7 @@ class VllmEngine:
             finished_s=finished_s,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=sum(accepted * passes for accepted, passes in enumerate(drafts.histogram)) if drafts else 0,
+            request_digest=request_digest(request),
         )
 
 

@@ -91,9 +91,7 @@ class RolloutManager:
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
-        self._recalled: dict[
-            int, Completion
-        ] = {}  # by seed: sampled for the manager before this one, and not asked yet
+        self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
         self._waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -116,8 +114,9 @@ class RolloutManager:
     async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
         """Start what is packed, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
 
-        ``recalled``: packed lists of what was sampled of its requests: completions, which are not sampled again, and
-        unfinished responses, which are continued. Packed: as by ``runtime.message``.
+        ``recalled``: packed lists of what was sampled of its requests, or of those that come next: completions, which
+        are not sampled again, and unfinished responses, which are continued. They are known by their seeds; the caller
+        has seen to it that they are of these requests. Packed: as by ``runtime.message``.
         """
         if self._failure is not None:
             raise self._failure
@@ -150,10 +149,9 @@ class RolloutManager:
         return pack((groups, self._report(current, groups, len(kept)), kept))
 
     async def finished_responses(self) -> bytes:
-        """Return a packed list of the completions of all roll-outs under way."""
+        """Return a packed list of the completions of all roll-outs under way, but for urgent ones."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
-        found = [completion for roll_out in roll_outs for completion in roll_out.completions.values()]
-        return pack(found)
+        return pack([made for each in roll_outs if not each.urgent for made in each.completions.values()])
 
     async def progress(self) -> tuple[int, int]:
         first = self._scheduler.first

@@ -41,6 +41,16 @@ def request_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
 
 
+def request_digest(request: Request) -> bytes:
+    """Return [16] bytes that tell whether two requests of one seed are the same: of problem, prompt and sampling.
+
+    What a response is continued from is not part of it. The same on every machine and Python version.
+    """
+    sampling, prompt = request.sampling, request.prompt
+    asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
+    return hashlib.blake2b(repr(asked).encode() + prompt.token_ids.astype("<i4").tobytes(), digest_size=16).digest()
+
+
 def plan_requests(
     prompts: Sequence[Prompt],
     group_size: int,

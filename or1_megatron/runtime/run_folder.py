@@ -47,7 +47,7 @@ LOOP_STATE: Final = "loop.json"
 """The file of a checkpoint that holds the loop's state: everything that is not a tensor."""
 
 FINISHED_RESPONSES: Final = "finished_responses.pickle"
-"""The file of a checkpoint with responses that were sampled and not trained yet, with ``max_staleness`` above 0."""
+"""The file of a checkpoint with responses that were sampled and not trained yet."""
 
 _REPLACED_SUFFIX: Final = ".replaced"
 _STEP = re.compile(r"step_(\d+)")

@@ -227,6 +227,11 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             "rollout.tail = defer makes steps of short and of long responses, and with algorithm.loss.divisor = own a "
             "token of a short one weighs more: long responses are learned less (docs/stages.md); set divisor to running"
         )
+    if config.rollout.continued == "mask":
+        yield (
+            "rollout.continued = mask leaves the beginnings of deferred responses out of the loss: what decides the "
+            "reward there is not learned (docs/stages.md); set it to train"
+        )
     stale = config.rollout.trains_older_tokens and config.algorithm.correction.mode == "off"
     for stage in config.stages:
         if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:

@@ -116,6 +116,8 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
         any("of a short one weighs more" in line for line in plan(load(tmp_path, *t), MODEL).warnings) for t in told
     ]
     assert short == [True, False, False]
+    masked = plan(load(tmp_path, *defer, "rollout.continued=mask"), MODEL).warnings
+    assert any("leaves the beginnings of deferred responses out" in line for line in masked)
 
 
 def test_a_loss_that_depends_on_the_cut_keeps_its_layout(tmp_path: Path) -> None:

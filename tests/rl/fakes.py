@@ -103,6 +103,14 @@ class Clock:
         return self.now_s
 
 
+Asked = tuple[int, tuple[str, ...], int, Sampling]
+"""(seed, ids of the problems, group size, sampling) of a roll-out."""
+
+
+def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Asked:
+    return seed, tuple(prompt.problem.id for prompt in prompts), group_size, sampling
+
+
 class TableRollouts:
     """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that roll-out."""
 
@@ -116,8 +124,8 @@ class TableRollouts:
         self.overrule: Callable[[int, Verdict], Verdict] = lambda _call, verdict: verdict
         self.under_way: dict[int, tuple[list[Group], list[int]]] = {}
         """(groups, which prompts they are of) by ticket."""
-        self.seeds: dict[int, int] = {}  # by ticket
-        self.reused: dict[int, tuple[list[Group], list[int]]] = {}  # by seed
+        self.asked: dict[int, Asked] = {}  # by ticket, those under way that are not urgent
+        self.reused: dict[Asked, tuple[list[Group], list[int]]] = {}  # for a roll-out that asks the same
         self.kept: dict[Place, list[Completion | None]] = {}
         """Beginnings of the responses to deferred prompts, by place."""
         self.jitter = np.random.default_rng()
@@ -137,10 +145,11 @@ class TableRollouts:
         urgent: bool = False,
     ) -> int:
         self.calls += 1
-        self.seeds[self.calls] = seed
-        if seed in self.reused:
-            self.under_way[self.calls] = self.reused.pop(seed)
-            return self.calls
+        if not urgent:
+            asked = self.asked[self.calls] = asked_by(prompts, group_size, sampling, seed)
+            if asked in self.reused:
+                self.under_way[self.calls] = self.reused.pop(asked)
+                return self.calls
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
@@ -216,7 +225,10 @@ class TableRollouts:
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         self.clock.now_s += 0.25
-        groups, taken = self.under_way.pop(ticket or min(self.under_way))
+        ticket = ticket or min(self.under_way)
+        groups, taken = self.under_way.pop(ticket)
+        if self.asked.pop(ticket, None) and not self.asked:
+            self.reused.clear()
         tokens = sum(completion.token_ids.size for group in groups for completion in group.completions)
         report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0, prompts=tuple(taken))
         return groups, report
@@ -226,7 +238,8 @@ class TableRollouts:
 
     def finished_responses(self) -> bytes:
         """Return all that is under way: a response is finished when it is asked for. And what is kept."""
-        return pickle.dumps(({self.seeds[ticket]: found for ticket, found in self.under_way.items()}, self.kept))
+        finished = self.reused | {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
+        return pickle.dumps((finished, self.kept)) if finished or self.kept else b""
 
     def reuse(self, responses: bytes) -> None:
         finished, self.kept = pickle.loads(responses)

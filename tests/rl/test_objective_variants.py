@@ -355,7 +355,7 @@ def test_kl_estimators_by_hand() -> None:
     ("estimator", "straight", "of"), [("k1", False, None), ("k2", False, "pq"), ("k3", False, "qp"), ("k3", True, "pq")]
 )
 def test_the_mean_gradient_of_each_estimator(estimator: Any, straight: bool, of: str | None) -> None:
-    """Over all five tokens of a vocabulary, by autograd through the exact KL: 0, or that of KL(p || q) or KL(q || p)."""
+    """Over all five tokens of a vocabulary, by autograd through the exact KL: 0, or that of KL(p || q), KL(q || p)."""
     logits, other = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     q = other.log_softmax(-1)
     exact, mean = (logits.clone().requires_grad_() for _ in range(2))

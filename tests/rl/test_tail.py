@@ -20,12 +20,14 @@ import pytest
 import tail_bias
 from fakes import problem
 from test_loop import STAGE, World
-from test_stage_runs import stages, trained, with_stream
+from test_stage_runs import begin, stages, trained, with_stream
 
 from or1_megatron.config.schema import AlgorithmConfig, EntropyConfig
 from or1_megatron.rl.checks import ResumeError
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.tail import Tail, longest_wait
+from or1_megatron.runtime.jsonl import read_rows
+from or1_megatron.schemas.fields import TAIL
 from or1_megatron.schemas.metrics import METRICS
 from or1_megatron.types import Group, Prompt, VersionSpan
 
@@ -209,6 +211,20 @@ def test_a_resumed_run_repeats_the_record(tmp_path: Path, stop_in: int) -> None:
     assert trained(free) != trained(whole)
 
 
+def test_a_row_of_the_record(tmp_path: Path) -> None:
+    """Its fields are those of the docs. Step 1 asks the stream's first 6 prompts at places 0 to 5 of one seed."""
+    world = World(tmp_path, stages(FEW), evaluated=False, changes=DEFER)
+    world.loop.run()
+    rows = list(read_rows(tmp_path / "tail.jsonl"))
+    assert [list(row) for row in rows] == [[name for name, *_ in TAIL]] * 6
+    first = [prompt.problem.id for prompt in World(tmp_path / "new").stream.take(6)]
+    seed = rows[0]["asked"][0][1]
+    assert rows[0]["asked"] == [[name, seed, place] for place, name in enumerate(first)]
+    for row in rows:
+        trained_ones = [row["asked"][index][0] for index in row["trained"]]
+        assert trained_ones == asked_of(world)[row["step"] - 1]
+
+
 def test_a_record_of_other_prompts_is_not_repeated(tmp_path: Path, caplog: Any) -> None:
     given = stages({"prompts_per_step": 4, "prompts_per_update": 4, "steps": 4, "max_response_tokens": 8})
     World(tmp_path, given, evaluated=False, changes=DEFER).loop.run()
@@ -231,6 +247,25 @@ def test_a_stage_made_too_short_for_what_is_deferred(tmp_path: Path) -> None:
         shorter.loop.run()
 
 
+@pytest.mark.parametrize("tail_share", [0.5, None])
+def test_a_stage_from_the_middle_of_another_says_what_it_drops(
+    tmp_path: Path, caplog: Any, tail_share: float | None
+) -> None:
+    """Two prompts are deferred after step 4 of 6. Stage 2 begins there: it does not train them in their stead, and says
+    how many they are, whether or not it defers any itself. After the last step none are, and nothing is said."""
+    given = stages(FEW, {**FEW, "filter_solved": False})
+    first = World(tmp_path / "first", given, evaluated=False, changes={**DEFER, "stage_count": 1}, every_steps=2)
+    first.loop.run()
+    for step, dropped in ((6, False), (4, True)):
+        changes = {**begin(tmp_path / "first", step, 1, chosen=True), "tail_share": tail_share}
+        second = World(tmp_path / f"from_{step}", given, evaluated=False, changes=changes)
+        assert second.loop.run().finished
+        said = "2 prompts that the previous stage had deferred (rollout.tail) are dropped"
+        assert (said in caplog.text) == dropped and ("step_000004 is in the middle" in caplog.text) == dropped
+        expected = [2, 4, 0, 2, 4, 0] if tail_share else [None] * 6
+        assert [second.diary.rows[step + k].get("tail/waiting") for k in range(1, 7)] == expected
+
+
 def test_few_problems(tmp_path: Path) -> None:
     """With 5 problems and D_R = 4 one is asked beyond; with 4 none, and nothing is ever deferred."""
     given = stages({"prompts_per_step": 4, "prompts_per_update": 4, "steps": 5, "max_response_tokens": 8})
@@ -251,7 +286,7 @@ def test_deferring_chooses_when_a_response_is_trained_and_not_whether() -> None:
     higher by more than that, since long responses would be drawn again. The problems are the same, as often each. Steps
     do differ: those of deferred prompts are the longest. Where responses are continued, steps are as alike as without
     deferring."""
-    kinds = ((None, False, False), (0.5, False, False), (0.5, True, False), (0.5, False, True))
+    kinds = ((None, False, "none"), (0.5, False, "none"), (0.5, True, "none"), (0.5, False, "train"))
     worlds = [
         [tail_bias.run_stage(share, seed, new_seeds=new, continued=continued)[0] for seed in range(2)]
         for share, new, continued in kinds
@@ -260,7 +295,7 @@ def test_deferring_chooses_when_a_response_is_trained_and_not_whether() -> None:
     assert [len(step) for step in deferring] == [len(step) for step in continuing] == [16] * 2 * tail_bias.STEPS
     assert abs(right_share(deferring) - right_share(plain)) < 0.02 < right_share(again) - right_share(plain)
     assert abs(right_share(continuing) - right_share(plain)) < 0.02
-    deviations = [np.std(tail_bias.step_lengths(*kind)) for kind in ((None,), (0.5,), (0.5, True))]
+    deviations = [np.std(tail_bias.step_lengths(*kind)) for kind in ((None,), (0.5,), (0.5, "train"))]
     assert deviations[1] > 3 * deviations[0] and deviations[2] < 1.5 * deviations[0]
     problems = [
         Counter(g.prompt.problem.id for step in steps for g in step) for steps in (plain, deferring, continuing)
@@ -273,12 +308,17 @@ def test_what_is_learnt_with_and_without_deferring() -> None:
     number, the level that it reaches differs by less than 0.05 from plain sampling's, 5% of a length, in the mean over
     3 seeds: the bound that was fixed before. Where a step is divided by its own kept responses, as the recipe divides
     by its own tokens, it does not keep to the bound: a step of deferred prompts has more of them, and each counts less.
-    Divided by their running mean it does.
+    Divided by their running mean it does. So do continued responses that are trained whole, divided by their own. Those
+    whose old tokens are masked do not: what decides the reward, how soon they end, is in these tokens.
     Does not prove it for another reward, or an optimizer with momentum."""
 
-    higher = {}
+    higher: dict[str, float] = {}
     for divided_by, rate in tail_bias.RATES.items():
         plain = tail_bias.mean_level(None, rate, divided_by, 3)
         assert plain < 4 + math.log(2 / 3)
         higher[divided_by] = tail_bias.mean_level(0.25, rate, divided_by, 3) - plain
+        if divided_by == "own":
+            for continued in ("train", "mask"):
+                higher[continued] = tail_bias.mean_level(0.25, rate, divided_by, 3, continued) - plain
     assert abs(higher["same"]) < 0.05 and abs(higher["running"]) < 0.05 < higher["own"] < 0.2
+    assert abs(higher["train"]) < 0.05 and higher["mask"] > 0.2

@@ -19,6 +19,7 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import pool
 from or1_megatron.rollout.engine_group import EngineGroup, gather
 from or1_megatron.rollout.pool import EngineError, EnginePlace, EnginePool, engine_env
+from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.types import Completion, Request, Sampling, Unfinished
 
 PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
@@ -132,6 +133,7 @@ def test_what_was_sampled_of_a_request_that_is_given_up(tiny_model: TinyModel, e
             expected = tiny_model.log_probs(request.prompt.token_ids.tolist(), each.token_ids.tolist())
             np.testing.assert_allclose(each.log_probs, expected, atol=1e-4)
             assert limit - 10 <= each.token_ids.size and each.versions[0].first_token == 0
+            assert each.request_digest == request_digest(request)
     completions = decode(engine_pool.handles[1], sent)
     assert_log_probs(tiny_model, completions, sent, 1.0)
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}

@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import DeferRule, Group, RefillRule, Sampling, Unfinished
+from or1_megatron.types import Completion, DeferRule, Group, RefillRule, Sampling, Unfinished
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -140,6 +140,12 @@ def test_deferring_gives_up_whole_prompts_and_asks_them_again(
     assert np.mean(same) > 0.9
 
 
+def cut(made: Completion, tokens: int) -> Unfinished:
+    """What an engine would have kept of a response after so many tokens."""
+    ids, log_probs = made.token_ids[:tokens], made.log_probs[:tokens]
+    return Unfinished(made.seed, ids, log_probs, made.versions, made.started_s, made.request_digest)
+
+
 def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: TinyModel, ray_cluster: None) -> None:
     """3 of 5 prompts are taken, and what was sampled of the two others is kept: here as a rule whole responses, so fast
     are the engines. Half of them are cut to 5 tokens, as if from a checkpoint. Every response begins with what is
@@ -161,13 +167,14 @@ def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: Tiny
     assert len({each.seed for each in kept}) == len(kept) == 16 - report.surplus_responses
     for number, each in enumerate(kept):
         if number % 2 and each.token_ids.size > 5:
-            kept[number] = Unfinished(each.seed, each.token_ids[:5], each.log_probs[:5], each.versions, each.started_s)
+            kept[number] = cut(each, 5)
     known = {each.seed: each for each in kept}
     assert any(isinstance(each, Unfinished) for each in kept)
     for deadly in (True, False):
         client.reuse(pack(([], kept)))
         client.roll_out([PROMPTS[index] for index in left], 8, sampling, 7, None, [(6, index) for index in left])
-        assert {each.seed for each in unpack(client.finished_responses())[1]} == known.keys()
+        saved = [each.seed for part in unpack(client.finished_responses()) for each in part]
+        assert known.keys() <= set(saved) and len(set(saved)) == len(saved)
         if deadly:
             ray.kill(pool.handles[0], no_restart=True)
         groups, report = client.collect()
@@ -269,6 +276,68 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
         [g.prompt.problem.id for g in groups] for groups in before
     ]
     assert "cannot be read and are sampled again" in caplog.text
+
+
+def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint's responses, finished ones or their first tokens, and roll-outs whose requests have their seeds: of
+    other prompts, of other tokens for the same problem, of the same tokens for another problem, at another temperature,
+    with another T. All is sampled anew, and so is what does not say of which request it is. The same requests get
+    them. The digest that is compared: test_request_plan."""
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=41)
+    rollouts.wait_decoded()
+    saved = rollouts.finished_responses()
+    rollouts.collect()
+    finished, _ = unpack(saved)
+    of_older_version = pack(([replace(each, request_digest=b"") for each in finished], []))
+    kinds = [
+        ([*PROMPTS[1:], PROMPTS[0]], SAMPLING),
+        ([prompt([3, 5 + index, 27], name=f"problem{index}") for index in range(5)], SAMPLING),
+        ([prompt([2, 5 + index, 27], name=f"other{index}") for index in range(5)], SAMPLING),
+        (PROMPTS, Sampling(1.5, 1.0, 48)),
+        (PROMPTS, Sampling(1.0, 1.0, 47)),
+    ]
+    cases = [(*kind, kept) for kind in kinds for kept in (saved, pack(([], [cut(each, 1) for each in finished])))]
+    for asked, sampling, kept in [*cases, (PROMPTS, SAMPLING, of_older_version)]:
+        began_s = time.time()
+        caplog.clear()
+        rollouts.reuse(kept)
+        rollouts.roll_out(asked, 2, sampling, seed=41)
+        groups, _ = rollouts.collect()
+        made = [completion for group in groups for completion in group.completions]
+        assert {each.seed for each in made} == {each.seed for each in finished}
+        assert all(each.started_s >= began_s for each in made)
+        assert [each.problem_id for each in made[::2]] == [each.problem.id for each in asked]
+        assert "10 of 10 responses" in caplog.text and rollouts.finished_responses() == b""
+    rollouts.reuse(saved)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=41)
+    again = {completion.seed: completion for group in rollouts.collect()[0] for completion in group.completions}
+    assert all(again[each.seed].finished_s == each.finished_s for each in finished)
+
+
+def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts: RolloutsClient) -> None:
+    """It is made first after a resume. It takes none, though its requests are the same here; a checkpoint that is
+    written meanwhile has those of the step, and none of the evaluation's. What no step asks is dropped after it."""
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=51)
+    rollouts.wait_decoded()
+    saved = rollouts.finished_responses()
+    rollouts.collect()
+    finished = {each.seed: each.finished_s for each in unpack(saved)[0]}
+    assert len(finished) == 10
+    rollouts.reuse(saved)
+    began_s = time.time()
+    ticket = rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=51, urgent=True)
+    rollouts.wait_decoded(ticket)
+    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())[0]} == finished
+    evaluated, _ = rollouts.collect(ticket)
+    assert all(each.started_s >= began_s for group in evaluated for each in group.completions)
+    step = rollouts.roll_out(PROMPTS[:4], 2, SAMPLING, seed=51)
+    ticket = rollouts.roll_out(PROMPTS[4:], 2, SAMPLING, seed=52, urgent=True)
+    rollouts.wait_decoded(ticket)
+    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())[0]} == finished
+    rollouts.collect(ticket)
+    groups, _ = rollouts.collect(step)
+    assert all(each.finished_s == finished[each.seed] for group in groups for each in group.completions)
+    assert rollouts.finished_responses() == b""
 
 
 def test_deadline_names_what_is_missing(engine_pool: EnginePool) -> None:

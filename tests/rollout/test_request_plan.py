@@ -6,6 +6,7 @@ import heapq
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from or1_megatron.rollout.request_plan import (
     assemble_group,
     dispatch,
     plan_requests,
+    request_digest,
     request_seed,
     union_s,
 )
-from or1_megatron.types import Completion, Group, RefillRule, Sampling, Verdict, VersionSpan
+from or1_megatron.types import Completion, Group, RefillRule, Request, Sampling, Unfinished, Verdict, VersionSpan
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
 
@@ -50,6 +52,26 @@ def test_seeds_of_a_roll_out_differ_within_it_and_between_steps() -> None:
     assert len(first) == len(second) == 800
     assert not first & second
     assert all(0 <= seed < 2**63 for seed in first)
+
+
+def test_a_digest_is_of_problem_prompt_and_sampling() -> None:
+    """Against a computation by hand. Each of them changes it; sample, seed and what is sampled already do not."""
+    import hashlib
+
+    asked = Request(prompt([2, 300], name="a"), 0, Sampling(0.6, 0.95, 8), seed=7)
+    by_hand = hashlib.blake2b(b"('a', 0.6, 0.95, 8)" + bytes([2, 0, 0, 0, 44, 1, 0, 0]), digest_size=16).digest()
+    assert request_digest(asked) == by_hand
+    others = [
+        replace(asked, prompt=prompt([2, 300], name="b")),
+        replace(asked, prompt=prompt([2, 301], name="a")),
+        replace(asked, prompt=prompt([2], name="a")),
+        replace(asked, sampling=Sampling(0.7, 0.95, 8)),
+        replace(asked, sampling=Sampling(0.6, 1.0, 8)),
+        replace(asked, sampling=Sampling(0.6, 0.95, 9)),
+    ]
+    assert len({by_hand, *map(request_digest, others)}) == 7
+    before = Unfinished(7, np.ones(3, np.int32), np.ones(3, np.float32), (VersionSpan(0, 0),), 0.0)
+    assert request_digest(replace(asked, sample_index=1, seed=8, before=before)) == by_hand
 
 
 def test_groups_come_in_order_of_prompts_and_samples_whatever_the_order_of_arrival() -> None:
