@@ -136,7 +136,7 @@ def main() -> None:
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
         record = {
-            "command": "make base-model",
+            "command": "examples/quickstart/make_base.sh",
             "seed": arguments.seed,
             "steps": arguments.steps,
             "one_wording": arguments.one_wording,
