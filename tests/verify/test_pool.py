@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from waiting import PATIENCE_S
 from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import ManagerActor
 from or1_megatron.runtime.message import unpack
-from or1_megatron.types import Completion, Message, Problem, VersionSpan
+from or1_megatron.types import Completion, Message, Problem, Verdict, VersionSpan
 from or1_megatron.verify.pool import ray as ray_module
 from or1_megatron.verify.pool import worker as worker_module
 from or1_megatron.verify.pool.local import local_workers
-from or1_megatron.verify.pool.queue import VerifierPool
+from or1_megatron.verify.pool.queue import VerifierPool, WorkerLost
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
+from or1_megatron.verify.pool.worker import Claim, Judged
 
 KINDS = ("local", "ray")
 MAKERS = {"local": local_workers, "ray": ray_workers}
@@ -295,6 +296,60 @@ def test_close_ends_the_workers(kind: str, ray_cluster: None) -> None:
 
     with_pool(body, kind=kind)
     assert still_alive(started) == []
+
+
+class Gated:
+    """``queue.Worker`` whose method ``at`` waits for ``gate``. The first of two is lost, so that the second gets ready
+    within the pool."""
+
+    made = 0
+
+    def __init__(self, at: str, gate: asyncio.Future[None], reached: asyncio.Event) -> None:
+        self.at, self.gate, self.reached = at, gate, reached
+        self.is_first = Gated.made == 0
+        Gated.made += 1
+
+    async def pass_gate(self, name: str) -> None:
+        if name == self.at and not self.is_first:
+            self.reached.set()
+            await self.gate
+
+    async def ready(self) -> None:
+        await self.pass_gate("ready")
+
+    async def verify_batch(self, claims: Sequence[Claim]) -> Judged:
+        if self.is_first:
+            raise WorkerLost("it is gone")
+        await self.pass_gate("verify_batch")
+        return [Verdict(1.0, "right", "", "", 0.0) for _ in claims], 1 << 60  # so large that it is replaced
+
+    async def close(self) -> None:
+        await self.pass_gate("close")
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("at", ["ready", "verify_batch", "close"])
+def test_close_ends_whatever_answer_comes_just_then(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``close`` begins some turns of the event loop after a worker has become ready, has judged or has ended."""
+
+    async def main(turns: int) -> None:
+        gate, reached = asyncio.get_running_loop().create_future(), asyncio.Event()
+        monkeypatch.setattr(Gated, "made", 0)
+        pool = VerifierPool(VerifyConfig(workers=1), frozenset({"math"}), lambda: Gated(at, gate, reached))
+        await pool.start()
+        call = asyncio.create_task(pool.verify(problem("1"), completion(RIGHT)))
+        await asyncio.wait_for(reached.wait(), PATIENCE_S)
+        gate.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await pool.close()
+        call.cancel()
+
+    for turns in range(6):
+        asyncio.run(main(turns))
 
 
 def test_nothing_outlives_a_pool_that_is_killed() -> None:

@@ -197,11 +197,15 @@ class VerifierPool:
             batch = await self._take(slot)
             limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
+                # Not asyncio.wait_for: Python 3.11's drops a cancellation where the answer has just come, and ``close``
+                # would wait for ever.
                 if slot in self._unready:  # its start does not count as the call's time
-                    await asyncio.wait_for(self._workers[slot].ready(), _START_TIMEOUT_S)
+                    async with asyncio.timeout(_START_TIMEOUT_S):
+                        await self._workers[slot].ready()
                     self._unready.discard(slot)
                 claims = [sample.claim for sample in batch]
-                verdicts, resident_bytes = await asyncio.wait_for(self._workers[slot].verify_batch(claims), limit_s)
+                async with asyncio.timeout(limit_s):
+                    verdicts, resident_bytes = await self._workers[slot].verify_batch(claims)
             except asyncio.CancelledError:
                 for sample in batch:
                     sample.verdict.cancel()
@@ -229,7 +233,8 @@ class VerifierPool:
     async def _retire(self, slot: int) -> None:
         """Replace an idle worker. It is closed first, to end what its verifiers have started."""
         try:
-            await asyncio.wait_for(self._workers[slot].close(), _GRACE_S)
+            async with asyncio.timeout(_GRACE_S):
+                await self._workers[slot].close()
         except (WorkerLost, TimeoutError):  # it is killed next
             pass
         self._replace(slot)

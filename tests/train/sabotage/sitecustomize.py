@@ -10,6 +10,10 @@ turns: as kill, with engines that take turns with the trainer as on its GPUs. Fi
 who holds the device; an engine that sleeps loses its weights to NaN. One dies before it sleeps, too, and so does the
 RolloutManager.
 clock: Python's clock of the day is ahead by the seconds in the file SABOTAGE_FOLDER/clock (8 bytes).
+in_flight: as kill, but engines get SABOTAGE_SIGNAL, one at each of POINTS, each in another handoff of the loop, with
+requests in flight. Engines keep their last two responses from their end until the loop waits for them, and it makes a
+handoff when a response of the last step that is asked is there. The file of a point has the seeds of the engine's
+requests.
 hold: the loop waits after step SABOTAGE_STEP until a stop is requested, however slow or fast the machine is.
 """
 
@@ -243,6 +247,109 @@ def flip_in_responses(client: Any) -> None:
     client.unpack = flip_and_unpack
 
 
+POINTS = ("before start", "receiving", "loaded", "before certify", "serving")
+flying: list[int] = []
+"""Seeds of the requests that this engine had when its last handoff began."""
+
+
+def strike(point: str) -> None:
+    """End or stop this engine, unless it had no requests in flight, or an earlier point has not been tried."""
+    folder = Path(os.environ["SABOTAGE_FOLDER"])
+    if not flying or point != next((each for each in POINTS if not happened(each)), None):
+        return
+    try:
+        (folder / "armed").unlink()
+    except FileNotFoundError:
+        return
+    (folder / point).write_text(" ".join(map(str, flying)))
+    os.kill(os.getpid(), int(os.environ["SABOTAGE_SIGNAL"]))
+
+
+def strike_receiving(worker: Any) -> None:
+    unpack, received = worker.unpack, {"handoff": 0, "messages": 0}
+
+    def unpack_some(shipment: Any, message: Any, handoff: int) -> Any:
+        if handoff != received["handoff"]:
+            received.update(handoff=handoff, messages=0)
+        received["messages"] += 1
+        if received["messages"] == 2:
+            strike("receiving")
+        return unpack(shipment, message, handoff)
+
+    worker.unpack = unpack_some
+
+
+def strike_in_handoffs(engine: Any) -> None:
+    Engine = engine.VllmEngine
+    start, finish, certify, step = (
+        Engine.start_weight_update,
+        Engine.finish_weight_update,
+        Engine.certify,
+        Engine.step,
+    )
+    steps = 0  # since the last handoff
+
+    def start_weight_update(self: Any) -> None:
+        flying[:] = [request.seed for request, _ in self._pending.values()]
+        strike("before start")
+        start(self)
+
+    def finish_weight_update(self: Any, version: int) -> None:
+        finish(self, version)
+        strike("loaded")
+
+    def certify_some(self: Any, version: int) -> None:
+        nonlocal steps
+        steps = 0
+        strike("before certify")
+        certify(self, version)
+
+    def step_some(self: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            left = {request.seed for request, _ in self._pending.values()}
+            flying[:] = [seed for seed in flying if seed in left]
+            strike("serving")
+        if 0 < len(self._pending) <= 2 and not happened("needed"):
+            time.sleep(0.01)
+            return []
+        return step(self)
+
+    Engine.start_weight_update, Engine.finish_weight_update = start_weight_update, finish_weight_update
+    Engine.certify, Engine.step = certify_some, step_some
+
+
+def keep_in_flight(loop: Any) -> None:
+    roll_out, hand_off = loop.Loop.roll_out, loop.Loop.hand_off
+    folder = Path(os.environ["SABOTAGE_FOLDER"])
+
+    def roll_out_whole(self: Any, *arguments: Any) -> None:
+        (folder / "needed").touch()
+        roll_out(self, *arguments)
+        (folder / "needed").unlink()
+
+    def begun(self: Any) -> bool:
+        from or1_megatron.rollout.request_plan import request_seed
+        from or1_megatron.runtime.message import unpack
+        from or1_megatron.runtime.seeds import derive_seed
+
+        stage, packed = self.schedule.at(self.steps_done), self.ports.rollouts.finished_responses()
+        roll_out = derive_seed(self.config.seed, "rollout", self.steps_done + self.supply.asked - 1)
+        places = [(p, s) for p in range(stage.prompts_per_step) for s in range(stage.group_size)]
+        seeds = {request_seed(roll_out, *place) for place in places}
+        return bool(packed) and any(each.seed in seeds for each in unpack(packed)[0])
+
+    def hand_off_in_flight(self: Any) -> Any:
+        if self.supply.asked:
+            while not begun(self) and not self.ports.stop():
+                time.sleep(0.05)
+            (folder / "armed").touch()
+        return hand_off(self)
+
+    loop.Loop.roll_out, loop.Loop.hand_off = roll_out_whole, hand_off_in_flight
+
+
 def hold(loop: Any) -> None:
     train_step, step = loop.Loop.train_step, int(os.environ["SABOTAGE_STEP"])
 
@@ -265,6 +372,11 @@ def move_clock() -> None:
 FAULTS: dict[str, dict[str, Any]] = {
     "clock": {},
     "hold": {"or1_megatron.rl.loop": hold},
+    "in_flight": {
+        "or1_megatron.rl.loop": keep_in_flight,
+        "or1_megatron.handoff.shard.worker": strike_receiving,
+        "or1_megatron.rollout.engine": strike_in_handoffs,
+    },
     "memory": {
         "or1_megatron.parallel.replicas": note_replicas,
         "or1_megatron.handoff.shard.trainer": flip_in_replica,

@@ -1,0 +1,196 @@
+"""Engines that answer twice, late or never while others take over new weights, through the real manager.
+
+Ray and the verifiers are real. The engines say what the test tells them to, so that events have the same order on every
+machine. Real engines in a whole run: train/test_in_flight_over_handoffs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from engine_fixtures import prompt
+from waiting import PATIENCE_S
+
+from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.rollout.engine_thread import Harvest
+from or1_megatron.rollout.manager import RolloutError, RolloutManager
+from or1_megatron.rollout.request_plan import plan_requests
+from or1_megatron.runtime.message import pack, unpack
+from or1_megatron.types import Completion, Request, Sampling, VersionSpan
+
+SAMPLING = Sampling(1.0, 1.0, 8)
+PROMPTS = [prompt([2, 5 + index], name=f"p{index}", answer='["7"]') for index in range(3)]
+GROUP = 2
+
+
+def start_engine() -> Any:
+    class Told:  # in here, so that Ray's workers need not import this file
+        """Takes requests, and answers ``harvest`` with what it is told to say, in this order."""
+
+        def __init__(self) -> None:
+            self.requests: list[Any] = []
+            self.seeds: set[int] = set()
+            self.told: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def submit(self, requests: bytes, caller: int) -> None:
+            for request in unpack(requests):
+                assert request.seed not in self.seeds, "it was asked for this before"
+                self.seeds.add(request.seed)
+                self.requests.append(request)
+
+        async def harvest(self, wait_s: float, keep: bool, caller: int) -> bytes:
+            return await self.told.get()
+
+        async def say(self, harvest: bytes) -> None:
+            await self.told.put(harvest)
+
+        async def take(self) -> bytes:
+            """Return the requests that came since the last call."""
+            taken, self.requests = self.requests, []
+            return pack(taken)
+
+    return ray.remote(Told).options(num_cpus=0).remote()
+
+
+async def taken(engines: Sequence[Any], count: int) -> list[list[Request]]:
+    """Wait until these engines have been given so many further requests together, and return each one's."""
+    found: list[list[Request]] = [[] for _ in engines]
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(map(len, found)) < count:
+            for of_engine, engine in zip(found, engines, strict=True):
+                of_engine += unpack(await engine.take.remote())
+    assert sum(map(len, found)) == count
+    return found
+
+
+async def say(engine: Any, completions: Sequence[Completion]) -> None:
+    await engine.say.remote(pack(Harvest(tuple(completions), ())))
+
+
+def answer(request: Request, engine: int, *versions: int) -> Completion:
+    """A response of one token of each version; the version is its id."""
+    ids, spans = np.array(versions, np.int32), tuple(VersionSpan(each, at) for at, each in enumerate(versions))
+    log_probs, problem = np.zeros(len(versions), np.float32), request.prompt.problem.id
+    seed, sample = request.seed, request.sample_index
+    return Completion(problem, sample, ids, log_probs, "", "stop", spans, engine, seed, 0.0, 0.0)
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await holds():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def managed(engines: list[Any]) -> Any:
+    """A manager over these engines; those that are added to the list are ended with it."""
+    manager = RolloutManager(engines, 16, VerifyConfig(workers=1), frozenset({"math"}), {}, PATIENCE_S)
+    await manager.start()
+    try:
+        yield manager
+    finally:
+        await manager.close()
+        for engine in engines:
+            ray.kill(engine, no_restart=True)
+
+
+def batch(seed: int) -> bytes:
+    return pack({"prompts": PROMPTS, "group_size": GROUP, "sampling": SAMPLING, "seed": seed})
+
+
+async def collect(manager: RolloutManager, seed: int) -> dict[int, tuple[int, ...]]:
+    """Return the versions of each response's tokens, by the seed of its request; they are those of the plan."""
+    groups, report, _ = unpack(await manager.collect(None))
+    made = [completion for group in groups for completion in group.completions]
+    assert [group.prompt.problem.id for group in groups] == [each.problem.id for each in PROMPTS]
+    assert report.surplus_responses == 0 and report.response_tokens == sum(c.token_ids.size for c in made)
+    assert all([span.version for span in c.versions] == c.token_ids.tolist() for c in made)
+    found = {c.seed: tuple(c.token_ids.tolist()) for c in made}
+    assert list(found) == [request.seed for request in plan_requests(PROMPTS, GROUP, SAMPLING, seed).values()]
+    return found
+
+
+@pytest.mark.parametrize("again", ["at once", "later, with more tokens", "by the other engine"])
+def test_an_answer_that_is_given_twice_ends_the_roll_out(ray_cluster: None, again: str) -> None:
+    """Of engine 0's three requests the first is answered twice, before or after a handoff: the roll-out fails and
+    names it. What a checkpoint takes along has the first answer, once."""
+
+    async def run() -> None:
+        engines = [start_engine() for _ in range(2)]
+        async with managed(engines) as manager:
+            await manager.roll_out(batch(1))
+            (first, *_), _ = await taken(engines, 6)
+            made, culprit = answer(first, 0, 4), 0
+            if again == "at once":
+                await say(engines[0], [made, made])
+            else:
+                await say(engines[0], [made])
+                await until(lambda: finished(manager, 1))
+                culprit = int(again == "by the other engine")
+                await say(engines[culprit], [answer(first, culprit, 4, 5)])
+            name = f"sample {first.sample_index} of problem {first.prompt.problem.id}"
+            said = f"engine {culprit} finished a response that was not requested: {name}"
+            with pytest.raises(RolloutError, match=said):
+                await manager.collect(None)
+            with pytest.raises(RolloutError, match=said):
+                await manager.roll_out(batch(2))
+            kept = unpack(await manager.finished_responses())
+            assert [(each.seed, each.token_ids.tolist()) for each in kept] == [(first.seed, [4])]
+
+    asyncio.run(run())
+
+
+async def finished(manager: RolloutManager, count: int) -> bool:
+    return (await manager.progress())[0] == count
+
+
+async def is_lost(manager: RolloutManager) -> bool:
+    return await manager.engines_lost() == [0]
+
+
+async def has_ended(manager: RolloutManager, drains: int) -> bool:
+    """Whether so many engines are listened to."""
+    return sum(task.get_coro().__name__ == "_drain" for task in manager._tasks) == drains  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_an_engine_is_lost_over_a_handoff(ray_cluster: None, how: str) -> None:
+    """Engine 0 has answered none, some or all of its three requests when it dies, or stalls and is replaced; then the
+    others take over version 5. What it has not answered they sample, once each. An engine that had only stalled answers
+    all of it after its successor has come: nothing of that is used. Four roll-outs, each with another engine 0."""
+
+    async def run() -> None:
+        engines = [start_engine() for _ in range(2)]
+        async with managed(engines) as manager:
+            await manager.expect_successors()
+            old, other = engines
+            for answered in range(4):
+                await manager.roll_out(batch(answered))
+                lost, kept = await taken([old, other], 6)
+                await say(old, [answer(each, 0, 4) for each in lost[:answered]])
+                await until(lambda count=answered: finished(manager, count))
+                engines.append(successor := start_engine())
+                if how == "dies":
+                    ray.kill(old, no_restart=True)
+                    await until(lambda: is_lost(manager))
+                await manager.rejoin([successor, other])
+                if how == "stalls":
+                    await say(old, [answer(each, 0, 4) for each in lost])
+                    await until(lambda: has_ended(manager, drains=2))
+                moved, more = await taken([successor, other], len(lost) - answered)
+                assert {each.seed for each in moved + more} == {each.seed for each in lost[answered:]}
+                await say(successor, [answer(each, 0, 5) for each in moved])
+                await say(other, [answer(each, 1, 4, 5) for each in kept] + [answer(each, 1, 5) for each in more])
+                made = await collect(manager, answered)
+                for requests, versions in ((lost[:answered], (4,)), (moved + more, (5,)), (kept, (4, 5))):
+                    assert all(made.pop(each.seed) == versions for each in requests)
+                assert not made
+                old = successor
+
+    asyncio.run(run())
