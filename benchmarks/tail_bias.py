@@ -67,7 +67,7 @@ class Lengths:
         return int(min(max(math.exp(log_length), 1), T))
 
     def _mean(self, prompt: Prompt) -> float:
-        """Of the log of a length."""
+        """In the log of a length."""
         return self.level + DEVIATION * random.Random(int(prompt.token_ids[0])).gauss()
 
     def _deviations(self, prompt: Prompt, log_length: float) -> float:
@@ -77,7 +77,7 @@ class Lengths:
     def _gradient(self, prompt: Prompt, completion: Completion, old: int) -> float:
         """Return the gradient of a length's log-probability with respect to ``level``, given that it exceeds ``old``.
 
-        Of a normal density it is z / deviation. Less that of the log-probability to be longer, the density at ``old``
+        For a normal density it is z / deviation, less that of the log-probability to be longer, the density at ``old``
         over what is beyond.
         """
         gradient = self._deviations(prompt, self._log_lengths[completion.seed])

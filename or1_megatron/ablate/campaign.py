@@ -16,7 +16,7 @@ from typing import Final
 from pydantic import Field, ValidationError
 
 from or1_megatron.ablate.ablation import Arm
-from or1_megatron.ablate.runs import Job, run_jobs
+from or1_megatron.ablate.runs import CampaignJob, run_jobs
 from or1_megatron.ablate.spent import Spent
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import Positive, Section
@@ -61,6 +61,6 @@ def load_campaign(folder: Path, known: Collection[int]) -> Campaign:
 
 def make(path: str, command: str, out: Path, spent: Spent) -> bool:
     """Make what arms begin with; its output goes to OUT/makes.log. Return whether ``path`` exists now."""
-    for _ in run_jobs([Job(path, ["bash", "-c", command], out / "makes.log")], spent):
+    for _ in run_jobs([CampaignJob(path, ["bash", "-c", command], out / "makes.log")], spent):
         pass
     return Path(path).exists()

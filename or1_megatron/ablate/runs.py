@@ -106,7 +106,7 @@ def run_all(
     """
     by_name = {run.dir.name: run for run in runs}
 
-    def unfinished() -> Iterator[Job]:
+    def unfinished() -> Iterator[CampaignJob]:
         for name, run in by_name.items():
             run.keep(metrics)
             if run.finished:
@@ -116,7 +116,7 @@ def run_all(
             run.dir.parent.mkdir(parents=True, exist_ok=True)
             described = {"arm": run.arm.name, "seed": run.seed, "set": list(run.arm.overrides)}
             (run.dir.parent / f"{name}.json").write_text(json.dumps(described, indent=2) + "\n")
-            yield Job(name, run.command(), run.log)
+            yield CampaignJob(name, run.command(), run.log)
 
     for job, status in run_jobs(unfinished(), spent, at_once):
         by_name[job.name].keep(metrics)
@@ -124,22 +124,22 @@ def run_all(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CampaignJob:
     name: str
     command: list[str]
     log: Path
 
 
-def run_jobs(jobs: Iterable[Job], spent: Spent, at_once: int = 1) -> Iterator[tuple[Job, int]]:
+def run_jobs(jobs: Iterable[CampaignJob], spent: Spent, at_once: int = 1) -> Iterator[tuple[CampaignJob, int]]:
     """Run the jobs, ``at_once`` at a time, and yield (job, exit status) as each ends; the next is taken when one ends.
 
     On SIGTERM no further job begins, and the running ones get the signal, save and end; then this process ends.
     """
     received: list[int] = []
-    running: dict[subprocess.Popen[bytes], tuple[Job, float]] = {}
+    running: dict[subprocess.Popen[bytes], tuple[CampaignJob, float]] = {}
     waiting = iter(jobs)
 
-    def ended(process: subprocess.Popen[bytes]) -> Job:
+    def ended(process: subprocess.Popen[bytes]) -> CampaignJob:
         job, begun_s = running.pop(process)
         spent.add(job.name, (time.monotonic() - begun_s) / at_once)
         return job
@@ -164,7 +164,7 @@ def run_jobs(jobs: Iterable[Job], spent: Spent, at_once: int = 1) -> Iterator[tu
         signal.signal(signal.SIGTERM, previous)
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: CampaignJob) -> subprocess.Popen[bytes]:
     """Start the job. It gets SIGTERM if this process is killed, and finds this environment's programs before others."""
     parent, path = os.getpid(), f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     job.log.parent.mkdir(parents=True, exist_ok=True)

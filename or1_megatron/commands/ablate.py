@@ -93,7 +93,7 @@ def ablate(
         if commands:
             _print_commands(todo, campaign)
             return
-        runner = _Runner(Spent(kept or out / "kept", hours), read_metrics(found.values()), console)
+        runner = _ArmRunner(Spent(kept or out / "kept", hours), read_metrics(found.values()), console)
         ready = [] if page_only else [each for each in todo if _made(campaign.missing(each.unfinished), out, runner)]
         done = page_only or len(ready) == len(todo)
         runner.run([run for each in ready for run in each.entry], jobs)
@@ -168,7 +168,7 @@ def _print_commands(todo: list[_Todo], campaign: Campaign) -> None:
 
 
 @dataclass(frozen=True)
-class _Runner:
+class _ArmRunner:
     """Runs what is not finished, within the budget, and says how each run ended."""
 
     spent: Spent
@@ -188,7 +188,7 @@ class _Runner:
                 self.failed.add(run.dir)
 
 
-def _made(missing: Mapping[str, str], out: Path, runner: _Runner) -> bool:
+def _made(missing: Mapping[str, str], out: Path, runner: _ArmRunner) -> bool:
     """Make what the arms begin with, and return whether all of it exists; say what does not."""
     from or1_megatron.ablate.campaign import make
 
@@ -203,7 +203,7 @@ def _made(missing: Mapping[str, str], out: Path, runner: _Runner) -> bool:
     return True
 
 
-def _run_arms(todo: _Todo, runner: _Runner, jobs: int) -> bool:
+def _run_arms(todo: _Todo, runner: _ArmRunner, jobs: int) -> bool:
     """Run the arms if the conditions of entry are met. Return whether all has been run; say what has not."""
     from or1_megatron.ablate.outcome import measure, reads_seconds
 

@@ -188,7 +188,7 @@ class RolloutManager:
                     known = [request.seed for request in requests if request.seed in self._recalled]
                     if len(known) < len(requests):
                         new = [request for request in requests if request.seed not in self._recalled]
-                        self._spawn(self._submit(index, new))
+                        self._spawn(self._submit(index, self._engines[index], new))
                     left.extend(self._scheduler.finished(index, [self._recalled.pop(seed) for seed in known]))
                 case Abort(index, seeds):
                     self._spawn(self._abort(index, seeds))
@@ -215,8 +215,8 @@ class RolloutManager:
         self._notice()
         await asyncio.wait_for(woken, max(timeout_s, 0.0))
 
-    async def _submit(self, index: int, requests: list[Request]) -> None:
-        engine = self._engines[index]
+    async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
+        """``engine``: the one that the scheduler meant. By now it may have a successor, which has been sent its own."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:

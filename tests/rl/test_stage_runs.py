@@ -392,7 +392,7 @@ def test_finished_responses_that_are_lost_are_sampled_again(tmp_path: Path) -> N
 def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) -> None:
     """The run is stopped in step 3 of the first stage, of which the checkpoint has the responses, of up to 4 tokens. It
     is resumed with two steps in this stage: step 3 is now of the second, where the same place in a step has the same
-    seed, and T is 8. Of the real client: rollout/test_manager."""
+    seed, and T is 8. The real client is tested in rollout/test_manager."""
     first, second = {"steps": 4}, {"steps": 2, "max_response_tokens": 8, "filter_solved": False}
     stopped = World(tmp_path, stages(first, second), evaluated=False)
     stopped.rollouts.stop_at, stopped.rollouts.on_stop = 3, stopped.stop

@@ -118,7 +118,7 @@ async def collect(manager: RolloutManager, seed: int) -> dict[int, tuple[int, ..
 
 @pytest.mark.parametrize("again", ["at once", "later, with more tokens", "by the other engine"])
 def test_an_answer_that_is_given_twice_ends_the_roll_out(ray_cluster: None, again: str) -> None:
-    """Of engine 0's three requests the first is answered twice, before or after a handoff: the roll-out fails and
+    """The first of engine 0's three requests is answered twice, before or after a handoff: the roll-out fails and
     names it. What a checkpoint takes along has the first answer, once."""
 
     async def run() -> None:
@@ -192,5 +192,24 @@ def test_an_engine_is_lost_over_a_handoff(ray_cluster: None, how: str) -> None:
                     assert all(made.pop(each.seed) == versions for each in requests)
                 assert not made
                 old = successor
+
+    asyncio.run(run())
+
+
+def test_requests_on_their_way_to_a_lost_engine_do_not_reach_its_successor(ray_cluster: None) -> None:
+    """Engine 0 is replaced in the moment between the decision to send it requests and the call: its successor gets them
+    once, since they are planned anew."""
+
+    async def run() -> None:
+        engines = [start_engine() for _ in range(2)]
+        async with managed(engines) as manager:
+            await manager.expect_successors()
+            await manager.roll_out(batch(1))
+            engines.append(successor := start_engine())
+            await manager.rejoin([successor, engines[1]])  # no call was made yet: neither method waits
+            of_engine = await taken([successor, engines[1]], 6)
+            for index, engine in enumerate([successor, engines[1]]):
+                await say(engine, [answer(each, index, 5) for each in of_engine[index]])
+            assert set((await collect(manager, 1)).values()) == {(5,)}
 
     asyncio.run(run())
