@@ -125,6 +125,9 @@ def main() -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         found = {"start_s": measure.start_s, "step_s": measure.step_s, "accuracy": measure.accuracy}
         arguments.out.write_text(json.dumps(found) + "\n")
+    if torch.distributed.is_initialized():  # a process whose peer is gone may abort when it ends
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

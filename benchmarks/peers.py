@@ -1,6 +1,6 @@
 """The quickstart's task in this trainer and in TRL's GRPOTrainer, by turns: seconds of a step, seconds to an accuracy.
 
-    python benchmarks/peers.py --rounds 3
+    python benchmarks/peers.py --rounds 2
 
 Same model, prompts, D_R, group size, T, learning rate, optimizer and cores; once with the T of the quickstart's first
 stage and once with that of its second. This trainer runs as the quickstart does (two ranks, two engines, adaptive
@@ -131,7 +131,7 @@ def ratios_of(runs: dict[str, list[dict[str, Any]]]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=9)
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)

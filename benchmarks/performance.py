@@ -303,7 +303,7 @@ SECTIONS = (
     Section(
         "peers",
         "The quickstart's task in TRL",
-        "python benchmarks/peers.py --rounds 3",
+        "python benchmarks/peers.py --rounds 2",
         "Same model, prompts, D_R, group size, T (that of the quickstart's first stage, then of its second), learning "
         "rate and cores, by turns: this trainer as the quickstart runs, with one stage, and TRL's GRPOTrainer with "
         "transformers' generation, with the processes and micro-batch that were fastest for it. Evaluations do not "
