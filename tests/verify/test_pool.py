@@ -332,7 +332,10 @@ class Gated:
 
 @pytest.mark.parametrize("at", ["ready", "verify_batch", "close"])
 def test_close_ends_whatever_answer_comes_just_then(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``close`` begins some turns of the event loop after a worker has become ready, has judged or has ended."""
+    """``close`` begins some turns of the event loop after a worker has become ready, has judged or has ended.
+
+    A ``close`` that hangs ends in TimeoutError.
+    """
 
     async def main(turns: int) -> None:
         gate, reached = asyncio.get_running_loop().create_future(), asyncio.Event()
