@@ -43,7 +43,7 @@ victim = Victim.remote()
 try:
     ray.get(getattr(victim, how).remote(), timeout=240)
 except RayError as error:
-    print("SAID", failure_of(error).replace(chr(10), "<NEWLINE>"), flush=True)
+    print("\\nSAID", failure_of(error).replace(chr(10), "<NEWLINE>"), flush=True)
 cluster.stop_ray()
 """
 
