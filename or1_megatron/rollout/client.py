@@ -260,7 +260,6 @@ class RolloutsClient:
             check_ray(ASK_EVERY_S)
             if self._revive is not None and self._engines_lost():
                 if self._in_turns:
-                    ray.kill(self._manager, no_restart=True)
                     self._ask_again()
                     return False
                 self._revive()
@@ -284,7 +283,12 @@ class RolloutsClient:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Start another manager, which asks for what is not yet sampled of the roll-outs under way."""
+        """Start another manager, which asks for what is not yet sampled of the roll-outs under way.
+
+        The present one may live and only be out of reach. It is killed: engines answer a predecessor at once, and it
+        would call them again and again.
+        """
+        ray.kill(self._manager, no_restart=True)
         self._number += 1
         finished = [part for engine in self._pool.handles for part in self._recall(engine)]
         self._manager = self._start(self._number)

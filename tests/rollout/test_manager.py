@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout_config
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.config.schema import VerifyConfig
@@ -243,6 +243,17 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     assert len(reasons) == 2
     wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
     assert idle(engine_pool)
+
+
+def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(rollouts: RolloutsClient) -> None:
+    """Ray reports an actor that it cannot reach for a moment as lost; it goes on, and asks the engines."""
+    rollouts.revive_with(lambda: None)
+    rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=4)
+    out_of_reach = rollouts._manager
+    rollouts._take_over("connection reset by peer")
+    assert len(rollouts.collect()[0]) == 5
+    with pytest.raises(RayActorError):
+        ray.get(out_of_reach.progress.remote(), timeout=PATIENCE_S)
 
 
 def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
