@@ -207,7 +207,7 @@ def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
 
 
 def kept(engine: Any) -> list[Any]:
-    """What the engine would hand to a successor of its manager."""
+    """What the engine would hand to a successor of its manager. From now on it answers callers of number 0 again."""
     found: list[Any] = unpack(ray.get(engine.recall.remote(0), timeout=PATIENCE_S))
     return found
 
@@ -245,7 +245,9 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     assert idle(engine_pool)
 
 
-def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(rollouts: RolloutsClient) -> None:
+def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
+    rollouts: RolloutsClient, engine_pool: EnginePool
+) -> None:
     """Ray reports an actor that it cannot reach for a moment as lost; it goes on, and asks the engines."""
     rollouts.revive_with(lambda: None)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=4)
@@ -254,6 +256,7 @@ def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(rollouts: 
     assert len(rollouts.collect()[0]) == 5
     with pytest.raises(RayActorError):
         ray.get(out_of_reach.progress.remote(), timeout=PATIENCE_S)
+    wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
 
 
 def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
