@@ -45,8 +45,9 @@ class AdvantageConfig(Section):
     """L_cache of DAPO's soft penalty (docs/objectives.md): over the last so many tokens before the stage's
     max_response_tokens ``overlong_penalty`` is taken off the reward linearly. Unset: no penalty. Unit: tokens. Recipe:
     none in any released model."""
-    overlong_penalty: PositiveFloat = 1.0
-    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. Unit: reward."""
+    overlong_penalty: PositiveFloat = 0.5
+    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. 0.5 is DAPO's 1: rewards are 0 and
+    1 here, and -1 and 1 there. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
     """Advantages of truncated responses. none: like any other; before: they stay out of mean and std and
     get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
@@ -62,10 +63,10 @@ class AdvantageConfig(Section):
                 f"advantage: overlong_tokens = {self.overlong_tokens} penalises long responses, but truncation_mask = "
                 f"{self.truncation_mask} gives truncated ones advantage 0; set truncation_mask to none"
             )
-        if self.overlong_tokens is None and self.overlong_penalty != 1.0:
+        if self.overlong_tokens is None and self.overlong_penalty != 0.5:
             raise ValueError(
                 f"advantage: overlong_penalty = {self.overlong_penalty:g} has no effect without overlong_tokens; set "
-                "overlong_tokens, or leave the penalty at 1"
+                "overlong_tokens, or leave the penalty at 0.5"
             )
         return self
 

@@ -27,7 +27,7 @@ from or1_megatron.commands.check_parity import check_parity as measure_layouts
 from or1_megatron.commands.cli_check_parity import parameters
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
-from or1_megatron.interfaces import TokenInputs
+from or1_megatron.interfaces import Sequences, TokenInputs
 from or1_megatron.parallel.check_parity import load_network, record_probe, transformers_numbers
 from or1_megatron.parallel.parity import Numbers, compare
 from or1_megatron.rl.objectives.check import probe_objective
@@ -381,20 +381,21 @@ def reference_term(
     closed = (term < ratio * a).double().mean()
     assert args.get("on_policy") or 0 < closed < 1, "the clip decides nothing"
     if name == "clip_cov":
-        return torch.where(torch.tensor(drawn(new.detach().numpy(), before, advantage, args)), term.detach(), term)
+        return torch.where(torch.tensor(drawn(new.detach().numpy(), before, advantage, sequence, args)), term.detach(), term)
     if name in ("clipped", "dr_grpo", "dapo"):
         return torch.where(a < 0, term.clamp(min=1.3 * a), term)
     return term
 
 
-def drawn(new: Any, before: tuple[Any, Any], advantage: Any, args: dict[str, Any]) -> Any:
+def drawn(new: Any, before: tuple[Any, Any], advantage: Any, sequence: Any, args: dict[str, Any]) -> Any:
     """Return which tokens Clip-Cov stops: its candidates by the paper, drawn in the package's random order."""
     old, engine = before
     cov = (new - new.mean()) * (advantage - advantage.mean())
     ratio = np.exp(new - old)
     closed = np.where(advantage > 0, ratio > 1.2, ratio < 0.8)
     candidate = (cov >= args["lowest"]) & (cov <= args["highest"]) & ~closed
-    order = shuffled(len(new), args["seed"], torch.tensor(engine), torch.tensor(advantage)).numpy()
+    whole = Sequences(torch.tensor(sequence.astype(int)), torch.tensor(np.bincount(sequence.astype(int))))
+    order = shuffled(args["seed"], whole, torch.tensor(engine), torch.tensor(advantage)).numpy()
     chosen = np.zeros(len(new), dtype=np.bool_)
     chosen[[t for t in order if candidate[t]][: int(args["share"] * len(new))]] = True
     assert 0 < chosen.sum() < candidate.sum(), "the draw decides nothing"

@@ -247,7 +247,7 @@ def test_clip_covs_draw_ignores_the_last_bits_of_the_policys_log_probs() -> None
     made, drawn = ClipCov(0.2, 0.2, share=0.5, lowest=-99.0, highest=99.0, **COMMON), []
     for policy in (engine, torch.nextafter(engine, torch.tensor(9.0))):
         x = policy.clone().requires_grad_()
-        tokens = TokenInputs(advantages, engine_log_probs=engine, policy_log_probs=policy)
+        tokens = TokenInputs(advantages, engine_log_probs=engine, policy_log_probs=policy, sequences=sequences([100]))
         made(x, torch.zeros(100), tokens)[0].backward()
         assert x.grad is not None
         drawn.append((x.grad == 0).tolist())
@@ -255,14 +255,24 @@ def test_clip_covs_draw_ignores_the_last_bits_of_the_policys_log_probs() -> None
 
 
 def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> None:
-    old, advantages = torch.randn(50), torch.randn(50)
-    turned = torch.randperm(50)
-    first = shuffled(50, 1, old, advantages)[:10]
-    again = turned[shuffled(50, 1, old[turned], advantages[turned])[:10]]
-    assert set(first.tolist()) == set(again.tolist())
-    assert set(first.tolist()) != set(shuffled(50, 2, old, advantages)[:10].tolist())
-    means = [float(shuffled(50, seed, old, advantages)[:10].double().mean()) for seed in range(200)]
-    assert abs(np.mean(means) - 24.5) < 2  # of 200 means of 10 uniform places: 5 standard deviations
+    """Half of the 60 tokens have a log-prob of exactly 0. Which are drawn: the same ones with the samples in another
+    order; others with another seed; over 400 seeds each token as often as any other, those of log-prob 0 too."""
+    lengths = [10, 4, 20, 1, 15, 10]
+    index = torch.arange(6).repeat_interleave(torch.tensor(lengths))
+    generator = torch.Generator().manual_seed(5)
+    old = torch.rand(60, generator=generator).sub(0.5).clamp(max=0.0)
+    advantages = torch.randn(6, generator=generator)[index]
+
+    def draw(seed: int, order: list[int]) -> set[int]:
+        turned = torch.cat([(index == i).nonzero()[:, 0] for i in order])
+        of = sequences([lengths[i] for i in order])
+        return set(turned[shuffled(seed, of, old[turned], advantages[turned])[:10]].tolist())
+
+    first = draw(1, [0, 1, 2, 3, 4, 5])
+    assert first == draw(1, [4, 2, 5, 0, 3, 1]) and first != draw(2, [0, 1, 2, 3, 4, 5])
+    counts = np.bincount([token for seed in range(400) for token in draw(seed, list(range(6)))], minlength=60)
+    expected = 400 / 6
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 5 / 6)  # of 400 draws of 10 in 60, each token
 
 
 def test_kl_cov_by_hand() -> None:

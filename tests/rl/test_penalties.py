@@ -31,6 +31,15 @@ def test_soft_overlong_penalty_by_hand() -> None:
     assert penalties(AlgorithmConfig(), 7) is None
 
 
+def test_the_default_penalty_has_the_papers_strength() -> None:
+    """DAPO's rewards are 1 and -1 and its longest response loses 1; of four right in eight one is that long. By hand:
+    rewards (0, 1, 1, 1, -1, -1, -1, -1)."""
+    paper = np.array([0.0, 1, 1, 1, -1, -1, -1, -1])
+    taken_off = AdvantageConfig(overlong_tokens=4).overlong_penalty * np.array([1.0, 0, 0, 0, 0, 0, 0, 0])
+    found = group_advantages(group_of([1, 1, 1, 1, 0, 0, 0, 0]), AdvantageConfig(), taken_off)
+    np.testing.assert_allclose(found, (paper - paper.mean()) / paper.std(ddof=1), rtol=1e-5)
+
+
 def test_kl_in_the_reward_by_hand() -> None:
     """Engine log-probs -1, reference ln 1/8, so d is ln 8 - 1; three tokens at beta 0.1; capped at 1 each."""
     d = np.log(8) - 1

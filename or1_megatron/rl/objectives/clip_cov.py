@@ -52,7 +52,7 @@ class ClipCov(PolicyGradientLoss):
         candidate = (covariance >= self.lowest) & (covariance <= self.highest) & ~closed
         # The engine's log-probs have the same bits in every layout; the policy's differ in the last one.
         sampled = tokens.old_log_probs if tokens.engine_log_probs is None else tokens.engine_log_probs
-        order = shuffled(count, self.seed, sampled, tokens.advantages)
+        order = shuffled(self.seed, tokens.whole, sampled, tokens.advantages)
         chosen = torch.zeros_like(closed)
         chosen[order[candidate[order]][: int(self.share * count)]] = True
         values = torch.where(chosen, values.detach(), values)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from or1_megatron.interfaces import Sequences
+
 
 @torch.no_grad()
 def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
@@ -15,16 +17,19 @@ def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
-def shuffled(count: int, seed: int, *labels: Tensor) -> Tensor:
-    """Return a random order [count] of tokens that depends on what they are, not on where they lie.
+def shuffled(seed: int, sequences: Sequences, *labels: Tensor) -> Tensor:
+    """Return a random order [N] of tokens, which are sequence after sequence, each in order.
 
-    Each token gets a number that is hashed from the bits of its ``labels`` [count] fp32 and the seed, and is sorted by
-    it. So the same tokens are chosen whatever the order of the samples; tokens with the same labels keep their order.
+    A token's number is hashed from the seed, its place in its sequence, and the bits of all of the sequence's
+    ``labels`` [N] fp32, and tokens are sorted by it. So tokens with the same labels (log-probs of 0) are drawn alike,
+    and the same tokens are drawn whatever the order of the samples.
     """
-    mixed = torch.full((count,), seed * 2 + 1, dtype=torch.int64, device=labels[0].device)
+    places = torch.arange(len(sequences.index)) - (sequences.lengths.cumsum(0) - sequences.lengths)[sequences.index]
+    mixed = _mix(places + (seed * 2 + 1 << 32))
     for label in labels:
         mixed = _mix(mixed ^ label.float().contiguous().view(torch.int32).long())
-    return mixed.sort(stable=True).indices
+    of_sequences = torch.zeros(len(sequences.lengths), dtype=torch.int64).index_add(0, sequences.index, mixed)
+    return _mix(mixed ^ _mix(of_sequences)[sequences.index]).sort(stable=True).indices
 
 
 def _mix(values: Tensor) -> Tensor:
