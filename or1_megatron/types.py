@@ -278,6 +278,8 @@ class Sample:
     reference_log_probs: Float32Array | None = None  # [n], of the frozen reference; None: there is none
     group: int = 0
     """Responses to one prompt of a step have the same number, and no others have it."""
+    weight: float | None = None
+    """Of each of its tokens, by the aggregation of the loss (``rl.aggregation``). None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +306,7 @@ class MicroBatch:
     engine_log_probs: Float32Array | None = None  # [T], these three as in ``Sample``
     policy_log_probs: Float32Array | None = None  # [T]
     reference_log_probs: Float32Array | None = None  # [T]
-    weights: Float32Array | None = None  # [T], for the aggregation, mean 1 over the batch's counted tokens; None: all 1
+    weights: Float32Array | None = None  # [T], ``Sample.weight``; None: all 1
     groups: Int32Array | None = None  # [S], ``Sample.group`` of each sequence; None: unknown
     log_prob_gradients: Float32Array | None = None  # [T], these two by ``rl.objectives.scored``
     entropy_gradients: Float32Array | None = None  # [T]
@@ -321,7 +323,6 @@ class Batch:
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]
     token_count: int
     sample_count: int
-    aggregation: Aggregation = "token_mean"
 
 
 @dataclass(frozen=True, slots=True)

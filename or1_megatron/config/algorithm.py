@@ -100,8 +100,8 @@ class LossConfig(Section):
     none."""
     aggregation: Aggregation = "token_mean"
     """token_mean: mean over all tokens of the mini-batch; response_mean: over each response's tokens, then over
-    responses (vanilla GRPO); released-code: over each micro-batch's tokens, then over micro-batches, weighted by their
-    numbers of responses: the result then depends on the layout, so that no key of ``parallel`` may change on resume.
+    responses (vanilla GRPO); released-code: over the tokens of each of the released code's micro-batches, then over
+    these, weighted by their numbers of responses; no layout changes it.
     Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1
     and 9)."""
 

@@ -61,9 +61,7 @@ def check_resume(old: Config, new: Config) -> None:
     Raises:
         ConfigError: a line for each such key with its old and new value.
     """
-    by_cut = old.algorithm.loss.aggregation == "released-code"  # the one loss that depends on the layout
-    forbidden = (*NOT_RESUMABLE, *(("parallel.*",) if by_cut else ()))
-    if changed := _changed(old, new, RESUMABLE_CHANGES, forbidden):
+    if changed := _changed(old, new, RESUMABLE_CHANGES, NOT_RESUMABLE):
         raise ConfigError(
             f"run {new.run.folder} cannot be resumed with another configuration; put these back, "
             "or start a new run with --set run.dir=...:\n" + "\n".join(changed)

@@ -23,6 +23,7 @@ from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
 from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
+from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
 from or1_megatron.sizing.parallel_layouts import Case, batch_layout, parse_layout
@@ -133,7 +134,9 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, probe: Path
         samples: list[Sample] = pickle.loads(probe.read_bytes())  # rank 0 joins this world after it has written it
         order = case.order(len(samples))
         layout = batch_layout(case.parallel, read_hf_config(model.hf))
-        batch = pack([samples[i] for i in order], layout, case.aggregation)
+        longest = max(sample.response_ids.size for sample in samples)
+        weighed = weigh(samples, case.aggregation, longest)
+        batch = pack([weighed[i] for i in order], layout)
         return measure(model, case.parallel, mesh, batch, order, judged)
     finally:
         stop_process_group()

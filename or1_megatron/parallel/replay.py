@@ -46,7 +46,7 @@ def main() -> int:
     try:
         mesh = build_mesh(parallel, seed=1)
         policy = MegatronPolicy(model, parallel, OptimizerConfig(), mesh)
-        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)), dump.aggregation)
+        batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
         scores = score_whole(policy, batch, dump.objective.temperature)
         report = update_whole(policy, batch, dump.objective, parallel.head == "one_pass")
         if scores is not None:

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.packing import BatchLayout, plan_rows
 from or1_megatron.types import (
     AdvantagedGroup,
@@ -89,14 +90,15 @@ def make_batches(
     mini_batches: int,
     reuse: int,
     layout: BatchLayout,
-    aggregation: Aggregation = "token_mean",
+    aggregation: Aggregation,
+    max_response_tokens: int,
 ) -> list[Batch]:
     """Return one Batch per SGD step: the groups' samples in mini-batches, ``reuse`` times in the same order."""
-    parts = split(groups, mini_batches)
-    return [pack([sample for group in part for sample in group], layout, aggregation) for part in parts] * reuse
+    parts = [[sample for group in part for sample in group] for part in split(groups, mini_batches)]
+    return [pack(weigh(part, aggregation, max_response_tokens), layout) for part in parts] * reuse
 
 
-def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregation = "token_mean") -> Batch:
+def pack(samples: Sequence[Sample], layout: BatchLayout) -> Batch:
     """Pack all samples into rows of one length T for every rank; none is dropped or cut.
 
     Every rank gets the same number of rows, as few as hold the samples, balanced by cost, costliest first. A rank may
@@ -107,14 +109,11 @@ def pack(samples: Sequence[Sample], layout: BatchLayout, aggregation: Aggregatio
     lengths = np.array([sample.prompt_ids.size + sample.response_ids.size for sample in samples], dtype=np.int64)
     _check(samples, lengths, layout)
     plan = plan_rows(lengths, layout)
-    rows = [row for rank in plan.ranks for row in rank]
-    weights = _weights(aggregation, samples, rows)
     ranks = tuple(
-        tuple(_fill(samples, row, weights, plan.row_tokens, layout.sequence_alignment) for row in rows)
-        for rows in plan.ranks
+        tuple(_fill(samples, row, plan.row_tokens, layout.sequence_alignment) for row in rows) for rows in plan.ranks
     )
     counted = sum(int(sample.loss_mask.sum()) for sample in samples)
-    return Batch(ranks, token_count=counted, sample_count=len(samples), aggregation=aggregation)
+    return Batch(ranks, token_count=counted, sample_count=len(samples))
 
 
 def log_probs_of(source: Sample | MicroBatch) -> dict[str, Float32Array]:
@@ -134,37 +133,12 @@ def check_log_probs(samples: Sequence[Sample], log_probs: Sequence[Float32Array]
         raise ValueError(f"policy.score returned {found[:8]}... log-probs per sample, expected {expected[:8]}...")
 
 
-def _weights(
-    aggregation: Aggregation, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
-) -> NDArray[np.float64] | None:
-    """Return the token weight of each sample, for which sum(weight * loss) / T_k is the aggregation. None: all 1.
-
-    ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
-    tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``released-code``: the released rule,
-    the mean of the rows' token means weighted by their numbers of samples. With R_m samples and T_m counted tokens in
-    the row of sample i, the weight is R_m T_k / (R T_m), which depends on the cut into rows.
-
-    Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their
-    mean over the four tokens, (2 + 3 * 2/3) / 4, is 1. Released rule: both in one row, 2 * 4 / (2 * 4) = 1; a row each,
-    2 and 2/3.
-    """
-    if aggregation == "token_mean":
-        return None
-    tokens = np.array([sample.loss_mask.sum() for sample in samples], dtype=np.float64)
-    responses = (tokens > 0).astype(np.float64)
-    shares = responses / np.maximum(tokens, 1.0)
-    if aggregation == "released-code":
-        for row in map(list, rows):
-            shares[row] = responses[row].sum() / max(tokens[row].sum(), 1.0)
-    return shares * tokens.sum() / responses.sum()
-
-
 def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchLayout) -> None:
     if not any(sample.loss_mask.any() for sample in samples):
         raise ValueError(
             f"pack: the {len(samples)} samples hold no counted token: there is nothing to divide the loss by"
         )
-    for name in LOG_PROBS:
+    for name in (*LOG_PROBS, "weight"):
         having = sum(getattr(sample, name) is not None for sample in samples)
         if having not in (0, len(samples)):
             raise ValueError(f"pack: {having} of {len(samples)} samples have {name}; expected all or none")
@@ -181,11 +155,10 @@ def _check(samples: Sequence[Sample], lengths: NDArray[np.int64], layout: BatchL
 def _fill(
     samples: Sequence[Sample],
     members: Sequence[int],
-    of_samples: NDArray[np.float64] | None,
     row_tokens: int,
     sequence_alignment: int,
 ) -> MicroBatch:
-    """Fill one row (see the module's example), with the samples' weights.
+    """Fill one row (see the module's example).
 
     Padding is token 0. At the end of a sequence it continues the sequence's positions; at the end of the row it is a
     sequence of its own, with positions from 0.
@@ -193,7 +166,7 @@ def _fill(
     token_ids, target_ids, position_ids = (np.zeros(row_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(row_tokens, dtype=np.bool_)
     advantages = np.zeros(row_tokens, dtype=np.float32)
-    weights = None if of_samples is None else np.zeros(row_tokens, dtype=np.float32)
+    weights = None if samples[0].weight is None else np.zeros(row_tokens, dtype=np.float32)
     log_probs = {name: np.zeros(row_tokens, dtype=np.float32) for name in log_probs_of(samples[0])}
     bounds, lengths = [0], []
     for i in members:
@@ -207,8 +180,8 @@ def _fill(
         advantages[predicting] = sample.advantage
         for name, of_row in log_probs.items():
             of_row[predicting] = getattr(sample, name)
-        if weights is not None and of_samples is not None:
-            weights[predicting] = of_samples[i]
+        if weights is not None:
+            weights[predicting] = sample.weight
         lengths.append(end - start)
         bounds.append(start + -(-(end - start) // sequence_alignment) * sequence_alignment)
         position_ids[start : bounds[-1]] = np.arange(bounds[-1] - start)

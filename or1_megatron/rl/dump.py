@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -29,12 +29,12 @@ from or1_megatron.rl.batch import LOG_PROBS, log_probs_of
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.registry import BUILT_IN, build, name_of
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-from or1_megatron.types import Aggregation, Batch, Float32Array, Sample, UpdateReport
+from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
 
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"
 WEIGHTS: Final = "weights"
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _OBJECTIVES: Final = {kind.__name__: kind for kind in (*BUILT_IN.values(), CrossEntropy)}
 _PACKAGES: Final = ("or1-megatron", "torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
@@ -64,7 +64,6 @@ class UpdateDump:
     report: UpdateReport
     log_probs: tuple[Float32Array, ...]
     context: Mapping[str, Any]
-    aggregation: Aggregation = "token_mean"
     raised: str = ""
 
 
@@ -87,6 +86,7 @@ def unpack(batch: Batch) -> list[Sample]:
                 advantage=float(row.advantages[start + first]),
                 loss_mask=mask[first:],
                 group=0 if row.groups is None else int(row.groups[k]),
+                weight=None if row.weights is None else float(row.weights[start + first]),
                 **{name: values[predicting] for name, values in log_probs_of(row).items()},
             )
     return [sample for sample in samples if sample is not None]
@@ -163,7 +163,6 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
         "objective": {"class": _class_name(dump.objective), "fields": asdict(dump.objective)},
         "temperature": dump.objective.temperature,
         "token_count": dump.token_count,
-        "aggregation": dump.aggregation,
         "seen": {
             "skipped": report.skipped,
             "grad_norm": _plain(report.grad_norm),
@@ -179,7 +178,7 @@ def write_dump(folder: Path, dump: UpdateDump) -> None:
 def read_dump(folder: Path) -> UpdateDump:
     """Read what ``write_dump`` wrote.
 
-    Raises DumpError when it is not a dump, has another format, or its objective or aggregation is not known.
+    Raises DumpError when it is not a dump, has another format, or its objective is not known.
     """
     path = folder / RECORD
     try:
@@ -195,12 +194,6 @@ def read_dump(folder: Path) -> UpdateDump:
             f"{path}: format {record.get('format')}, expected {_FORMAT}; replay it with the version that wrote it"
         )
     objective = _objective(path, record["objective"]["class"], record["objective"]["fields"])
-    aggregation = record.get("aggregation", "token_mean")
-    if aggregation not in get_args(Aggregation):
-        raise DumpError(
-            f"{path}: aggregation '{aggregation}', expected one of {', '.join(get_args(Aggregation))}; replay it with "
-            "the version that wrote it"
-        )
     seen = record["seen"]
     try:
         with np.load(folder / SAMPLES, allow_pickle=False) as arrays:
@@ -225,7 +218,6 @@ def read_dump(folder: Path) -> UpdateDump:
         ),
         log_probs=log_probs,
         context=record["context"],
-        aggregation=aggregation,
         raised=record.get("raised", ""),
     )
 
@@ -260,8 +252,10 @@ def _arrays(dump: UpdateDump) -> dict[str, np.ndarray[Any, Any]]:
     """Return the samples' arrays laid end to end, with their lengths."""
     samples = dump.samples
     names = log_probs_of(samples[0])
-    log_probs = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names}
-    return log_probs | {
+    given = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in names}
+    if samples[0].weight is not None:
+        given["weights"] = np.array([sample.weight for sample in samples], dtype=np.float64)
+    return given | {
         "prompt_lengths": np.array([sample.prompt_ids.size for sample in samples], dtype=np.int64),
         "response_lengths": np.array([sample.response_ids.size for sample in samples], dtype=np.int64),
         "prompt_ids": np.concatenate([sample.prompt_ids for sample in samples]),
@@ -280,18 +274,19 @@ def _samples(arrays: Mapping[str, Any]) -> tuple[tuple[Sample, ...], tuple[Float
     lengths = arrays["response_lengths"]
     responses, masks = _cut(arrays["response_ids"], lengths), _cut(arrays["loss_mask"], lengths)
     log_probs = {name: _cut(arrays[name], lengths) for name in LOG_PROBS if name in arrays}
-    groups = arrays["groups"] if "groups" in arrays else np.zeros(len(lengths), dtype=np.int64)
+    weights = arrays["weights"].tolist() if "weights" in arrays else [None] * len(lengths)
     samples = tuple(
         Sample(
             prompt,
             response,
             float(advantage),
             mask,
+            weight=weight,
             group=int(group),
             **{name: of_each[i] for name, of_each in log_probs.items()},
         )
-        for i, (prompt, response, advantage, mask, group) in enumerate(
-            zip(prompts, responses, arrays["advantages"], masks, groups, strict=True)
+        for i, (prompt, response, advantage, mask, weight, group) in enumerate(
+            zip(prompts, responses, arrays["advantages"], masks, weights, arrays["groups"], strict=True)
         )
     )
     return samples, tuple(_cut(arrays["log_probs"], arrays["log_prob_lengths"]))

@@ -271,8 +271,8 @@ class Loop:
     def batch(self, samples: Sequence[Sequence[Sample]], stage: StageConfig) -> list[Batch]:
         """Pack one batch per SGD step; none when every group was rejected."""
         mini_batches = stage.prompts_per_step // stage.prompts_per_update
-        aggregation = self.config.algorithm.loss.aggregation
-        return make_batches(samples, mini_batches, stage.reuse, self.config.layout, aggregation)
+        aggregation, layout = self.config.algorithm.loss.aggregation, self.config.layout
+        return make_batches(samples, mini_batches, stage.reuse, layout, aggregation, stage.max_response_tokens)
 
     @stopping_verb
     def update(

@@ -153,7 +153,6 @@ class UpdateGuard:
             report=report,
             log_probs=aside.log_probs,
             context=self._dumps.context,
-            aggregation=sgd_step.batch.aggregation,
             raised=raised,
         )
         try:

@@ -195,11 +195,6 @@ def _warnings(config: Config, stages: tuple[StagePlan, ...]) -> Iterator[str]:
             f"parallel.micro_batch_tokens = {budget} is close to the longest sequence, {longest}: rows of one length "
             "then pad by several percent; with 1.5 times it or more they pad by less than 1%"
         )
-    if config.algorithm.loss.aggregation == "released-code":
-        yield (
-            "algorithm.loss.aggregation is released-code: the loss depends on how responses are cut into rows, so "
-            "on parallel.micro_batch_tokens and the layout; two layouts do not train the same"
-        )
     yield from _sampling_warnings(config)
     for stage in stages:
         name, sgd_steps = stage.config.name, stage.config.sgd_steps

@@ -98,10 +98,10 @@ def test_what_the_objective_cannot_be_computed_with_is_refused_at_once(tmp_path:
 
 
 def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
-    overrides = ("algorithm.loss.clip_high=0.28", "algorithm.loss.aggregation=released-code", "stages.0.top_p=0.9")
+    overrides = ("algorithm.loss.clip_high=0.28", "stages.0.top_p=0.9")
     said = "\n".join(plan(load(tmp_path, *overrides), MODEL).warnings)
     assert "clip_low = 0.2 and clip_high = 0.28 have no effect" in said
-    assert "two layouts do not train the same" in said and "top_p = 0.9: responses are drawn from the nucleus" in said
+    assert "top_p = 0.9: responses are drawn from the nucleus" in said
     assert not any("no effect" in line for line in plan(load(tmp_path, "stages.0.reuse=2"), MODEL).warnings)
     gspo = ("algorithm.objective.name=gspo", "algorithm.loss.aggregation=response_mean")
     bounds = ("algorithm.loss.clip_low=3e-4", "algorithm.loss.clip_high=4e-4")
@@ -118,13 +118,6 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
     assert short == [True, False, False]
     masked = plan(load(tmp_path, *defer, "rollout.continued=mask"), MODEL).warnings
     assert any("leaves the beginnings of deferred responses out" in line for line in masked)
-
-
-def test_a_loss_that_depends_on_the_cut_keeps_its_layout(tmp_path: Path) -> None:
-    change, by_row = "parallel.micro_batch_tokens=4096", "algorithm.loss.aggregation=released-code"
-    check_resume(load(tmp_path), load(tmp_path, change))
-    with pytest.raises(ConfigError, match=r"parallel\.micro_batch_tokens: was 8192, now 4096"):
-        check_resume(load(tmp_path, by_row), load(tmp_path, by_row, change))
 
 
 def test_the_resolved_copy_with_a_preset_reads_back(tmp_path: Path) -> None:

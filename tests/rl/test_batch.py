@@ -15,6 +15,7 @@ from fakes import Clock, TablePolicy, TableRollouts, completion, group_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import make_batches, pack, real_tokens, sampled_since, split, to_samples
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
@@ -194,7 +195,7 @@ def test_gradient_is_the_same_for_every_cut(aggregation: Aggregation) -> None:
         policy = TablePolicy(4, TableRollouts(Clock()), Clock())
         with torch.no_grad():
             policy.table.copy_(table)
-        batch = pack(samples, layout, aggregation)
+        batch = pack(weigh(samples, aggregation, 8), layout)
         sums = policy.gradient(batch, objective)
         assert batch.token_count == total
         assert sums["loss"] / batch.token_count == pytest.approx(loss.item(), rel=exact)
@@ -218,10 +219,10 @@ def test_split(groups: int, parts: int, expected: list[list[int]]) -> None:
 def test_make_batches_keeps_groups_whole_and_repeats_passes() -> None:
     """Three groups of 2 responses of 2 tokens, D_R / D_T = 2, reuse 2: T_k 8, 4, 8, 4."""
     groups = [to_samples(AdvantagedGroup(group_of([1, 0], j=j), np.array([1, -1], dtype=np.float32))) for j in range(3)]
-    batches = make_batches(groups, mini_batches=2, reuse=2, layout=BatchLayout(1, 64, 1))
+    batches = make_batches(groups, 2, 2, BatchLayout(1, 64, 1), "token_mean", 2)
     assert [batch.token_count for batch in batches] == [8, 4, 8, 4]
     assert [batch.sample_count for batch in batches] == [4, 2, 4, 2]
-    assert make_batches([], 2, 2, BatchLayout(1, 64, 1)) == []
+    assert make_batches([], 2, 2, BatchLayout(1, 64, 1), "token_mean", 2) == []
 
 
 def test_to_samples_counts_truncated_responses_too() -> None:
@@ -253,65 +254,6 @@ def test_refusals() -> None:
         pack([sample([], [2])], layout)
     with pytest.raises(ValueError, match="0 samples hold no counted token"):
         pack([], layout)
-
-
-def weights_of(batch: Batch) -> dict[int, float]:
-    """Return the weight of each sample's counted tokens; within a sample all are equal."""
-    found: dict[int, float] = {}
-    for row in (row for rank in batch.ranks for row in rank):
-        for k, sample in enumerate(row.sample_index):
-            part = slice(row.cu_seqlens[k], row.cu_seqlens[k + 1])
-            assert row.weights is not None
-            values = set(row.weights[part][row.loss_mask[part]].tolist())
-            assert len(values) <= 1
-            found[int(sample)] = values.pop() if values else 0.0
-    return found
-
-
-def test_aggregation_weights_by_hand() -> None:
-    """Responses of 1 and 3 tokens (the docstring's), and one of 4 of which none counts: T_k = 4. Response weights 2 and
-    2/3 however they are cut; the released rule's 1 in one row, 2 and 2/3 in a row each; the token mean has none."""
-    short, long = sample([1], [2]), sample([1], [2, 3, 4])
-    silent = replace(sample([1], [2, 3, 4, 5]), loss_mask=np.zeros(4, dtype=np.bool_))
-    one_row, rows = BatchLayout(1, 64, 1), BatchLayout(3, 5, 1)
-    for layout in (one_row, rows):
-        found = pack([short, long, silent], layout, "response_mean")
-        assert weights_of(found) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
-        assert found.token_count == 4 and found.aggregation == "response_mean"
-        assert all(row.weights is None for rank in pack([short, long], layout).ranks for row in rank)
-    assert weights_of(pack([short, long, silent], one_row, "released-code")) == pytest.approx({0: 1, 1: 1, 2: 0})
-    assert weights_of(pack([short, long, silent], rows, "released-code")) == pytest.approx({0: 2, 1: 2 / 3, 2: 0})
-
-
-def test_the_released_rule_against_its_own_steps() -> None:
-    """Recomputed in float64 as the released code goes about it, by autograd on one number per token: each rank sums
-    (token mean of a micro-batch) * R_m / (its share of the configured mini-batch), and gradients are averaged over the
-    ranks. With 12 responses of 12 configured the gradient is ours; with 12 of 48 it is a quarter of ours.
-
-    This does not prove that the released code cuts its micro-batches where we do."""
-    lengths = (1, 2, 3, 5, 8, 13, 4, 4, 9, 1, 6, 7)
-    batch = pack([sample([1], [2] * n) for n in lengths], BatchLayout(2, 20, 1), "released-code")
-    rows = [[row.sample_index.tolist() for row in rank] for rank in batch.ranks]
-    assert len(rows) == 2 and len({len(row) for rank in rows for row in rank}) > 1
-    losses = [torch.full((n,), float(n), dtype=torch.float64, requires_grad=True) for n in lengths]
-    weights = weights_of(batch)
-    ours = {i: weights[i] / batch.token_count for i in range(len(lengths))}
-    for configured in (12, 48):
-        of_ranks = [
-            sum(torch.cat([losses[i] for i in row]).mean() * len(row) / (configured / 2) for row in rank if row)
-            for rank in rows
-        ]
-        gradients = torch.autograd.grad((of_ranks[0] + of_ranks[1]) / 2, losses)
-        for i, gradient in enumerate(gradients):
-            assert gradient.tolist() == pytest.approx([ours[i] * 12 / configured] * lengths[i], rel=1e-6)
-
-
-def test_aggregations_are_the_means_they_say() -> None:
-    """Losses 5 (one token) and 1, 2, 3: token mean 11/4, response mean (5 + 2) / 2, by the weighted sum over T_k."""
-    losses = {0: np.array([5.0]), 1: np.array([1.0, 2.0, 3.0])}
-    batch = pack([sample([1], [2]), sample([1], [2, 3, 4])], BatchLayout(2, 16, 1), "response_mean")
-    total = sum(weight * losses[i].sum() for i, weight in weights_of(batch).items())
-    assert total / batch.token_count == pytest.approx(3.5)
 
 
 def test_all_log_probs_lie_where_their_token_is_predicted() -> None:

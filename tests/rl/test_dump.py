@@ -100,16 +100,18 @@ def test_a_dump_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [(), ("policy",), ("policy", "reference"), ("engine", "policy", "reference")])
 def test_a_dump_has_the_log_probs_that_its_samples_have(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Each kind with values of its own, so that none can stand for another; those that are None come back as None."""
+    """Each kind with values of its own, so that none can stand for another; those that are None come back as None. So
+    do the samples' weights."""
     samples = [
         replace(
             one,
+            weight=1.5 + place if "policy" in names else None,
             **{
                 f"{kind}_log_probs": np.full(one.response_ids.size, i, np.float32) if kind in names else None
                 for i, kind in enumerate(("engine", "policy", "reference"))
             },
         )
-        for one in SAMPLES
+        for place, one in enumerate(SAMPLES)
     ]
     store = DumpStore(tmp_path, 2, {})
     found = read_dump(store.close(store.open(1, 0), dump(samples=tuple(unpack(pack(samples, BatchLayout(2, 16, 8)))))))
@@ -153,12 +155,9 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match=r"objective 'os\.system', expected one of ClippedPolicyLoss, GSPO"):
         read_dump(folder)
     (folder / "dump.json").write_text(json.dumps(record | {"format": 7}))
-    with pytest.raises(DumpError, match="format 7, expected 2; replay it with the version that wrote it"):
+    with pytest.raises(DumpError, match="format 7, expected 3; replay it with the version that wrote it"):
         read_dump(folder)
     record["objective"]["class"] = "ClippedPolicyLoss"
-    (folder / "dump.json").write_text(json.dumps(record | {"aggregation": "micro_batch_mean"}))
-    with pytest.raises(DumpError, match="aggregation 'micro_batch_mean', expected one of token_mean, response_mean"):
-        read_dump(folder)
     fields = record["objective"]["fields"] | {"clip": 0.2}
     (folder / "dump.json").write_text(
         json.dumps(record | {"objective": {"class": "ClippedPolicyLoss", "fields": fields}})
