@@ -279,7 +279,7 @@ class Sample:
     group: int = 0
     """Responses to one prompt of a step have the same number, and no others have it."""
     weight: float | None = None
-    """Of each of its tokens, by the aggregation of the loss (``rl.aggregation``). None: 1."""
+    """The weight of each of its tokens in the loss, by the aggregation (``rl.aggregation``). None: 1."""
 
 
 @dataclass(frozen=True, slots=True)

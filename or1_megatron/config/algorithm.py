@@ -46,8 +46,8 @@ class AdvantageConfig(Section):
     max_response_tokens ``overlong_penalty`` is taken off the reward linearly. Unset: no penalty. Unit: tokens. Recipe:
     none in any released model."""
     overlong_penalty: PositiveFloat = 0.5
-    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. 0.5 is DAPO's 1: rewards are 0 and
-    1 here, and -1 and 1 there. Unit: reward."""
+    """What a response of max_response_tokens loses, where ``overlong_tokens`` is set. 0.5 is DAPO's 1: rewards are 0
+    and 1 here, and -1 and 1 there. Unit: reward."""
     truncation_mask: Literal["none", "before", "after"] = "none"
     """Advantages of truncated responses. none: like any other; before: they stay out of mean and std and
     get 0; after: they count in mean and std, then get 0. Recipe: none in every released model (docs/recipe.md, sections
@@ -62,6 +62,11 @@ class AdvantageConfig(Section):
             raise ValueError(
                 f"advantage: overlong_tokens = {self.overlong_tokens} penalises long responses, but truncation_mask = "
                 f"{self.truncation_mask} gives truncated ones advantage 0; set truncation_mask to none"
+            )
+        if self.scale == "none" and (self.std_ddof, self.eps) != (1, 1e-6):
+            raise ValueError(
+                f"advantage: std_ddof = {self.std_ddof} and eps = {self.eps:g} have no effect with scale = none; leave "
+                "them at 1 and 1e-6, or set scale to std"
             )
         if self.overlong_tokens is None and self.overlong_penalty != 0.5:
             raise ValueError(
@@ -171,12 +176,14 @@ class CorrectionConfig(Section):
     """
 
     mode: Literal["off", "truncated", "masked"] = "off"
-    """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [1 / cap, cap]."""
+    """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
     level: CorrectionLevel = "token"
     """token: each token has its own w; sequence: all tokens of a response have the product of their ratios; geometric:
     the geometric mean of their ratios."""
     cap: AboveOne = 2.0
     """C, the bound of w. Unit: none."""
+    floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """With masked, the lowest w that is kept; IcePop has 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
@@ -189,6 +196,11 @@ class CorrectionConfig(Section):
             raise ValueError(
                 f"correction: cap = {self.cap:g} has no effect with mode = off; set mode to truncated or masked, or "
                 "leave the cap at 2"
+            )
+        if self.mode != "masked" and self.floor is not None:
+            raise ValueError(
+                f"correction: floor = {self.floor:g} has no effect with mode = {self.mode}; set mode to masked, or "
+                "take the floor out"
             )
         return self
 

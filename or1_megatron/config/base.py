@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from or1_megatron.errors import UserError
 
@@ -29,3 +30,21 @@ class ConfigError(UserError, ValueError):
 
 class DataFileMissing(ConfigError):
     """A file of problems that the configuration names is not there."""
+
+
+def mistyped(kind: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield "KEY: found X, expected Y" for each value that the annotation of the class's field does not allow.
+
+    Annotations that cannot be evaluated, or that pydantic does not know, allow anything: it is a user's class.
+    """
+    try:
+        hints = get_type_hints(kind)
+    except Exception:
+        return
+    for key in (key for key in values if key in hints):
+        try:
+            TypeAdapter(hints[key], config={"allow_inf_nan": False}).validate_python(values[key], strict=True)
+        except ValidationError as error:
+            yield f"{key}: found {values[key]!r}, expected {error.errors()[0]['msg'].removeprefix('Input should be ')}"
+        except Exception:
+            continue

@@ -24,7 +24,7 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
     ``response_mean`` is the mean over responses of their token means (GRPO, arXiv 2402.03300, eq. 3): with n_i counted
     tokens in sample i, and R samples that have any, the weight is T_k / (R n_i). ``released-code``: the mean of the
     micro-batches' token means weighted by their numbers of samples: R_m T_k / (R T_m) with R_m samples and T_m counted
-    tokens in the micro-batch. These are the released code's (``released_cut``, with T = ``max_response_tokens``) and not
+    tokens in the micro-batch. These are the released code's (``released_cut``, with T = ``max_response_tokens``), not
     the rows that a rank computes at once, so no weight depends on the layout.
 
     Worked example: responses of 1 and 3 tokens: T_k = 4, response weights 4 / (2 * 1) = 2 and 4 / (2 * 3) = 2/3; their

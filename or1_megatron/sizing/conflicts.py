@@ -192,10 +192,10 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens
     for stage in config.stages:
-        if soft is not None and soft > stage.max_response_tokens:
+        if soft is not None and soft >= stage.max_response_tokens:
             yield (
-                f"stage '{stage.name}': algorithm.advantage.overlong_tokens = {soft} is more than max_response_tokens "
-                f"{stage.max_response_tokens}: every response would be penalised; lower it"
+                f"stage '{stage.name}': algorithm.advantage.overlong_tokens = {soft} is not less than "
+                f"max_response_tokens = {stage.max_response_tokens}: every response would be penalised; lower it"
             )
     if config.rollout.trains_older_tokens and algorithm.correction.mode == "off":
         return

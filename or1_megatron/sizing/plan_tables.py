@@ -128,7 +128,9 @@ def _algorithm_rows(config: Config) -> Iterator[Row]:
     shape = kl.estimator + " straight-through" * kl.straight_through
     shape += "" if kl.cap is None else f" capped at {kl.cap:g}"
     divergence = "off" if kl.reference is None else f"{kl.coefficient:g} ({shape}, in the {kl.where})"
-    weights = "off" if correction.mode == "off" else f"{correction.mode} at {correction.cap:g} by {correction.level}"
+    least = "" if correction.floor is None else f"{correction.floor:g} and "
+    weights = f"{correction.mode} at {least}{correction.cap:g} by {correction.level}"
+    weights = "off" if correction.mode == "off" else weights
     yield "", f"groups without advantage {rejected}; KL {divergence}; importance correction {weights}"
     yield from _entropy_rows(algorithm.entropy)
 

@@ -217,6 +217,17 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             f"algorithm.loss.clip_low = {loss.clip_low:g} and clip_high = {loss.clip_high:g} with gspo: a response's "
             "ratio is a geometric mean, which hardly moves, so they clip nothing; the paper has 3e-4 and 4e-4"
         )
+    if config.algorithm.objective.name == "cispo" and loss.clip_low < 1:
+        yield (
+            f"algorithm.loss.clip_low = {loss.clip_low:g} with cispo: its paper has no lower bound of the ratio; 1 "
+            "switches it off"
+        )
+    kl = config.algorithm.kl
+    if kl.coefficient > 0 and (kl.where, kl.estimator, kl.straight_through) == ("loss", "k1", False):
+        yield (
+            "algorithm.kl.estimator = k1 in the loss: the mean of its gradient is 0, so it adds noise and no pull to "
+            "the reference; set straight_through, which gives it the gradient of k2, or another estimator"
+        )
     if config.rollout.tail == "defer" and config.rollout.continued == "none" and loss.divisor == "own":
         yield (
             "rollout.tail = defer makes steps of short and of long responses, and with algorithm.loss.divisor = own a "

@@ -381,7 +381,9 @@ def reference_term(
     closed = (term < ratio * a).double().mean()
     assert args.get("on_policy") or 0 < closed < 1, "the clip decides nothing"
     if name == "clip_cov":
-        return torch.where(torch.tensor(drawn(new.detach().numpy(), before, advantage, sequence, args)), term.detach(), term)
+        return torch.where(
+            torch.tensor(drawn(new.detach().numpy(), before, advantage, sequence, args)), term.detach(), term
+        )
     if name in ("clipped", "dr_grpo", "dapo"):
         return torch.where(a < 0, term.clamp(min=1.3 * a), term)
     return term

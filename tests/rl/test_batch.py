@@ -19,7 +19,7 @@ from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import make_batches, pack, real_tokens, sampled_since, split, to_samples
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Aggregation, Batch, MicroBatch, Sample, VersionSpan
+from or1_megatron.types import AdvantagedGroup, Aggregation, MicroBatch, Sample, VersionSpan
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask: list[bool] | None = None) -> Sample:

@@ -83,12 +83,20 @@ def test_unknown_names_and_parameters_name_the_nearest(here: Path) -> None:
     ]
     (line,) = lines(objective={"name": "clip_cov", "args": {"lowset": 1}})
     assert "args.lowset: objective clip_cov has no such parameter; did you mean lowest?" in line
-    (line,) = lines(objective={"name": "clip_cov", "args": {"clip_low": 0.1}})
+    (line,) = lines(objective={"name": "clip_cov", "args": {"clip_low": 0.1, "share": 0.1}})
     assert (
         line == "algorithm.objective.args.clip_low: this parameter is set by algorithm.loss.clip_low; take it out here"
     )
+    assert "did you mean dapo?" in lines(objective={"name": "DAPO"})[0]
+    assert lines(objective={"name": "clip_cov", "args": {"lowest": "abc", "share": True, "highest": float("nan")}}) == [
+        "algorithm.objective.args.lowest: found 'abc', expected a valid number",
+        "algorithm.objective.args.share: found True, expected a valid number",
+        "algorithm.objective.args.highest: found nan, expected a finite number",
+    ]
+    (line,) = lines(objective={"name": "clip_cov", "args": {"share": 1e-9}})
+    assert "share = 1e-09 selects no token: stage" in line
     (line,) = lines(objective={"name": "clip_cov", "args": {"lowest": 6, "share": 2}})
-    assert "expected a share from 0 to 1, and lowest at most highest" in line
+    assert "expected a share above 0 and at most 1, and lowest at most highest" in line
     for name, expected in {
         "mine_of_test:Nine": "AttributeError",
         "no_such_module:Mine": "ModuleNotFoundError",
@@ -115,10 +123,10 @@ def test_contradictions_are_named_all_at_once() -> None:
     assert own == ["algorithm.loss.divisor = running, but objective dr_grpo has its own divisor; set it to own"]
     (line,) = lines(loss={"divisor": "running", "aggregation": "response_mean"})
     assert "response_mean is no mean over tokens" in line
-    for name in ("cispo", "kl_cov"):
-        bonus = lines(objective={"name": name}, entropy={"bonus_on": "clipped"})
+    for name, args in (("cispo", {}), ("kl_cov", {"share": 0.1})):
+        bonus = lines(objective={"name": name, "args": args}, entropy={"bonus_on": "clipped"})
         assert len(bonus) == 1 and "set bonus_on to all" in bonus[0]
-    (line,) = lines(objective={"name": "kl_cov"}, loss={"clip_high_control": {"delta": 0.001}})
+    (line,) = lines(objective={"name": "kl_cov", "args": {"share": 0.1}}, loss={"clip_high_control": {"delta": 0.001}})
     assert "clip_high_control.delta" in line
 
 
@@ -204,6 +212,16 @@ class Faulty:
                 return loss, {"largest": terms.detach().max() if len(terms) else loss.detach()}
             case "attached":
                 return loss, {"terms": terms.sum()}
+            case "mean of ratios":
+                loss = -(tokens.advantages * ((log_probs - log_probs.detach()).exp() - 1)).mean()
+            case "mean bonus":
+                loss = loss - 0.3 * entropies.mean()
+            case "mean reported":
+                return loss, {"entropy": entropies.detach().mean()}
+            case "drawn":
+                loss = (terms * (torch.rand(len(terms)) < 0.5)).sum()
+            case "detached":
+                loss = loss.detach()
         return loss, {}
 
 
@@ -230,6 +248,11 @@ class Faulty:
         ("constant", "token", "returns 1 for no tokens; expected 0"),
         ("mean in the sums", "token", "the sum 'largest' is"),
         ("attached", "token", "returns the sum 'terms' with a gradient; detach it"),
+        ("mean of ratios", "batch", "its gradient by the log-probs is half as large"),
+        ("mean bonus", "batch", "its gradient by the entropies is half as large"),
+        ("mean reported", "batch", "the sum 'entropy' is"),
+        ("drawn", "batch", "is not deterministic: its loss is"),
+        ("detached", "token", "returned a loss without a gradient"),
         ("none", "page", ".scope is 'page'; expected token, sequence, batch"),
     ],
 )

@@ -331,6 +331,8 @@ def test_correction_levels_by_hand() -> None:
     for level, expected in (("sequence", 1.125), ("geometric", 1.125 ** (1 / 3))):
         weights, cut = correction_weights(log_ratios, nothing, "masked", 2.0, level, sequences([3]))  # type: ignore[arg-type]  # a literal
         assert weights.tolist() == pytest.approx([expected] * 3) and not cut.any()
+    weights, _ = correction_weights(log_ratios, nothing, "masked", 5.0, floor=0.3)
+    assert weights.tolist() == pytest.approx([3.0, 1.5, 0.0])  # 1 / cap would keep 0.25
     with pytest.raises(ValueError, match="level geometric needs whole sequences"):
         correction_weights(log_ratios, nothing, "masked", 2.0, "geometric")
 

@@ -76,6 +76,10 @@ def test_contradictions() -> None:
         CorrectionConfig(level="geometric")
     with pytest.raises(ValueError, match="cap = 3 has no effect with mode = off"):
         CorrectionConfig(cap=3.0)
+    with pytest.raises(ValueError, match=r"floor = 0\.4 has no effect with mode = truncated"):
+        CorrectionConfig(mode="truncated", floor=0.4)
+    with pytest.raises(ValueError, match="std_ddof = 0 and eps = 1e-06 have no effect with scale = none"):
+        AdvantageConfig(scale="none", std_ddof=0)
     with pytest.raises(ValueError, match="overlong_penalty = 2 has no effect without overlong_tokens"):
         AdvantageConfig(overlong_penalty=2.0)
     with pytest.raises(ValueError, match="overlong_tokens = 4 penalises long responses, but truncation_mask = before"):

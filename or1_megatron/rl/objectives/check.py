@@ -23,6 +23,7 @@ _TOLERANCE: Final = 1e-9
 
 Result = tuple[Tensor, Mapping[str, Tensor], Tensor]
 """(loss, sums, [d loss / d log-prob, d loss / d entropy] [2, N])."""
+_ADVICE: Final = "expected a sum over tokens. The policy divides once, by the batch's tokens"
 
 
 _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -102,8 +103,10 @@ class _Tokens:
         wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim() > 0]
         if wrong:
             raise TypeError(f"returned sums that are no tensors without dimensions: {', '.join(wrong)}")
+        if len(places) and not loss.requires_grad:
+            raise TypeError("returned a loss without a gradient; expected one that log-probs or entropies enter")
         found: list[Tensor | None] = [None, None]
-        if loss.requires_grad and len(places):
+        if len(places):
             found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
         grads = [torch.zeros(len(places), dtype=torch.float64) if of is None else of for of in found]
         return loss.detach(), sums, torch.stack(grads)
@@ -122,7 +125,7 @@ def _faults(objective: Objective) -> Iterator[str]:
     try:
         scope = scope_of(objective)
         every = torch.arange(sum(_LENGTHS))
-        whole = tokens.evaluate(objective, every, scope)
+        whole, again = (tokens.evaluate(objective, every, scope) for _ in range(2))
         twice = tokens.evaluate(objective, torch.cat((every, every)), scope)
         if scope != "batch":
             nothing = tokens.evaluate(objective, every[:0], scope)
@@ -142,12 +145,15 @@ def _faults(objective: Objective) -> Iterator[str]:
     yield from _not_finite(name, whole)
     if not all(torch.isfinite(values).all() for values in (whole[0], whole[2], *whole[1].values())):
         return  # and cannot be compared
-    if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
+    if float(whole[0]) != float(again[0]) or not torch.equal(whole[2], again[2]):
         yield (
-            f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
-            "twice as many of the same; expected a sum over tokens. The policy divides once, by the batch's tokens"
+            f"{name} is not deterministic: its loss is {float(whole[0]):.9g} and then {float(again[0]):.9g} for the "
+            "same tokens, or its gradient differs; draw by the field seed, which each SGD step sets"
         )
-    elif scope != "batch":
+        return
+    means = list(_means(name, whole, twice))
+    yield from means
+    if not means and scope != "batch":
         yield from _not_additive(name, scope, whole, parts)
         if float(nothing[0]) != 0:
             yield f"{name} returns {float(nothing[0]):.6g} for no tokens; expected 0"
@@ -165,6 +171,30 @@ def _not_finite(name: str, whole: Result) -> Iterator[str]:
             yield f"{name} returns a {what} that is not finite, on log-probs between -3 and 0"
         if values.requires_grad:
             yield f"{name} returns the sum '{what}' with a gradient; detach it"
+
+
+def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
+    """Yield what stays as it is, or what gradient halves, where every token is there twice."""
+    if (whole[0] - twice[0]).abs() < (2 * whole[0] - twice[0]).abs():
+        yield (
+            f"{name} returns a mean: its loss is {float(whole[0]):.6g} for some tokens and {float(twice[0]):.6g} for "
+            f"twice as many of the same; {_ADVICE}"
+        )
+        return
+    for what, once, both in zip(("log-probs", "entropies"), whole[2], twice[2], strict=True):
+        half = torch.cat((once, once)) / 2
+        if (both - half).norm() < (both - 2 * half).norm():
+            yield (
+                f"{name} has a mean in its loss: its gradient by the {what} is half as large for twice as many of the "
+                f"same tokens; {_ADVICE}"
+            )
+    for key, value in whole[1].items():
+        now = twice[1][key]
+        if not key.startswith("max_") and (value - now).abs() < (2 * value - now).abs():
+            yield (
+                f"{name}: the sum '{key}' is {float(value):.6g} for some tokens and {float(now):.6g} for twice as many "
+                "of the same; expected a sum over tokens, or a name that begins with max_"
+            )
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:

@@ -39,10 +39,10 @@ class ClipCov(PolicyGradientLoss):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.share <= 1 and self.lowest <= self.highest):
+        if not (0 < self.share <= 1 and self.lowest <= self.highest):
             raise ValueError(
-                f"share = {self.share:g}, lowest = {self.lowest:g}, highest = {self.highest:g}; expected a share from "
-                "0 to 1, and lowest at most highest"
+                f"share = {self.share:g}, lowest = {self.lowest:g}, highest = {self.highest:g}; expected a share above "
+                "0 and at most 1, and lowest at most highest"
             )
 
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:

@@ -18,13 +18,15 @@ def correction_weights(
     cap: float,
     level: CorrectionLevel = "token",
     sequences: Sequences | None = None,
+    floor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (importance weights w [N], which of them were cut [N]) from two log-probs of the sampled tokens.
 
     The engine samples from pi_engine, and the loss treats the samples as pi_k's. w = pi_k / pi_engine corrects this;
     the cap bounds its variance. ``truncated``: min(w, cap) (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training"); ``masked``: w within [1 / cap, cap], else 0 (token: IcePop, Ling team 2025;
-    sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability").
+    Brings You Off-Policy RL Training"); ``masked``: w within [floor, cap], else 0 (token: IcePop, arXiv 2510.18855,
+    with 0.5 and 5; sequence and geometric: MIS, Liu et al. 2025, "When Speed Kills Stability"); without a floor it is
+    1 / cap.
 
     ``level``: w is the token's ratio; ``sequence``: the product of the sequence's ratios, for each of its tokens;
     ``geometric``: their geometric mean. The last two need ``sequences``.
@@ -40,5 +42,5 @@ def correction_weights(
     ratio = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     if mode == "truncated":
         return ratio.clamp(max=cap), ratio > cap
-    outside = (ratio > cap) | (ratio < 1.0 / cap)
+    outside = (ratio > cap) | (ratio < (1.0 / cap if floor is None else floor))
     return ratio.masked_fill(outside, 0.0), outside

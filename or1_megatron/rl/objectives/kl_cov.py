@@ -35,10 +35,10 @@ class KLCov(PolicyGradientLoss):
     """The paper's beta."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.share <= 1 and self.penalty >= 0):
+        if not (0 < self.share <= 1 and self.penalty > 0):
             raise ValueError(
-                f"share = {self.share:g}, penalty = {self.penalty:g}; expected a share from 0 to 1 and a penalty of 0 "
-                "or more"
+                f"share = {self.share:g}, penalty = {self.penalty:g}; expected a share above 0 and at most 1, and a "
+                "penalty above 0"
             )
 
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:

@@ -63,6 +63,7 @@ class PolicyGradientLoss(ABC):
     kl_straight_through: bool = False
     correction: Literal["off", "truncated", "masked"] = "off"
     correction_cap: float = 2.0
+    correction_floor: float | None = None
     correction_level: CorrectionLevel = "token"
     bonus_on: Literal["all", "clipped"] = "all"
     """clipped: only tokens whose J has no gradient get the bonus. Beyond the report: at N_SGD >= 4 a bonus on every
@@ -131,6 +132,7 @@ class PolicyGradientLoss(ABC):
             self.correction_cap,
             self.correction_level,
             tokens.sequences,
+            self.correction_floor,
         )
         return weights, {
             "weight": weights.sum(),

@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Final
 
 from or1_megatron.config.algorithm import AlgorithmConfig
-from or1_megatron.config.base import ConfigError
+from or1_megatron.config.base import ConfigError, mistyped
 from or1_megatron.config.keys import did_you_mean
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import Objective, scope_of
@@ -49,6 +49,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "kl_straight_through": "kl.straight_through",
     "correction": "correction.mode",
     "correction_cap": "correction.cap",
+    "correction_floor": "correction.floor",
     "correction_level": "correction.level",
     "bonus_on": "entropy.bonus_on",
 }
@@ -67,7 +68,7 @@ def find(name: str) -> type[Any]:
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(
-            f"{where}: unknown objective{did_you_mean(name, BUILT_IN)}; expected {', '.join(BUILT_IN)}, or "
+            f"{where}: unknown objective{did_you_mean(name.lower(), BUILT_IN)}; expected {', '.join(BUILT_IN)}, or "
             "package.module:Name of your own"
         )
     if os.getcwd() not in sys.path:
@@ -103,6 +104,7 @@ def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Ob
         if key not in known
     ]
     given = {**{key: value for key, value in settings.items() if key in known}, **args}
+    wrong += [f"algorithm.objective.args.{line}" for line in mistyped(kind, args)]
     needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
     wrong += [
         f"algorithm.objective.args.{key}: missing; objective {name} needs it" for key in needed if key not in given
@@ -170,7 +172,13 @@ def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Itera
         yield str(error)
         return
     try:
-        make_objective(algorithm, stage, algorithm.entropy.coefficient, algorithm.loss.clip_high)
+        made = make_objective(algorithm, stage, algorithm.entropy.coefficient, algorithm.loss.clip_high)
+        most = stage.prompts_per_update * stage.group_size * stage.max_response_tokens
+        if isinstance(made, ClipCov | KLCov) and int(made.share * most) == 0:
+            yield (
+                f"algorithm.objective.args.share = {made.share:g} selects no token: stage '{stage.name}' has at most "
+                f"{most} tokens in a mini-batch, and share * tokens is rounded down; raise it"
+            )
     except ConfigError as error:
         yield from str(error).splitlines()
     known = {field.name for field in fields(kind)}
