@@ -94,6 +94,8 @@ def test_the_released_cut() -> None:
     counts = [sum(len(part) for part in cut[gpu * per_gpu : (gpu + 1) * per_gpu]) for gpu in range(32)]
     assert set(counts) == {31, 32}
     assert sorted(released_cut(np.array([5, 9, 7]), 100)) == [[0], [1], [2]]
+    one_long = released_cut(np.array([90, 1, 2, 3, 4, 5, 6, 7]), 1000, gpus=2)
+    assert [len(part) for part in one_long] == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -261,16 +261,16 @@ def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> No
     index = torch.arange(6).repeat_interleave(torch.tensor(lengths))
     generator = torch.Generator().manual_seed(5)
     old = torch.rand(60, generator=generator).sub(0.5).clamp(max=0.0)
-    advantages = torch.randn(6, generator=generator)[index]
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])[index]
 
     def draw(seed: int, order: list[int]) -> set[int]:
         turned = torch.cat([(index == i).nonzero()[:, 0] for i in order])
         of = sequences([lengths[i] for i in order])
         return set(turned[shuffled(seed, of, old[turned], advantages[turned])[:10]].tolist())
 
-    first = draw(1, [0, 1, 2, 3, 4, 5])
-    assert first == draw(1, [4, 2, 5, 0, 3, 1]) and first != draw(2, [0, 1, 2, 3, 4, 5])
-    counts = np.bincount([token for seed in range(400) for token in draw(seed, list(range(6)))], minlength=60)
+    draws = [draw(seed, [0, 1, 2, 3, 4, 5]) for seed in range(400)]
+    assert draws == [draw(seed, [4, 2, 5, 0, 3, 1]) for seed in range(400)] and draws[0] != draws[1]
+    counts = np.bincount([token for drawn in draws for token in drawn], minlength=60)
     expected = 400 / 6
     assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 5 / 6)  # of 400 draws of 10 in 60, each token
 
@@ -301,8 +301,8 @@ def test_kl_cov_against_its_paper() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncated", "masked"])
-def test_correction_levels(level: Any, mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "floor"), [("truncated", None), ("masked", None), ("masked", 0.97)])
+def test_correction_levels(level: Any, mode: Any, floor: float | None) -> None:
     """w of each token by its definition, and that the loss is weighted by it: TIS and IcePop of tokens, and their forms
     of sequences (the product) and geometric means."""
     cap = {"token": 1.2, "sequence": 1.5, "geometric": 1.05}[level]
@@ -316,11 +316,12 @@ def test_correction_levels(level: Any, mode: Any) -> None:
                 level, drawn.old[t] - drawn.engine[t]
             )
             w = math.exp(log_w)
-            w = min(w, cap) if mode == "truncated" else (w if 1 / cap <= w <= cap else 0.0)
+            w = min(w, cap) if mode == "truncated" else (w if (floor or 1 / cap) <= w <= cap else 0.0)
             total -= drawn.omega[t] * w * clip_term(math.exp(new[t] - drawn.old[t]), drawn.advantages[t], 0.2, 0.2)
         return total
 
-    made = ClippedPolicyLoss(0.2, 0.2, correction=mode, correction_cap=cap, correction_level=level, **COMMON)
+    correction = {"correction": mode, "correction_cap": cap, "correction_floor": floor, "correction_level": level}
+    made = ClippedPolicyLoss(0.2, 0.2, **correction, **COMMON)
     assert made.scope == ("token" if level == "token" else "sequence")
     assert 0 < assert_same(made, paper)["weight_cut"] < sum(LENGTHS)
 
