@@ -255,17 +255,21 @@ class Rollouts(Protocol):
         Returns the groups in the order of the prompts.
         """
 
+    def trained(self) -> None:
+        """Say that what ``collect`` returned is trained. Until then ``finished_responses`` has it."""
+
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way that have been sampled, those given to ``reuse`` and not yet
-        asked, and what is kept of deferred prompts, packed (``runtime.message``); empty: there is nothing. Those of
-        ``urgent`` roll-outs are left out."""
+        """Return the responses of the roll-outs under way that have been sampled, those that were collected and are not
+        ``trained``, those given to ``reuse`` and not yet asked, and what is kept of deferred prompts, packed
+        (``runtime.message``); empty: there is nothing. Those of ``urgent`` roll-outs are left out."""
 
-    def reuse(self, responses: bytes) -> None:
+    def reuse(self, responses: bytes, version: int | None = None) -> None:
         """Take these instead of sampling them again where a roll-out asks for them: the same problem, prompt, sampling
-        and seed. ``urgent`` ones take none, and leave them for the others."""
+        and seed. ``urgent`` ones take none, and leave them for the others. ``version``: those alone of which the
+        weights of this version have sampled every token."""
 
 
 class ProblemStream(Protocol):

@@ -156,6 +156,16 @@ class SpeculationConfig(Section):
     cached_responses: NonNegative = 1000
     """With suffix: how many finished responses an engine keeps for drafts. 0: none. Unit: responses."""
 
+    @model_validator(mode="after")
+    def _of_its_method(self) -> Self:
+        if self.method == "ngram" and self.cached_responses != 1000:
+            raise ValueError(
+                "speculation: cached_responses is read with method suffix; take it out, or change the method"
+            )
+        if self.method == "suffix" and self.match_tokens != 5:
+            raise ValueError("speculation: match_tokens is read with method ngram; take it out, or change the method")
+        return self
+
 
 class RolloutConfig(Section):
     """The inference engines."""

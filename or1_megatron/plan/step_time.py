@@ -140,14 +140,15 @@ class _Steps:
         self, config: Config, machine: Machine, lengths: Lengths, when: Moment, random: np.random.Generator
     ) -> None:
         self.config, self.machine, self.stage, self.random = config, machine, config.stages[when.index], random
-        self.ahead, stage = config.rollout.max_staleness, self.stage
+        stage = self.stage
+        self.ahead = config.rollout.max_staleness if stage.plateau is None else min(1, config.rollout.max_staleness)
         continued = config.rollout.continued != "none"
         tail = Tail(config.rollout.tail_share, None, continued) if config.rollout.tail == "defer" else None
         extra = math.ceil(config.rollout.tail_share * stage.prompts_per_step - 1e-9)
         cycle = 1 if tail is None else 1 + math.ceil(stage.prompts_per_step / extra)
         self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead or continued else (0, cycle)
         prompts = (self.warm_up + self.counted + self.ahead) * (stage.prompts_per_step + stage.refill_prompts)
-        prompts += stage.prompts_per_step if tail else 0
+        prompts += 3 * stage.prompts_per_step if tail else 0  # deferred, and not yet asked
         drawn = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)
         refill = bool(stage.refill_prompts)
         kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share) if refill else ()

@@ -118,6 +118,7 @@ class Loop:
         updates = self.update(batches, stage, reading, scored)
         self.control_entropy(reading)
         self.steps_done += 1  # everything below is about the updated policy
+        self.ports.rollouts.trained()
         handoff = self.hand_off()
         evaluation = self.evaluate()
         step = StepRecord(
@@ -398,7 +399,8 @@ class Loop:
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
             if (responses := newest / FINISHED_RESPONSES).is_file():
-                self.ports.rollouts.reuse(responses.read_bytes())
+                only = self.steps_done if self.schedule.begins(self.steps_done) else None  # a stage's first step is
+                self.ports.rollouts.reuse(responses.read_bytes(), only)  # never stale, also if the resume has moved it
             stage, left = self.schedule.stages[self.schedule.current], self.schedule.steps_left(self.steps_done)
             check_deferred(stage, left, self.supply.deferred)
             self.saving.resumed(newest, self.steps_done)
@@ -430,7 +432,7 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share", "deferred"})
+        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share", "deferred", "not_asked"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])

@@ -163,10 +163,12 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
         "verify/retries": report.verifier_retries,
         "rollout/response_tokens": report.response_tokens,
     }
-    if drafted := sum(completion.drafted_tokens for completion in completions):
-        accepted = sum(completion.accepted_tokens for completion in completions)
+    whole = [completion for completion in completions if len(completion.versions) == 1]  # of the rest some counts lack
+    if drafted := sum(completion.drafted_tokens for completion in whole):
+        accepted = sum(completion.accepted_tokens for completion in whole)
+        tokens = sum(completion.token_ids.size for completion in whole)
         metrics["speculation/acceptance"] = accepted / drafted
-        metrics["speculation/tokens_per_pass"] = lengths.sum() / (lengths.sum() - accepted)
+        metrics["speculation/tokens_per_pass"] = tokens / (tokens - accepted)
     if not truncated.all():
         metrics["accuracy/non_truncated"] = (rewards[~truncated] > 0).mean()
     if report.decode_s > 0:

@@ -102,19 +102,20 @@ class Supply:
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
 
     def drop_deferred(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Drop, with a warning, the prompts that the stage of ``checkpoint`` had deferred there.
+        """Drop, with a warning, the prompts that the stage of ``checkpoint`` had drawn and not trained there.
 
         ``state``: the loop's in it. The next stage begins from it because the user ended that one early.
         """
-        if dropped := len(state.get("deferred", [])):
+        if dropped := len(state.get("deferred", [])) + len(state.get("not_asked", [])):
             logger.warning(
-                "%d prompts that the previous stage had deferred (rollout.tail) are dropped: %s is in the middle of "
-                "that stage, and the steps that would have trained them are left out. Later epochs draw them again",
+                "%d prompts that the previous stage had drawn and not trained (rollout.tail) are dropped: %s is in the "
+                "middle of that stage, and the steps that would have trained them are left out. Later epochs draw them "
+                "again",
                 dropped,
                 checkpoint,
             )
         if self.tail is not None:
-            self.tail.waiting.clear()
+            self.tail.clear()
 
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
         """Start the roll-out of step ``step`` (from 0), whose prompts were taken last."""
@@ -162,7 +163,7 @@ class Supply:
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,
-            "deferred": [] if self.tail is None else self.tail.state(),
+            **({"deferred": [], "not_asked": []} if self.tail is None else self.tail.state()),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -170,4 +171,4 @@ class Supply:
         self._stream.restore(state["stream"])
         self.rejected_share = state.get("rejected_share", 0.0)
         if self.tail is not None:
-            self.tail.restore(state.get("deferred", []), self._stream)
+            self.tail.restore(state, self._stream)

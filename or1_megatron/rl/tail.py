@@ -90,6 +90,8 @@ class Tail:
         self._known: dict[int, Mapping[str, Any]] | None = None
         self.waiting: list[Drawn] = []
         """The deferred prompts, in the order in which they were drawn."""
+        self._taken: list[Prompt] = []
+        # From the stream, D_R at a time as without deferring, since it mixes repeats by such batches; not yet asked.
         self._step, self._old = 0, 0
         self._drawn: list[Drawn] = []  # by the current step
         self._asked: list[int] = []  # indices of those that are asked: all, or those that it is known to take
@@ -99,9 +101,12 @@ class Tail:
         wanted = stage.prompts_per_step
         extra = min(math.ceil(self._share * wanted - 1e-9), max(0, stream.left - wanted))
         self._old, new = compose(len(self.waiting), wanted, extra, steps_left, self._continued)
-        fresh = [Drawn(prompt, (seed, place), step) for place, prompt in enumerate(stream.take(new) if new else [])]
+        while len(self._taken) < new:
+            self._taken += stream.take(wanted)
+        fresh = [Drawn(prompt, (seed, place), step) for place, prompt in enumerate(self._taken[:new])]
+        self._taken = self._taken[new:]
         self._step, self._drawn = step, self.waiting[: self._old] + fresh
-        self._asked = self._repeated() or list(range(len(self._drawn)))
+        self._asked = self._repeated(wanted) or list(range(len(self._drawn)))
         return [self._drawn[index] for index in self._asked]
 
     def rule(self, wanted: int) -> DeferRule:
@@ -118,25 +123,36 @@ class Tail:
         oldest = min(self._drawn[index].step for index in trained)
         return TailReport(len(left), len(self.waiting), self._step - oldest)
 
-    def state(self) -> list[Any]:
-        """JSON-able: [problem id, seed, place, step] of each deferred prompt."""
-        return [[drawn.prompt.problem.id, *drawn.place, drawn.step] for drawn in self.waiting]
+    def state(self) -> dict[str, Any]:
+        """JSON-able: [problem id, seed, place, step] of each deferred prompt, and the ids of those not yet asked."""
+        return {
+            "deferred": [[drawn.prompt.problem.id, *drawn.place, drawn.step] for drawn in self.waiting],
+            "not_asked": [prompt.problem.id for prompt in self._taken],
+        }
 
-    def restore(self, state: Sequence[Any], stream: ProblemStream) -> None:
-        self.waiting = [Drawn(stream.find(name), (seed, place), step) for name, seed, place, step in state]
+    def restore(self, state: Mapping[str, Any], stream: ProblemStream) -> None:
+        """Take over what ``state`` returned, or an older version's, which lacks a part."""
+        found = state.get("deferred", [])
+        self.waiting = [Drawn(stream.find(name), (seed, place), step) for name, seed, place, step in found]
+        self._taken = [stream.find(name) for name in state.get("not_asked", [])]
+
+    def clear(self) -> None:
+        """Forget the prompts that are deferred or not yet asked."""
+        self.waiting.clear()
+        self._taken.clear()
 
     def _names(self) -> list[Any]:
         return [[drawn.prompt.problem.id, *drawn.place] for drawn in self._drawn]
 
-    def _repeated(self) -> list[int]:
+    def _repeated(self, wanted: int) -> list[int]:
         """Return what the step took when it was made before this run was resumed; nothing if it was not."""
         if self._record is None:
             return []
         if self._known is None:
             self._known = self._record.read()
         row = self._known.get(self._step)
-        if row is not None and row["asked"] != self._names():
-            logger.warning("step %d asks other prompts than its record: it is not repeated", self._step)
+        if row is not None and (row["asked"] != self._names() or len(row["trained"]) != wanted):
+            logger.warning("step %d asks or trains other prompts than its record: it is not repeated", self._step)
             self._known = {}
             return []
         return [] if row is None else [int(index) for index in row["trained"]]

@@ -79,6 +79,7 @@ class RolloutsClient:
         self._progress = (0, 0)
         self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
         self._tickets = itertools.count(1)
+        self._collected: list[Completion] = []  # and not trained
         self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
         self._kept: dict[int, Completion | Unfinished] = {}  # by seed: of deferred prompts, for when they are asked
         self._revive: Callable[[], None] | None = None
@@ -169,12 +170,18 @@ class RolloutsClient:
         groups, report, kept = unpack(found)
         self._kept.update((each.seed, each) for each in kept)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
-        if not asked.urgent and all(each.urgent for each in self._asked.values()):
-            self._reused.clear()  # nobody has asked for the rest
+        if not asked.urgent:
+            self._collected += [made for group in groups for made in group.completions]
+            if all(each.urgent for each in self._asked.values()):
+                self._reused.clear()  # nobody has asked for the rest
         for engine in self._pool.handles:
             engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
         return groups, report
+
+    def trained(self) -> None:
+        """Say that what ``collect`` returned is trained."""
+        self._collected.clear()
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested); the last known if the manager does not answer at once."""
@@ -187,7 +194,8 @@ class RolloutsClient:
     def finished_responses(self) -> bytes:
         """Return packed (finished responses, what is kept of deferred prompts). Without the responses that the manager
         has if it does not answer: they are sampled again, and no checkpoint fails for them."""
-        finished, under_way = list(self._reused.values()), [each for each in self._asked.values() if not each.urgent]
+        finished = [*self._reused.values(), *self._collected]
+        under_way = [each for each in self._asked.values() if not each.urgent]
         try:
             if under_way:
                 finished += unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
@@ -198,13 +206,17 @@ class RolloutsClient:
         kept = [each for each in kept if each.seed not in seeds]
         return pack((finished, kept)) if finished or kept else b""
 
-    def reuse(self, responses: bytes) -> None:
+    def reuse(self, responses: bytes, version: int | None = None) -> None:
         """Give these to the roll-outs of the same requests, but not to urgent ones; a warning if they cannot be read.
 
-        Finished ones are dropped once no roll-out is under way any more; what is kept of deferred prompts is not.
+        ``version``: only those of it alone. Finished ones are dropped once no roll-out is under way any more; what is
+        kept of deferred prompts is not.
         """
         try:
-            finished, kept = ({each.seed: each for each in part} for part in unpack(responses))
+            finished, kept = (
+                {each.seed: each for each in part if version is None or _versions(each) == {version}}
+                for part in unpack(responses)
+            )
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
@@ -308,6 +320,10 @@ class RolloutsClient:
         except RayError as error:
             log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
             return []
+
+
+def _versions(made: Completion | Unfinished) -> set[int]:
+    return {span.version for span in made.versions}
 
 
 def start_rollouts(

@@ -121,10 +121,13 @@ class SimulatedRollouts:
         )
         return groups, report
 
-    def finished_responses(self) -> bytes:
-        return b""  # nothing is saved here
+    def trained(self) -> None:
+        pass  # nothing is saved here
 
-    def reuse(self, responses: bytes) -> None:
+    def finished_responses(self) -> bytes:
+        return b""
+
+    def reuse(self, responses: bytes, version: int | None = None) -> None:
         raise NotImplementedError("a simulated run is not resumed")
 
     def progress(self) -> tuple[int, int]:

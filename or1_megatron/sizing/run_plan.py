@@ -238,6 +238,17 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             "rollout.continued = mask leaves the beginnings of deferred responses out of the loss: what decides the "
             "reward there is not learned (docs/stages.md); set it to train"
         )
+    if config.rollout.tail == "wait" and config.rollout.tail_share != 0.25:
+        yield f"rollout.tail_share = {config.rollout.tail_share:g} has no effect with rollout.tail = wait"
+    if config.rollout.old_kv_cache == "keep" and not config.rollout.max_staleness:
+        yield "rollout.old_kv_cache = keep has no effect without rollout.max_staleness: handoffs find nothing in flight"
+    for stage in config.stages:
+        why = "refill_prompts" if stage.refill_prompts else "plateau" if stage.plateau is not None else None
+        if why is not None and config.rollout.max_staleness > 1:
+            yield (
+                f"stage '{stage.name}': rollout.max_staleness = {config.rollout.max_staleness} works as 1, because "
+                f"with {why} only the next step is known ahead"
+            )
     stale = config.rollout.trains_older_tokens and config.algorithm.correction.mode == "off"
     for stage in config.stages:
         if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:

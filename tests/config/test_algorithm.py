@@ -56,6 +56,8 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         ),
         ("algorithm.entropy={mode: adaptive, delta: 0.0}", "delta = 0 and coefficient = 0 (c_0) never acts"),
         ("algorithm.entropy={mode: fixed, estimate: full}", "estimate full takes a forward pass per step"),
+        ("rollout.speculation={method: ngram, cached_responses: 5}", "cached_responses is read with method suffix"),
+        ("rollout.speculation={method: suffix, match_tokens: 2}", "match_tokens is read with method ngram"),
         ("algorithm.entropy.bonus_on=some", "expected 'all' or 'clipped'"),
     ],
 )
@@ -110,7 +112,15 @@ def test_warnings_of_what_has_no_effect_or_a_hidden_one(tmp_path: Path) -> None:
         for told in (gspo, (*gspo, *bounds))
     ]
     assert clips == [True, False]
+    separate = ("rollout.placement=separate", "rollout.max_staleness=2")
     for wrong, right, expected in (
+        (("rollout.tail_share=0.5",), "rollout.tail=defer", "tail_share = 0.5 has no effect"),
+        (("rollout.old_kv_cache=keep", "rollout.placement=separate"), "rollout.max_staleness=1", "keep has no effect"),
+        (
+            (*separate, "stages.0.refill_prompts=4"),
+            "stages.0.refill_prompts=0",
+            "works as 1, because with refill_prompts",
+        ),
         (("algorithm.objective.name=cispo",), "algorithm.loss.clip_low=1", "its paper has no lower bound"),
         (
             ("algorithm.kl={coefficient: 0.1, reference: model, estimator: k1}",),

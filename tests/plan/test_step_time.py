@@ -92,6 +92,18 @@ def test_engines_bind_or_the_trainer_does(monkeypatch: pytest.MonkeyPatch, stale
     assert found.verbs.get("roll_out", 0.0) < 1e-6 and found.verbs["update"] > 0
 
 
+def test_a_stage_with_a_plateau_asks_one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the loop does, whatever max_staleness is: one long response in eight then binds as it does at 1."""
+    plateau, places = ", plateau: {metric: accuracy/all, window: 2, gain: 0.1}", "rollout.max_concurrent=4"
+    seconds = [
+        step_of(monkeypatch, Pattern((1,) * 7 + (60,)), 0.02, places, f"rollout.max_staleness={n}", more=more)[
+            1
+        ].seconds
+        for n, more in ((1, plateau), (3, plateau), (3, ""))
+    ]
+    assert seconds[0] == seconds[1] > 1.5 * seconds[2]
+
+
 def test_a_refilled_step_trains_the_kept_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the groups are kept, so a step of four decodes eight prompts or so, of 10 tokens each in one wave of 8
     responses: a second wave at least. The update is of the four."""

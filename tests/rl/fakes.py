@@ -125,6 +125,7 @@ class TableRollouts:
         self.under_way: dict[int, tuple[list[Group], list[int]]] = {}
         """(groups, which prompts they are of) by ticket."""
         self.asked: dict[int, Asked] = {}  # by ticket, those under way that are not urgent
+        self.collected: dict[Asked, tuple[list[Group], list[int]]] = {}  # and not trained
         self.reused: dict[Asked, tuple[list[Group], list[int]]] = {}  # for a roll-out that asks the same
         self.kept: dict[Place, list[Completion | None]] = {}
         """Beginnings of the responses to deferred prompts, by place."""
@@ -227,23 +228,32 @@ class TableRollouts:
         self.clock.now_s += 0.25
         ticket = ticket or min(self.under_way)
         groups, taken = self.under_way.pop(ticket)
-        if self.asked.pop(ticket, None) and not self.asked:
-            self.reused.clear()
+        if asked := self.asked.pop(ticket, None):
+            self.collected[asked] = groups, taken
+            if not self.asked:
+                self.reused.clear()
         tokens = sum(completion.token_ids.size for group in groups for completion in group.completions)
         report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0, prompts=tuple(taken))
         return groups, report
+
+    def trained(self) -> None:
+        self.collected.clear()
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)
 
     def finished_responses(self) -> bytes:
-        """Return all that is under way: a response is finished when it is asked for. And what is kept."""
-        finished = self.reused | {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
+        """Return all that is under way or not trained, and what is kept. A response is finished when it is asked."""
+        under_way = {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
+        finished = self.reused | self.collected | under_way
         return pickle.dumps((finished, self.kept)) if finished or self.kept else b""
 
-    def reuse(self, responses: bytes) -> None:
+    def reuse(self, responses: bytes, version: int | None = None) -> None:
         finished, self.kept = pickle.loads(responses)
-        self.reused.update(finished)
+        for asked, (groups, taken) in finished.items():
+            of = {span.version for group in groups for made in group.completions for span in made.versions}
+            if version is None or of == {version}:
+                self.reused[asked] = groups, taken
 
 
 class TablePolicy:

@@ -380,12 +380,16 @@ def test_damage_that_a_save_in_memory_finds_ends_the_run(tmp_path: Path, monkeyp
         world.loop.run()
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("verb", VERBS)
-def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str) -> None:
-    """The flag goes up just as ``verb`` of the third step (the first of no stage) begins."""
-    whole = World(tmp_path / "whole")
+def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness: int) -> None:
+    """The flag goes up just as ``verb`` of the third step (the first of no stage) begins. What the step has collected
+    and not trained is in the checkpoint: with staleness, sampled again it would be of newer weights."""
+    stages = TWO_STAGES if staleness == 0 else (STAGE.model_copy(update={"steps": 6}),)
+    changes = {"max_staleness": staleness}
+    whole = World(tmp_path / "whole", stages, changes=changes)
     whole.loop.run()
-    first = World(tmp_path / "run")
+    first = World(tmp_path / "run", stages, changes=changes)
     started: Callable[[int, str], None] = first.diary.verb_started
 
     def watch(step: int, name: str) -> None:
@@ -396,7 +400,7 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str) -> None:
     first.diary.verb_started = watch  # type: ignore[method-assign]
     result = first.loop.run()
     assert not result.finished and result.steps in (2, 3)
-    second = World(tmp_path / "run", diary=first.diary)
+    second = World(tmp_path / "run", stages, changes=changes, diary=first.diary)
     second.diary.verb_started = started  # type: ignore[method-assign]
     assert second.loop.run().finished
     compare(second, whole)

@@ -26,7 +26,7 @@ from or1_megatron.rl.metrics import (
 from or1_megatron.rl.mismatch import mismatch_metrics
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.schemas.metrics import METRICS
-from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport
+from or1_megatron.types import EvaluationResult, Group, RolloutReport, Sample, UpdateReport, VersionSpan
 
 REPORT = RolloutReport(4.0, (4.0, 2.0), 5.0, 10, 100, 0.5, 1)
 
@@ -73,14 +73,18 @@ def test_rollout_metrics() -> None:
     assert found == pytest.approx(expected)
 
 
-def test_speculation_is_counted_over_all_responses() -> None:
-    """8 drafted, 2 of them sampled; 9 tokens, 2 of which took no pass of their own. The third response had no draft."""
+def test_speculation_is_counted_over_responses_that_one_request_sampled() -> None:
+    """8 drafted, 2 of them sampled; 9 tokens, 2 of which took no pass of their own. The third response had no draft. A
+    fourth was continued, and the drafts of its first request are not known."""
     first = group_of([1, 0], length=3)
     drafted = tuple(
         replace(each, drafted_tokens=given, accepted_tokens=taken)
         for each, given, taken in zip(first.completions, (6, 2), (2, 0), strict=True)
     )
-    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3)], REPORT)
+    again = group_of([0], length=3)
+    versions = (VersionSpan(0, 0), VersionSpan(1, 2))
+    continued = replace(again, completions=(replace(again.completions[0], versions=versions, drafted_tokens=9),))
+    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3), continued], REPORT)
     assert found["speculation/acceptance"] == pytest.approx(2 / 8)
     assert found["speculation/tokens_per_pass"] == pytest.approx(9 / 7)
 

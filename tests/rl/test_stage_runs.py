@@ -405,6 +405,18 @@ def test_a_stage_that_a_resume_ends_leaves_its_responses_behind(tmp_path: Path) 
     assert stage == "s1" and cut == {8}
 
 
+def test_a_stage_that_a_resume_moves_forward_begins_with_the_policys_own_responses(tmp_path: Path) -> None:
+    """As above, with stages that sample alike: the next one asks the same prompts with the same seeds, and what was
+    sampled ahead is of older weights. The bound of staleness would allow it; a stage's first step is never stale."""
+    changes, second = {"max_staleness": 2}, {"steps": 4, "filter_solved": False}
+    stopped = World(tmp_path, stages({"steps": 6}, second), evaluated=False, changes=changes)
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    assert stopped.loop.run().steps == 3
+    again = World(tmp_path, stages({"steps": 3}, second), evaluated=False, changes=changes)
+    again.loop.run()
+    assert [again.diary.rows[step]["rollout/staleness"] for step in (4, 5, 6, 7)] == [0, 1, 2, 2]
+
+
 def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path) -> None:
     """A run is killed, and goes on from memory, where the next step's responses are. It is asked to stop before that
     step: the checkpoint that it leaves on disk has them as well."""

@@ -23,6 +23,7 @@ from test_loop import STAGE, World
 from test_stage_runs import begin, stages, trained, with_stream
 
 from or1_megatron.config.schema import AlgorithmConfig, EntropyConfig
+from or1_megatron.errors import UserError
 from or1_megatron.rl.checks import ResumeError
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.tail import Tail, longest_wait
@@ -98,6 +99,24 @@ def test_a_stage_trains_the_same_prompts_as_without(tmp_path: Path) -> None:
     assert [rows[k]["tail/waiting"] for k in range(1, 8)] == [2, 4, 0, 2, 4, 0, 0]
     assert rows[3]["tail/waited"] == 2 and max(row.get("tail/waited", 0) for row in rows.values()) <= 4
     assert "tail/deferred" not in plain.diary.rows[1]
+
+
+@pytest.mark.parametrize("continued", ["none", "train"])
+@pytest.mark.parametrize("steps", [(2, 5), (3, 6), (5, 4)])
+def test_so_it_does_however_many_steps_it_has(tmp_path: Path, steps: tuple[int, int], continued: str) -> None:
+    """The stream of two sources, one of which is repeated, mixes by the batches that are taken from it."""
+    few = {"prompts_per_step": 4, "prompts_per_update": 4, "max_response_tokens": 8, "filter_solved": False}
+    given, changes = stages(*({**few, "steps": count} for count in steps)), {**DEFER, "continued": continued}
+    world, plain = (
+        with_stream(World(tmp_path / name, given, evaluated=False, changes=asked))
+        for name, asked in (("defer", changes), ("plain", {}))
+    )
+    world.loop.run()
+    plain.loop.run()
+    for stage in (slice(0, steps[0]), slice(steps[0], None)):
+        found, expected = (Counter(chain(*asked_of(each)[stage])) for each in (world, plain))
+        assert found == expected
+    assert world.loop.state()["stream"] == plain.loop.state()["stream"] and not world.loop.state()["not_asked"]
 
 
 FEW = {"prompts_per_step": 4, "prompts_per_update": 4, "steps": 6, "max_response_tokens": 12}
@@ -232,7 +251,22 @@ def test_a_record_of_other_prompts_is_not_repeated(tmp_path: Path, caplog: Any) 
     other = World(tmp_path, given, evaluated=False, changes={"tail_share": 0.25})
     other.loop.run()
     assert [other.diary.rows[k]["tail/deferred"] for k in range(1, 5)] == [1, 1, 1, 0]
-    assert "step 1 asks other prompts than its record" in caplog.text
+    assert "step 1 asks or trains other prompts than its record" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"a": 1}', r"row 1 is \{'a': 1\}; expected step, asked, and trained"),
+        ('{"step": 1, "asked": [["p0", 1, 0]], "trained": [99]}', "row 1 is"),
+        ('{"step": 1, "asked": [["p0", 1, 0]], "trained": [0, 0]}', "row 1 is"),
+        ("[1]", r"tail\.jsonl:1: expected a JSON object"),
+    ],
+)
+def test_a_record_that_cannot_be_repeated_is_named(tmp_path: Path, line: str, expected: str) -> None:
+    (tmp_path / "tail.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=expected):
+        World(tmp_path, stages(FEW), evaluated=False, changes=DEFER).loop.run()
 
 
 def test_a_stage_made_too_short_for_what_is_deferred(tmp_path: Path) -> None:
@@ -251,8 +285,9 @@ def test_a_stage_made_too_short_for_what_is_deferred(tmp_path: Path) -> None:
 def test_a_stage_from_the_middle_of_another_says_what_it_drops(
     tmp_path: Path, caplog: Any, tail_share: float | None
 ) -> None:
-    """Two prompts are deferred after step 4 of 6. Stage 2 begins there: it does not train them in their stead, and says
-    how many they are, whether or not it defers any itself. After the last step none are, and nothing is said."""
+    """Two prompts are deferred after step 4 of 6, and two are drawn and not asked. Stage 2 begins there: it does not
+    train them in their stead, and says how many they are, whether or not it defers any itself. After the last step none
+    are, and nothing is said."""
     given = stages(FEW, {**FEW, "filter_solved": False})
     first = World(tmp_path / "first", given, evaluated=False, changes={**DEFER, "stage_count": 1}, every_steps=2)
     first.loop.run()
@@ -260,7 +295,7 @@ def test_a_stage_from_the_middle_of_another_says_what_it_drops(
         changes = {**begin(tmp_path / "first", step, 1, chosen=True), "tail_share": tail_share}
         second = World(tmp_path / f"from_{step}", given, evaluated=False, changes=changes)
         assert second.loop.run().finished
-        said = "2 prompts that the previous stage had deferred (rollout.tail) are dropped"
+        said = "4 prompts that the previous stage had drawn and not trained (rollout.tail) are dropped"
         assert (said in caplog.text) == dropped and ("step_000004 is in the middle" in caplog.text) == dropped
         expected = [2, 4, 0, 2, 4, 0] if tail_share else [None] * 6
         assert [second.diary.rows[step + k].get("tail/waiting") for k in range(1, 7)] == expected

@@ -36,10 +36,16 @@ PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}
 
 
 @pytest.fixture(scope="module")
-def rollouts(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
+def shared_client(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
     client = start_rollouts(engine_pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), RUN_ID)
     yield client
     client.close()
+
+
+@pytest.fixture
+def rollouts(shared_client: RolloutsClient) -> RolloutsClient:
+    shared_client.trained()  # what tests before it have collected
+    return shared_client
 
 
 def test_two_engines_give_whole_groups_with_verdicts(rollouts: RolloutsClient) -> None:
@@ -161,6 +167,9 @@ def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: Tiny
     client.roll_out(PROMPTS, 8, sampling, 6, DeferRule(3, keep=True))
     groups, report = client.collect()
     finished, kept = unpack(client.finished_responses())
+    assert {each.seed for each in finished} == {each.seed for group in groups for each in group.completions}
+    client.trained()
+    finished, kept = unpack(client.finished_responses())
     left = [index for index in range(5) if index not in report.prompts]
     wanted = {r.seed for (index, _), r in plan_requests(PROMPTS, 8, sampling, 6).items() if index in left}
     assert finished == [] and len(groups) == 3 and {each.seed for each in kept} <= wanted
@@ -187,6 +196,9 @@ def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: Tiny
             for completion in group.completions:
                 expected = tiny_model.log_probs(group.prompt.token_ids.tolist(), completion.token_ids.tolist())
                 np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+        finished, _ = unpack(client.finished_responses())
+        assert {each.seed for each in finished} == wanted  # until they are trained
+        client.trained()
         assert client.finished_responses() == b""
     client.close()
     pool.close()
@@ -273,7 +285,10 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
     before = [rollouts.collect()[0] for _ in range(2)]
     began_s = time.time()
     rollouts.reuse(b"of another version")
-    rollouts.reuse(kept_responses)
+    rollouts.reuse(kept_responses, version=99)  # of which there is none
+    rollouts.trained()
+    assert rollouts.finished_responses() == b""
+    rollouts.reuse(kept_responses, version=finished[0].versions[0].version)
     rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=21)
     rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
     again = []
@@ -301,6 +316,7 @@ def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, ca
     rollouts.wait_decoded()
     saved = rollouts.finished_responses()
     rollouts.collect()
+    rollouts.trained()
     finished, _ = unpack(saved)
     of_older_version = pack(([replace(each, request_digest=b"") for each in finished], []))
     kinds = [
@@ -321,6 +337,7 @@ def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, ca
         assert {each.seed for each in made} == {each.seed for each in finished}
         assert all(each.started_s >= began_s for each in made)
         assert [each.problem_id for each in made[::2]] == [each.problem.id for each in asked]
+        rollouts.trained()
         assert "10 of 10 responses" in caplog.text and rollouts.finished_responses() == b""
     rollouts.reuse(saved)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=41)
@@ -335,6 +352,7 @@ def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts
     rollouts.wait_decoded()
     saved = rollouts.finished_responses()
     rollouts.collect()
+    rollouts.trained()
     finished = {each.seed: each.finished_s for each in unpack(saved)[0]}
     assert len(finished) == 10
     rollouts.reuse(saved)
@@ -351,6 +369,8 @@ def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts
     rollouts.collect(ticket)
     groups, _ = rollouts.collect(step)
     assert all(each.finished_s == finished[each.seed] for group in groups for each in group.completions)
+    assert len(unpack(rollouts.finished_responses())[0]) == 8  # the step's, until they are trained
+    rollouts.trained()
     assert rollouts.finished_responses() == b""
 
 
