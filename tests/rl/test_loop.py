@@ -386,10 +386,10 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness
     """The flag goes up just as ``verb`` of the third step (the first of no stage) begins. What the step has collected
     and not trained is in the checkpoint: with staleness, sampled again it would be of newer weights."""
     stages = TWO_STAGES if staleness == 0 else (STAGE.model_copy(update={"steps": 6}),)
-    changes = {"max_staleness": staleness}
-    whole = World(tmp_path / "whole", stages, changes=changes)
+    options: dict[str, Any] = {"changes": {"max_staleness": staleness}, "evaluated": staleness == 0}
+    whole = World(tmp_path / "whole", stages, **options)
     whole.loop.run()
-    first = World(tmp_path / "run", stages, changes=changes)
+    first = World(tmp_path / "run", stages, **options)
     started: Callable[[int, str], None] = first.diary.verb_started
 
     def watch(step: int, name: str) -> None:
@@ -400,10 +400,11 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness
     first.diary.verb_started = watch  # type: ignore[method-assign]
     result = first.loop.run()
     assert not result.finished and result.steps in (2, 3)
-    second = World(tmp_path / "run", stages, changes=changes, diary=first.diary)
+    second = World(tmp_path / "run", stages, **options, diary=first.diary)
     second.diary.verb_started = started  # type: ignore[method-assign]
     assert second.loop.run().finished
     compare(second, whole)
+    assert not second.rollouts.collected, "what is trained is in no checkpoint"
 
 
 @pytest.mark.parametrize(
