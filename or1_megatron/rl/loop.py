@@ -399,8 +399,9 @@ class Loop:
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
             if (responses := newest / FINISHED_RESPONSES).is_file():
-                only = self.steps_done if self.schedule.begins(self.steps_done) else None  # a stage's first step is
-                self.ports.rollouts.reuse(responses.read_bytes(), only)  # never stale, also if the resume has moved it
+                # A stage's first step is never stale, also where the resume has ended the stage before it early.
+                only = self.steps_done if self.schedule.begins(self.steps_done) else None
+                self.ports.rollouts.reuse(responses.read_bytes(), only)
             stage, left = self.schedule.stages[self.schedule.current], self.schedule.steps_left(self.steps_done)
             check_deferred(stage, left, self.supply.deferred)
             self.saving.resumed(newest, self.steps_done)
