@@ -2,8 +2,8 @@
 
 The recipe's shape is log-normal with sigma 1, cut at T. Half of the variance lies between prompts. It begins with 40%
 of responses above 8,192 tokens (docs/recipe.md, ablation 3), or above the first T if that is less. While more than
-a tenth are cut off, the median falls by 0.43 per 540 steps, as lengths did in ablation 2 (12.5K to 5.4K tokens). The
-sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
+a tenth are cut off, the median falls to 0.43 of its value in 540 steps, as lengths did in ablation 2 (12.5K to 5.4K
+tokens). The sigma, the tenth, prompts of 256 tokens and a share of 0.6 of kept groups are assumptions.
 """
 
 from __future__ import annotations
