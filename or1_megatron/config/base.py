@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -32,19 +33,25 @@ class DataFileMissing(ConfigError):
     """A file of problems that the configuration names is not there."""
 
 
-def mistyped(kind: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield "KEY: found X, expected Y" for each value that the annotation of the class's field does not allow.
+def as_annotated(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return values of YAML or JSON as the annotations of the class's fields have them: a list becomes a tuple.
 
-    Annotations that cannot be evaluated, or that pydantic does not know, allow anything: it is a user's class.
+    And "KEY: found X, expected Y" for each that its annotation does not allow. Annotations that cannot be evaluated, or
+    that pydantic does not know, allow anything: it is a user's class.
     """
+    typed: dict[str, Any] = dict(values)
+    wrong: list[str] = []
     try:
         hints = get_type_hints(kind)
     except Exception:
-        return
+        return typed, wrong
     for key in (key for key in values if key in hints):
         try:
-            TypeAdapter(hints[key], config={"allow_inf_nan": False}).validate_python(values[key], strict=True)
+            adapter: TypeAdapter[Any] = TypeAdapter(hints[key], config={"allow_inf_nan": False})
+            typed[key] = adapter.validate_json(json.dumps(values[key]), strict=True)
         except ValidationError as error:
-            yield f"{key}: found {values[key]!r}, expected {error.errors()[0]['msg'].removeprefix('Input should be ')}"
+            expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+            wrong.append(f"{key}: found {values[key]!r}, expected {expected}")
         except Exception:
             continue
+    return typed, wrong

@@ -398,7 +398,7 @@ class Loop:
         newest = self.ports.keeper.newest_intact()
         if newest is not None:
             self.restore(self.ports.policy.load(newest))
-            if (responses := newest / FINISHED_RESPONSES).is_file():
+            if (responses := newest / FINISHED_RESPONSES).is_file() and not self.schedule.over(self.steps_done):
                 # A stage's first step is never stale, also where the resume has ended the stage before it early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
                 self.ports.rollouts.reuse(responses.read_bytes(), only)

@@ -172,16 +172,16 @@ class RolloutsClient:
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
-            if all(each.urgent for each in self._asked.values()):
-                self._reused.clear()  # nobody has asked for the rest
         for engine in self._pool.handles:
             engine.release.remote(asked.seeds)  # nobody waits for it
         self._restarts_left = self._max_restarts
         return groups, report
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained."""
+        """Say that what ``collect`` returned is trained, and that all roll-outs that may go before are asked."""
         self._collected.clear()
+        if all(each.urgent for each in self._asked.values()):
+            self._reused.clear()  # nobody has asked for the rest
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested); the last known if the manager does not answer at once."""

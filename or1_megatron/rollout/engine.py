@@ -393,9 +393,18 @@ class VllmEngine:
             started_s=started_s,
             finished_s=finished_s,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
-            accepted_tokens=sum(accepted * passes for accepted, passes in enumerate(drafts.histogram)) if drafts else 0,
+            accepted_tokens=_accepted(drafts.histogram, len(sampled.token_ids)) if drafts else 0,
             request_digest=request_digest(request),
         )
+
+
+def _accepted(histogram: Sequence[int], tokens: int) -> int:
+    """Return how many of a response's ``tokens`` were drafted; the first never is.
+
+    ``histogram``: [n] passes that accepted n drafted tokens. vLLM counts those, too, that it then cuts off, behind the
+    end of the response.
+    """
+    return min(sum(accepted * passes for accepted, passes in enumerate(histogram)), tokens - 1)
 
 
 def _device_options(settings: EngineSettings, is_cpu: bool) -> dict[str, Any]:

@@ -177,7 +177,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "speculation/tokens_per_pass",
         "tokens",
-        "a response's tokens over the model's passes for them, all responses; 1 without drafts",
+        "a response's tokens over the model's passes for them, of responses of one version; 1 without drafts",
     ),
     Metric("rollout/tokens_per_s", "tokens/s", "response tokens over the time during which an engine was decoding"),
     Metric(

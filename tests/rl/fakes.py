@@ -230,14 +230,14 @@ class TableRollouts:
         groups, taken = self.under_way.pop(ticket)
         if asked := self.asked.pop(ticket, None):
             self.collected[asked] = groups, taken
-            if not self.asked:
-                self.reused.clear()
         tokens = sum(completion.token_ids.size for group in groups for completion in group.completions)
         report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0, prompts=tuple(taken))
         return groups, report
 
     def trained(self) -> None:
         self.collected.clear()
+        if not self.asked:
+            self.reused.clear()
 
     def progress(self) -> tuple[int, int]:
         return (0, 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from or1_megatron.rl.objectives.check import faults, probe_objective
 from or1_megatron.rl.objectives.clip_cov import ClipCov
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.dr_grpo import DrGRPO
-from or1_megatron.rl.objectives.registry import BUILT_IN, find, make_objective, name_of, objective_conflicts
+from or1_megatron.rl.objectives.registry import BUILT_IN, build, find, make_objective, name_of, objective_conflicts
 
 STAGE = StageConfig(name="s", steps=1, max_response_tokens=40, prompts_per_step=8, prompts_per_update=4, group_size=2)
 
@@ -38,6 +39,16 @@ class Mine(PolicyGradientLoss):
         ratio, free = ratio_of(log_probs, old), no_tokens(log_probs)
         advantages = tokens.advantages.clamp(max=0) + self.positive * tokens.advantages.clamp(min=0)
         return Surrogate(ratio * advantages, ratio, free, free)
+
+
+@dataclass(frozen=True)
+class Bounded(PolicyGradientLoss):
+    bounds: tuple[float, float] = (0.1, 0.2)
+    elsewhere: object = None
+
+    def surrogate(self, log_probs, old, tokens):
+        ratio, free = ratio_of(log_probs, old), no_tokens(log_probs)
+        return Surrogate(ratio.clamp(*self.bounds) * tokens.advantages, ratio, free, free)
 
 
 class Plain:
@@ -105,6 +116,18 @@ def test_unknown_names_and_parameters_name_the_nearest(here: Path) -> None:
     }.items():
         (line,) = lines(objective={"name": name})
         assert expected in line, name
+
+
+def test_fields_come_back_from_a_dump(here: Path) -> None:
+    """A dump has an objective's fields as JSON, which knows no tuple. It refuses what JSON cannot hold."""
+    made = probe_objective("float32", "mine_of_test:Bounded", {"bounds": [0.3, 0.4]})
+    assert vars(made)["bounds"] == (0.3, 0.4)
+    again = build(name_of(made), {}, json.loads(json.dumps(asdict(made))))  # type: ignore[call-overload]
+    assert again == made
+    with pytest.raises(ConfigError, match=r"args\.bounds: found \['a', 0.4\], expected a valid number"):
+        probe_objective("float32", "mine_of_test:Bounded", {"bounds": ["a", 0.4]})
+    with pytest.raises(ConfigError, match="Bounded cannot be made: TypeError: Object of type set is not JSON"):
+        probe_objective("float32", "mine_of_test:Bounded", {"elsewhere": {1, 2}})
 
 
 def test_contradictions_are_named_all_at_once() -> None:
@@ -210,6 +233,8 @@ class Faulty:
                     raise ValueError("set algorithm.kl.reference")
             case "mean in the sums":
                 return loss, {"largest": terms.detach().max() if len(terms) else loss.detach()}
+            case "any":
+                return loss, {"any": (terms > 0).any()}
             case "attached":
                 return loss, {"terms": terms.sum()}
             case "mean of ratios":
@@ -247,6 +272,7 @@ class Faulty:
         ("asks for a reference", "token", ""),
         ("constant", "token", "returns 1 for no tokens; expected 0"),
         ("mean in the sums", "token", "the sum 'largest' is"),
+        ("any", "token", "the sum 'any' is 1"),
         ("attached", "token", "returns the sum 'terms' with a gradient; detach it"),
         ("mean of ratios", "batch", "its gradient by the log-probs is half as large"),
         ("mean bonus", "batch", "its gradient by the entropies is half as large"),

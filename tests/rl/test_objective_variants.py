@@ -275,6 +275,13 @@ def test_random_choice_depends_on_tokens_and_seed_and_not_on_their_order() -> No
     assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 5 / 6)  # of 400 draws of 10 in 60, each token
 
 
+def test_random_choice_is_made_on_the_tokens_device() -> None:
+    """`or1 check-parity` has them on the GPU. "meta" stands for it: a tensor made elsewhere raises."""
+    of = sequences([4, 2])
+    there = Sequences(of.index.to("meta"), of.lengths.to("meta"), None)
+    assert shuffled(1, there, torch.zeros(6, device="meta")).device.type == "meta"
+
+
 def test_kl_cov_by_hand() -> None:
     """The docstring's figures: covariances (1, 0, 0), a third of three tokens is the first; rho 1.2."""
     log_probs = double(0, -2, -1, grad=True)

@@ -417,6 +417,18 @@ def test_a_stage_that_a_resume_moves_forward_begins_with_the_policys_own_respons
     assert [again.diary.rows[step]["rollout/staleness"] for step in (4, 5, 6, 7)] == [0, 1, 2, 2]
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, staleness: int) -> None:
+    """The run of six steps is stopped in its fourth, and resumed with three: it is over, and nobody asks for them."""
+    changes = {"max_staleness": staleness}
+    stopped = World(tmp_path, stages({"steps": 6}), evaluated=False, changes=changes)
+    stopped.rollouts.stop_at, stopped.rollouts.on_stop = 4, stopped.stop
+    assert stopped.loop.run().steps == 3
+    assert (tmp_path / "checkpoints" / "step_000003" / FINISHED_RESPONSES).is_file()
+    again = World(tmp_path, stages({"steps": 3}), evaluated=False, changes=changes)
+    assert again.loop.run().finished and not again.rollouts.reused
+
+
 def test_finished_responses_outlive_a_stop_before_they_are_asked(tmp_path: Path) -> None:
     """A run is killed, and goes on from memory, where the next step's responses are. It is asked to stop before that
     step: the checkpoint that it leaves on disk has them as well."""

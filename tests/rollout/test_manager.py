@@ -369,7 +369,25 @@ def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts
     rollouts.collect(ticket)
     groups, _ = rollouts.collect(step)
     assert all(each.finished_s == finished[each.seed] for group in groups for each in group.completions)
-    assert len(unpack(rollouts.finished_responses())[0]) == 8  # the step's, until they are trained
+    assert len(unpack(rollouts.finished_responses())[0]) == 10  # the step's, and two that may yet be asked
+    rollouts.trained()
+    assert rollouts.finished_responses() == b""
+
+
+def test_a_checkpoint_s_responses_wait_for_a_step_that_is_asked_late(rollouts: RolloutsClient) -> None:
+    """With refill and staleness a resumed run asks for the second step once the first is collected: only then is known
+    which prompts are left for it."""
+    asked = {61: PROMPTS[:2], 62: PROMPTS[2:]}
+    tickets = [rollouts.roll_out(prompts, 2, SAMPLING, seed) for seed, prompts in asked.items()]
+    made = [rollouts.collect(ticket)[0] for ticket in tickets]
+    finished = {each.seed: each.finished_s for groups in made for group in groups for each in group.completions}
+    saved = rollouts.finished_responses()
+    rollouts.trained()
+    rollouts.reuse(saved)
+    for seed, prompts in asked.items():
+        rollouts.roll_out(prompts, 2, SAMPLING, seed)
+        groups, _ = rollouts.collect()
+        assert all(each.finished_s == finished[each.seed] for group in groups for each in group.completions)
     rollouts.trained()
     assert rollouts.finished_responses() == b""
 

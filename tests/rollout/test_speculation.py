@@ -22,6 +22,7 @@ from rigs import in_engine
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import speculation
+from or1_megatron.rollout.engine import _accepted as of_response
 from or1_megatron.rollout.kv_cache_update import forget
 from or1_megatron.rollout.pool import EngineError, EnginePool
 from or1_megatron.rollout.speculation import DraftSampler
@@ -93,6 +94,12 @@ def drafted_tokens(completion: Completion) -> int:
 
 def accepted_tokens(completion: Completion) -> int:
     return completion.accepted_tokens
+
+
+@pytest.mark.parametrize(("histogram", "tokens", "accepted"), [([2, 1], 8, 1), ([0, 0, 0, 1], 3, 2), ([1], 1, 0)])
+def test_accepted_tokens_are_of_the_response(histogram: list[int], tokens: int, accepted: int) -> None:
+    """The second response ends at the second of three drafts that a pass accepted: all three are in vLLM's count."""
+    assert of_response(histogram, tokens) == accepted
 
 
 def test_tokens_have_the_models_distribution(tiny_model: TinyModel, drafting: EnginePool) -> None:

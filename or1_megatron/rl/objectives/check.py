@@ -188,8 +188,8 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
                 f"{name} has a mean in its loss: its gradient by the {what} is half as large for twice as many of the "
                 f"same tokens; {_ADVICE}"
             )
-    for key, value in whole[1].items():
-        now = twice[1][key]
+    for key, value in ((key, value.double()) for key, value in whole[1].items()):
+        now = twice[1][key].double()
         if not key.startswith("max_") and (value - now).abs() < (2 * value - now).abs():
             yield (
                 f"{name}: the sum '{key}' is {float(value):.6g} for some tokens and {float(now):.6g} for twice as many "

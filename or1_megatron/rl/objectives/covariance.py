@@ -24,11 +24,13 @@ def shuffled(seed: int, sequences: Sequences, *labels: Tensor) -> Tensor:
     ``labels`` [N] fp32, and tokens are sorted by it. So tokens with the same labels (log-probs of 0) are drawn alike,
     and the same tokens are drawn whatever the order of the samples.
     """
-    places = torch.arange(len(sequences.index)) - (sequences.lengths.cumsum(0) - sequences.lengths)[sequences.index]
+    device, starts = sequences.index.device, sequences.lengths.cumsum(0) - sequences.lengths
+    places = torch.arange(len(sequences.index), device=device) - starts[sequences.index]
     mixed = _mix(places + (seed * 2 + 1 << 32))
     for label in labels:
         mixed = _mix(mixed ^ label.float().contiguous().view(torch.int32).long())
-    of_sequences = torch.zeros(len(sequences.lengths), dtype=torch.int64).index_add(0, sequences.index, mixed)
+    none = torch.zeros(len(sequences.lengths), dtype=torch.int64, device=device)
+    of_sequences = none.index_add(0, sequences.index, mixed)
     return _mix(mixed ^ _mix(of_sequences)[sequences.index]).sort(stable=True).indices
 
 

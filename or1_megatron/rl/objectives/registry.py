@@ -8,15 +8,16 @@ that is set and that the objective has no field for is refused.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Final
 
 from or1_megatron.config.algorithm import AlgorithmConfig
-from or1_megatron.config.base import ConfigError, mistyped
+from or1_megatron.config.base import ConfigError, as_annotated
 from or1_megatron.config.keys import did_you_mean
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.interfaces import Objective, scope_of
@@ -103,8 +104,9 @@ def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Ob
         for key in args
         if key not in known
     ]
-    given = {**{key: value for key, value in settings.items() if key in known}, **args}
-    wrong += [f"algorithm.objective.args.{line}" for line in mistyped(kind, args)]
+    typed, untyped = as_annotated(kind, args)
+    given = {**{key: value for key, value in settings.items() if key in known}, **typed}
+    wrong += [f"algorithm.objective.args.{line}" for line in untyped]
     needed = [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
     wrong += [
         f"algorithm.objective.args.{key}: missing; objective {name} needs it" for key in needed if key not in given
@@ -114,6 +116,7 @@ def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Ob
     try:
         made: Objective = kind(**given)
         pickle.dumps(made)
+        json.dumps(asdict(made), allow_nan=False)  # type: ignore[call-overload]  # as a dump has it
         scope_of(made)
         float(made.temperature)
     except Exception as error:  # a user's class may raise anything
