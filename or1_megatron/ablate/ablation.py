@@ -46,7 +46,7 @@ class Expectation(Section):
     margin: NonNegativeFloat = 0.0
     """How much lower it may be instead."""
     within: PositiveFloat | None = None
-    """Chosen before the first run: a difference within this, either way, counts as none."""
+    """Chosen before the first run: an interval that holds 0 and lies within this, either way, is no difference."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> Self:

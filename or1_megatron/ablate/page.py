@@ -111,7 +111,7 @@ def _results(ablation: Ablation, scale: Scale, rows: ArmRows, picture: str, comm
     seeds = ", ".join(str(seed) for seed in chosen.seeds)
     parts = [
         "## Results",
-        f"Command: `{command}`. Seeds {seeds}, chosen beforehand; finished runs by arm: "
+        f"Command: `{command}`. Seeds {seeds}, chosen beforehand unless the text above says otherwise; finished runs by arm: "
         + ", ".join(f"{name} {count}" for name, count in ran.items())
         + ". Means over seeds ± half a 95% confidence interval (Student's t; with three seeds it is wide).",
         f"![curves: means over the seeds, with the range between them]({picture})",
@@ -125,8 +125,8 @@ def _results(ablation: Ablation, scale: Scale, rows: ArmRows, picture: str, comm
         parts += [
             "## The claim's comparisons",
             "One interval of 95% in twenty excludes its true value by chance. So the verdict rests on the corrected "
-            f"interval (Holm's correction over the {len(chosen.expects)} comparisons): where there is no difference at "
-            "all, the chance that any of them is resolved is 5% or less.",
+            f"interval (Holm's correction over the {len(chosen.expects)} comparisons): where every difference is 0, or "
+            "minus its margin, the chance that any of them is resolved is 5% or less.",
             _verdict_table(chosen.expects, rows),
         ]
     return parts

@@ -136,22 +136,32 @@ def run_jobs(jobs: Iterable[CampaignJob], spent: Spent, at_once: int = 1) -> Ite
     On SIGTERM no further job begins, and the running ones get the signal, save and end; then this process ends.
     """
     received: list[int] = []
-    running: dict[subprocess.Popen[bytes], tuple[CampaignJob, float]] = {}
+    running: dict[subprocess.Popen[bytes], CampaignJob] = {}
     waiting = iter(jobs)
+    seconds: dict[str, float] = {}  # of each that runs: those that pass are shared
+    shared_s = time.monotonic()
+
+    def share() -> None:
+        nonlocal shared_s
+        now_s = time.monotonic()
+        for job in running.values():
+            seconds[job.name] = seconds.get(job.name, 0.0) + (now_s - shared_s) / len(running)
+        shared_s = now_s
 
     def ended(process: subprocess.Popen[bytes]) -> CampaignJob:
-        job, begun_s = running.pop(process)
-        spent.add(job.name, (time.monotonic() - begun_s) / at_once)
+        job = running.pop(process)
+        spent.add(job.name, seconds.pop(job.name, 0.0))
         return job
 
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         while not received:
             while len(running) < at_once and (job := next(waiting, None)) is not None:
-                running[_start(job)] = (job, time.monotonic())
+                running[_start(job)] = job
             if not running:
                 return
             time.sleep(0.1)
+            share()
             for process in [process for process in running if process.poll() is not None]:
                 yield ended(process), process.returncode
         raise SystemExit(128 + received[0])
@@ -160,6 +170,7 @@ def run_jobs(jobs: Iterable[CampaignJob], spent: Spent, at_once: int = 1) -> Ite
             process.terminate()
         for process in list(running):
             process.wait()
+            share()
             ended(process)
         signal.signal(signal.SIGTERM, previous)
 

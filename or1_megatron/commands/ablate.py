@@ -93,7 +93,8 @@ def ablate(
         if commands:
             _print_commands(todo, campaign)
             return
-        runner = _ArmRunner(Spent(kept or out / "kept", hours), read_metrics(found.values()), console)
+        spent = Spent(out / "smoke/kept" if smoke else kept or out / "kept", hours)
+        runner = _ArmRunner(spent, read_metrics(found.values()), console)
         ready = [] if page_only else [each for each in todo if _made(campaign.missing(each.unfinished), out, runner)]
         done = page_only or len(ready) == len(todo)
         runner.run([run for each in ready for run in each.entry], jobs)
@@ -159,11 +160,10 @@ class _Todo:
 
 
 def _print_commands(todo: list[_Todo], campaign: Campaign) -> None:
-    """Print the command of each run once, after what makes the arms' beginnings."""
-    runs: dict[Path, ArmRun] = {}
-    for run in (run for each in todo for run in [*each.entry, *each.runs]):
-        runs.setdefault(run.dir, run)
-    missing = campaign.missing([arm for each in todo for arm in each.arms])
+    """Print the command of each unfinished run once, after what makes the arms' beginnings; those of entry first."""
+    every = [*(run for each in todo for run in each.entry), *(run for each in todo for run in each.runs)]
+    runs = {run.dir: run for run in every if not run.finished}
+    missing = campaign.missing([run.arm for run in runs.values()])
     print("\n".join([*missing.values(), *(shlex.join(["or1", *run.command()[3:]]) for run in runs.values())]))
 
 
@@ -211,7 +211,7 @@ def _run_arms(todo: _Todo, runner: _ArmRunner, jobs: int) -> bool:
     unmet = [each for each in measure(todo.chosen, todo.entry_rows) if todo.entry and not each.met]
     if not unmet:
         runner.run(todo.runs, 1 if reads_seconds(todo.chosen) else jobs)
-    failed = [run for run in [*todo.entry, *todo.runs] if run.dir in runner.failed]
+    failed = [run for run in [*todo.entry, *todo.runs] if run.dir in runner.failed and not run.finished]
     for run in failed:
         print(f"or1: ablation {number}: {run.arm.name}, seed {run.seed} failed; see {run.log}", file=sys.stderr)
     if runner.spent.used_up and not all(run.finished for run in [*todo.entry, *todo.runs]):

@@ -482,6 +482,7 @@ def test_a_campaign_within_its_hours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first = arms_of(load_ablation(tmp_path / "14_steered_clip_high.yaml"), "small")
     assert names[0] == f"{first[0].key}_seed_101"
     assert set(names[1:10]) == {run.dir.name for run in runs_of(first, (1, 2, 3), tmp_path)}
+    assert not CliRunner().invoke(app, [*told, "--commands"]).stdout.strip(), "nothing is left to run"
     assert made.read_text() == "made\n" and "20 of 20" in ended.stdout and "9 of 9" in ended.stdout
     spent = [json.loads(line)["run"] for line in (tmp_path / "out/kept/spent.jsonl").read_text().splitlines()]
     assert spent == [MODEL, *names]
@@ -538,9 +539,9 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
         arms_of(load_ablation(path), "small")
 
 
-def test_the_command_lists_prints_and_refuses() -> None:
+def test_the_command_lists_prints_and_refuses(tmp_path: Path) -> None:
     runner = CliRunner()
-    where = ["--folder", str(FOLDER)]
+    where = ["--folder", str(FOLDER), "--out", str(tmp_path)]
     assert "clip-higher" in runner.invoke(app, ["ablate", *where]).stdout
     printed = runner.invoke(app, ["ablate", "10", "--scale", "paper", "--commands", *where]).stdout.splitlines()
     assert len(printed) == 4 * 3
