@@ -111,7 +111,8 @@ def _results(ablation: Ablation, scale: Scale, rows: ArmRows, picture: str, comm
     seeds = ", ".join(str(seed) for seed in chosen.seeds)
     parts = [
         "## Results",
-        f"Command: `{command}`. Seeds {seeds}, chosen beforehand unless the text above says otherwise; finished runs by arm: "
+        f"Command: `{command}`. Seeds {seeds}, chosen beforehand unless the text above says otherwise; "
+        "finished runs by arm: "
         + ", ".join(f"{name} {count}" for name, count in ran.items())
         + ". Means over seeds ± half a 95% confidence interval (Student's t; with three seeds it is wide).",
         f"![curves: means over the seeds, with the range between them]({picture})",
