@@ -256,8 +256,8 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. If no roll-out is under
-        way then, what is left of ``reuse`` goes: nobody asks for it any more."""
+        """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. What is left of
+        ``reuse`` goes, too, if no roll-out is under way: nobody asks for it any more."""
 
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
