@@ -2,7 +2,7 @@
 
     python benchmarks/performance.py
 
-The figures of GPUs are in one file, gpu.json, as ``or1 selftest`` writes it.
+The figures of GPUs are in one file, gpu.json, by check of ``or1 selftest``.
 
 A figure is a row of its table or, if all names have the form "row: column", a cell.
 """
@@ -375,13 +375,7 @@ def result_of(name: str, results: Path) -> dict[str, Any] | None:
     kind, _, check = name.partition("_")
     if kind != "gpu":
         return load(results / f"{name}.json")
-    report = load(results / "gpu.json") or {"outcomes": []}
-    for outcome in report["outcomes"]:
-        if outcome["name"] == check and outcome["figures"]:
-            kept = {key: report[key] for key in ("command", "commit", "versions")}
-            here = {"date": report["started"], "device": report["machine"], "settings": {}}
-            return {**kept, **here, "figures": outcome["figures"]}
-    return None
+    return (load(results / "gpu.json") or {}).get(check)
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # `or1 selftest` with longer timings, in one call of under ten minutes and without a network, on a machine that need not have
 # all of the project's packages: what they are missing for is reported as not possible there. The figures go to
-# benchmarks/results/gpu.json, from which `python benchmarks/performance.py` draws docs/performance.md, and the whole report
-# to benchmarks/results/gpu_selftest/ (or both to --out FOLDER).
+# benchmarks/results/gpu.json, in the place of those that the same checks had there, and from there
+# `python benchmarks/performance.py` draws docs/performance.md; the whole report goes to benchmarks/results/gpu_selftest/
+# (or both to --out FOLDER).
 #
 #   benchmarks/gpu/run.sh [--wheels FOLDER] [--out FOLDER] [--minutes N] [--tiny] [CHECK ...]
 #
@@ -56,5 +57,5 @@ fi
 
 status=0
 "$python" -m or1_megatron.commands.app selftest --long --minutes "$minutes" --out "$out/gpu_selftest" "${checks[@]}" || status=$?
-[[ ! -f $out/gpu_selftest/selftest.json ]] || cp "$out/gpu_selftest/selftest.json" "$out/gpu.json"
+[[ ! -f $out/gpu_selftest/selftest.json ]] || "$python" benchmarks/gpu/keep.py "$out/gpu_selftest/selftest.json" "$out/gpu.json"
 exit "$status"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.mesh import SubWorld, build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference
+from or1_megatron.parallel.parity import Deviation, Numbers, compare, measure, reference, trained_by
 from or1_megatron.rl.aggregation import weigh
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.objectives.check import PROBE_TEMPERATURE, probe_objective
@@ -103,12 +103,17 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 
 
 def transformers_numbers(
-    network: Any, samples: Sequence[Sample], judged: Objective, by_response: bool = False
+    network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, by_response: bool = False
 ) -> Numbers:
-    """Compute the reference."""
+    """Compute the reference of layouts in ``dtype``."""
     device = next(network.parameters()).device
     parameters = dict(network.named_parameters())
-    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, judged, by_response)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = network(ids.to(device)).logits
+        return logits
+
+    numbers = reference(forward, parameters, samples, judged, trained_by(dtype), by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
@@ -149,7 +154,7 @@ def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Ag
     probe.write_bytes(pickle.dumps(samples))
     asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
     judged = objective_of(task)
-    return {name: transformers_numbers(network, samples, judged, name == "response_mean") for name in asked}
+    return {name: transformers_numbers(network, samples, judged, model.dtype, name == "response_mean") for name in asked}
 
 
 def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[LayoutDifference]:

@@ -23,8 +23,17 @@ from or1_megatron.parallel.whole_update import score_whole, update_whole
 from or1_megatron.types import Batch, Float32Array, Sample
 
 STEPS = 3
-TRAINED_BY = OptimizerConfig(lr=1e-3, eps=1e-3)
-"""For the three steps. A smaller eps would turn the rounding of gradients into whole steps."""
+
+
+def trained_by(dtype: str) -> OptimizerConfig:
+    """Return the optimizer of the three steps.
+
+    A smaller eps would turn the rounding of gradients into whole steps. In bfloat16 a step's effect must be smaller than
+    rounding's: the reference's fp32 weights follow each step, rounded ones do not, and after steps as large as those
+    of fp32 a random model's losses have nothing in common.
+    """
+    return OptimizerConfig(lr=1e-3 if dtype == "float32" else 1e-6, eps=1e-3)
+
 
 _SCALE = 2.0**20
 """The multiple of the gradient: large enough that the rounding of the parameters does not show."""
@@ -73,7 +82,7 @@ def measure(
     del policy
     gc.collect()  # its hooks refer to it; two models may not fit
     torch.cuda.empty_cache()
-    policy = MegatronPolicy(model, parallel, TRAINED_BY, mesh)
+    policy = MegatronPolicy(model, parallel, trained_by(model.dtype), mesh)
     scores = score_whole(policy, batch, objective.temperature)
     reports = [update_whole(policy, batch, objective, one_pass) for _ in range(STEPS)]
     after = _whole(policy)
@@ -110,6 +119,7 @@ def reference(
     parameters: Mapping[str, Tensor],
     samples: Sequence[Sample],
     objective: Objective,
+    trained: OptimizerConfig,
     by_response: bool = False,
 ) -> Numbers:
     """Compute the same with plain torch: one unpacked sequence at a time, torch's autograd, clipping and AdamW.
@@ -117,11 +127,12 @@ def reference(
     Args:
         forward: maps token ids [1, L] to logits [1, L, V].
         parameters: the leaves that ``forward`` uses, by HF name; they are trained in place and restored.
+        trained: ``trained_by`` of the layouts' dtype.
         by_response: take the mean over responses of their token means, instead of the mean over tokens.
     """
     start = {name: p.detach().clone() for name, p in parameters.items()}
-    options = {"betas": (TRAINED_BY.beta1, TRAINED_BY.beta2), "weight_decay": TRAINED_BY.weight_decay}
-    optimizer = torch.optim.AdamW(list(parameters.values()), lr=TRAINED_BY.lr, eps=TRAINED_BY.eps, **options)  # type: ignore[arg-type]
+    options = {"betas": (trained.beta1, trained.beta2), "weight_decay": trained.weight_decay}
+    optimizer = torch.optim.AdamW(list(parameters.values()), lr=trained.lr, eps=trained.eps, **options)  # type: ignore[arg-type]
     scores: list[tuple[Tensor, Tensor]] = []
     gradient: dict[str, Tensor] = {}
     losses, norms = [], []
@@ -133,7 +144,7 @@ def reference(
         loss.backward()
         gradient = gradient or {name: _gradient_of(p) for name, p in parameters.items()}
         losses.append(float(loss))
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), TRAINED_BY.clip_grad)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), trained.clip_grad)))
         optimizer.step()
     moved = {name: (p.detach() - start[name]).float().cpu() for name, p in parameters.items()}
     with torch.no_grad():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +72,35 @@ def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_table_of_cells(tmp_path: Path) -> None:
-    """Names of the form "row: column" make a matrix. With a report of a GPU the note that there is none goes."""
+    """Names of the form "row: column" make a matrix. With a report of a GPU the note that there is none goes. A report
+    takes the place of its own checks' figures alone."""
     figures = {
         "0.5B: update": result.figure(1.5, "s"),
         "0.5B: MFU": result.figure(0.42, "share", at_least=0.5),
         "1.5B: update": result.figure("out of memory"),
     }
-    outcomes = [{"name": "offload", "figures": {}}, {"name": "throughput", "figures": figures}]
+    outcomes = [
+        {"name": "layers", "status": "not possible", "reason": "", "figures": {}},
+        {"name": "throughput", "status": "failed", "reason": "too slow", "figures": figures},
+    ]
     report = {
         "command": "or1 selftest --long",
         "commit": "abc",
         "started": "2026-11-22T18:00:00",
         "machine": "1 x H200",
     }
-    (tmp_path / "gpu.json").write_text(json.dumps({**report, "versions": {"torch": "2.13.0"}, "outcomes": outcomes}))
+    report |= {"versions": {"torch": "2.13.0"}, "outcomes": outcomes}
+    before = {"command": "c", "commit": "old", "date": "2026-11-21", "device": "d", "versions": {}, "settings": {}}
+    before["figures"] = {"one_pass": result.figure(2.5)}
+    (tmp_path / "gpu.json").write_text(json.dumps({"throughput": before, "kernels": before}))
+    (tmp_path / "selftest.json").write_text(json.dumps(report))
+    keep = result.ROOT / "benchmarks/gpu/keep.py"
+    subprocess.run([sys.executable, keep, tmp_path / "selftest.json", tmp_path / "gpu.json"], check=True)
     text = performance.document(tmp_path)
     assert "|  | update | MFU |\n| --- | --- | --- |\n| 0.5B | 1.5 s | 42% (≥ 50%: **no**) |" in text
     assert "| 1.5B | out of memory |  |" in text
-    assert "Command: `or1 selftest --long` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0." in text
+    assert "Command: `or1 selftest --long` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0. Settings: result failed: too slow." in text
+    assert "| one_pass | 2.500 |  |  |" in text and "at commit old, 2026-11-21" in text
     assert "| bit-exact | not run | yes |  |" in text
     assert "from a machine without a GPU" not in text
 

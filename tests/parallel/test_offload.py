@@ -99,4 +99,4 @@ def test_use_while_away_is_refused(seen: Any) -> None:
 def test_a_bit_that_flips_on_the_host_is_found(seen: Any, case: str) -> None:
     for rank in seen[case]:
         for said in rank["damaged"].values():
-            assert "1 of" in said and "storages came back from the host with other bits" in said
+            assert "1 of" in said and "pieces came back from the host with other bits" in said

@@ -304,7 +304,7 @@ def test_reference_is_what_it_says(tiny_qwen2: Path) -> None:
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples = record_probe(network, 24, 48, 1)
     for by_response in (False, True):
-        numbers = transformers_numbers(network, samples, probe_objective("float32"), by_response)
+        numbers = transformers_numbers(network, samples, probe_objective("float32"), "float32", by_response)
         log_probs, gradient = own_reference(tiny_qwen2, samples, by_response)
         for found, expected in zip(numbers.log_probs, log_probs, strict=True):
             np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
@@ -409,7 +409,7 @@ def test_the_reference_of_each_objective_is_the_papers(name: str, tiny_qwen2: Pa
     """Against float64, on the probe that the layouts are measured with."""
     network = load_network(ModelConfig(hf=tiny_qwen2, dtype="float32"))
     samples, (kind, args, _) = record_probe(network, 16, 32, 1), OBJECTIVES[name]
-    numbers = transformers_numbers(network, samples, probe_objective("float32", kind, args))
+    numbers = transformers_numbers(network, samples, probe_objective("float32", kind, args), "float32")
     expected = reference_gradient(tiny_qwen2, samples, kind, args)
     assert expected.keys() == numbers.gradient.keys()
     for tensor, gradient in expected.items():

@@ -253,7 +253,8 @@ class TimedInputs:
         return found, absent
 
     def _loss(self, log_probs: Tensor, entropies: Tensor, part: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(log_probs @ self.advantages[part]) - ENTROPY_COEFFICIENT * entropies.sum(), {}
+        # the coefficient inside the sum: verl's kernel wants gradients that are contiguous, and a sum's alone is not
+        return -(log_probs @ self.advantages[part]) - (ENTROPY_COEFFICIENT * entropies).sum(), {}
 
     def _product(self) -> None:
         torch.mm(self.hidden.detach(), self.weight.detach()[: self.size.product_columns].t(), out=self.product_out)

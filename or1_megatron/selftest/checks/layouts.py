@@ -21,11 +21,10 @@ def layouts(context: Context) -> None:
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
     names = layouts_for(machine.cuda, machine.devices)
-    started = {}
-    for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-        started[short] = start(context, model, names, dtype, context.folder / f"{short}.json")
-        if machine.cuda:  # on CPU both at once: most of it is their start
-            started[short].wait()
+    started = {
+        short: start(context, model, names, dtype, context.folder / f"{short}.json")
+        for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16"))
+    }  # both at once: most of it is their start
     for short, process in started.items():
         note(context, names, short, process.wait())
 

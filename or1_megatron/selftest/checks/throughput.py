@@ -59,7 +59,7 @@ def note(context: Context, name: str, measured: dict[str, Any], work: float, tok
 def throughput(context: Context) -> None:
     """Measure; on CPU a tiny model, which shows only that this works."""
     cuda = context.machine.cuda
-    row_tokens, updates, size = (16384, 5, 8192) if cuda else (64, 1, 256)
+    row_tokens, updates, size = (16384, 3, 8192) if cuda else (64, 1, 256)
     lengths = long_responses(4 * row_tokens * 15 // 16, row_tokens)
     mesh = one_rank()
     for shape in ["0.5B", "1.5B"] if cuda else ["tiny"]:

@@ -1,0 +1,38 @@
+"""Adds a self-test's figures to a result file, check by check: a run of some checks leaves the others' figures.
+
+    python benchmarks/gpu/keep.py selftest.json gpu.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def kept(report: dict[str, Any]) -> dict[str, Any]:
+    """Return {check: a result as the other result files have it} for each check that measured something."""
+    ran = {key: report[key] for key in ("command", "commit", "versions")}
+    ran |= {"date": report["started"], "device": report["machine"]}
+    return {
+        outcome["name"]: {
+            **ran,
+            "settings": {} if outcome["status"] == "passed" else {"result": f"{outcome['status']}: {outcome['reason']}"},
+            "figures": outcome["figures"],
+        }
+        for outcome in report["outcomes"]
+        if outcome["figures"]
+    }
+
+
+def main() -> int:
+    report, target = (Path(argument) for argument in sys.argv[1:])
+    found = json.loads(target.read_text()) if target.is_file() else {}
+    found |= kept(json.loads(report.read_text()))
+    target.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
