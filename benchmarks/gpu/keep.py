@@ -1,6 +1,6 @@
 """Adds a self-test's figures to a result file, check by check: a run of some checks leaves the others' figures.
 
-    python benchmarks/gpu/keep.py selftest.json gpu.json
+python benchmarks/gpu/keep.py selftest.json gpu.json
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 def kept(report: dict[str, Any]) -> dict[str, Any]:
     """Return {check: a result as the other result files have it} for each check that measured something."""
-    ran = {key: report[key] for key in ("command", "commit", "versions")}
+    ran = {"commit": report["commit"], "versions": report["versions"]}
     ran |= {"date": report["started"], "device": report["machine"]}
     return {
         outcome["name"]: {
+            "command": f"benchmarks/gpu/run.sh {outcome['name']}",
             **ran,
-            "settings": {} if outcome["status"] == "passed" else {"result": f"{outcome['status']}: {outcome['reason']}"},
+            "settings": {}
+            if outcome["status"] == "passed"
+            else {"result": f"{outcome['status']}: {outcome['reason']}"},
             "figures": outcome["figures"],
         }
         for outcome in report["outcomes"]

@@ -154,7 +154,9 @@ def _record(model: ModelConfig, task: Mapping[str, Any], probe: Path) -> dict[Ag
     probe.write_bytes(pickle.dumps(samples))
     asked = {parse_layout(name, task["longest"]).aggregation for name in task["layouts"]}
     judged = objective_of(task)
-    return {name: transformers_numbers(network, samples, judged, model.dtype, name == "response_mean") for name in asked}
+    return {
+        name: transformers_numbers(network, samples, judged, model.dtype, name == "response_mean") for name in asked
+    }
 
 
 def measure_on_ranks(task: Mapping[str, Any], folder: Path, store: dist.Store, rank: int) -> Iterator[LayoutDifference]:

@@ -38,8 +38,8 @@ class HostCopyDamaged(PartLost, RuntimeError):
 class HostCopy:
     """Holds the bytes of storages that are away from the device, and compares their sums when they are back.
 
-    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them. The sums are
-    taken on the device, which reads its memory much faster than the host reads its own.
+    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them. The sums
+    are taken on the device, which reads its memory much faster than the host reads its own.
 
     Args:
         drop: keep no bytes; the storages come back as zeros.
@@ -135,8 +135,8 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends. Each
-        begins at a whole word, so that ``bit_sum`` reads both sides alike."""
+        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends.
+        Each begins at a whole word, so that ``bit_sum`` reads both sides alike."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:

@@ -28,9 +28,9 @@ STEPS = 3
 def trained_by(dtype: str) -> OptimizerConfig:
     """Return the optimizer of the three steps.
 
-    A smaller eps would turn the rounding of gradients into whole steps. In bfloat16 a step's effect must be smaller than
-    rounding's: the reference's fp32 weights follow each step, rounded ones do not, and after steps as large as those
-    of fp32 a random model's losses have nothing in common.
+    A smaller eps would turn the rounding of gradients into whole steps. In bfloat16 a step's effect must be smaller
+    than rounding's: the reference's fp32 weights follow each step, rounded ones do not, and after steps as large as
+    those of fp32 a random model's losses have nothing in common.
     """
     return OptimizerConfig(lr=1e-3 if dtype == "float32" else 1e-6, eps=1e-3)
 

@@ -16,7 +16,7 @@ def kept_numbers(
 
     none: the residual stream twice, both norms' outputs, what attention keeps, and gate, up and their product;
     selective computes the MLP's three again; full keeps the layer's input. Our own layers keep more, measured on CPU in
-    fp32: attention's output reordered, and the sines and cosines of queries and keys.
+    fp32 and on a GPU in bf16: attention's output reordered, and the sines and cosines of queries and keys.
 
     Args:
         hidden: width of the residual stream, divided by TP under sequence parallelism.

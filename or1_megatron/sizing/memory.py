@@ -2,7 +2,7 @@
 not fit is refused.
 
 Without GPUs it is host memory, of all processes together; benchmarks/host_memory.py measures it beside this. With GPUs
-it is the memory of one GPU (``node_memory`` has the host's); it has not been compared with a GPU yet.
+it is the memory of one GPU (``node_memory`` has the host's); benchmarks/plan_gpu.py compares a trainer rank's.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     Layers keep what ``kept_numbers`` says. The one that computes holds all its activations, and as much in gradients.
     """
     parallel = config.parallel
-    own = device == "cpu"
+    own = device == "cpu" or parallel.layers == "own"
     kept, whole = (layer_numbers(parallel, shape, recompute, own) for recompute in (parallel.recompute, "none"))
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline

@@ -84,7 +84,6 @@ def test_table_of_cells(tmp_path: Path) -> None:
         {"name": "throughput", "status": "failed", "reason": "too slow", "figures": figures},
     ]
     report = {
-        "command": "or1 selftest --long",
         "commit": "abc",
         "started": "2026-11-22T18:00:00",
         "machine": "1 x H200",
@@ -99,7 +98,8 @@ def test_table_of_cells(tmp_path: Path) -> None:
     text = performance.document(tmp_path)
     assert "|  | update | MFU |\n| --- | --- | --- |\n| 0.5B | 1.5 s | 42% (≥ 50%: **no**) |" in text
     assert "| 1.5B | out of memory |  |" in text
-    assert "Command: `or1 selftest --long` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0. Settings: result failed: too slow." in text
+    assert "Command: `benchmarks/gpu/run.sh throughput` at commit abc, 2026-11-22, on 1 x H200; torch 2.13.0." in text
+    assert "Settings: result failed: too slow." in text
     assert "| one_pass | 2.500 |  |  |" in text and "at commit old, 2026-11-21" in text
     assert "| bit-exact | not run | yes |  |" in text
     assert "from a machine without a GPU" not in text

@@ -36,7 +36,9 @@ def test_whole_on_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     report = json.loads((tmp_path / "gpu_selftest/selftest.json").read_text())
     assert report["finished"]
-    assert set(json.loads((tmp_path / "gpu.json").read_text())) == {o["name"] for o in report["outcomes"] if o["figures"]}
+    assert set(json.loads((tmp_path / "gpu.json").read_text())) == {
+        o["name"] for o in report["outcomes"] if o["figures"]
+    }
     outcomes = {outcome["name"]: outcome for outcome in report["outcomes"]}
     assert set(outcomes) == {check.name for check in CHECKS}
     for name, outcome in outcomes.items():

@@ -1,6 +1,6 @@
-"""The transports of GPU clusters: NCCL point to point, and CUDA IPC. Not run on a GPU so far.
+"""The transports of GPU clusters: NCCL point to point, which has not run on GPUs so far, and CUDA IPC.
 
-What to look at first when they are (``or1 selftest transports handoff``):
+What to look at first when NCCL runs (``or1 selftest transports handoff``):
 
 - A pair of ranks gets a communicator of its own at its first message, some tens of MiB of device memory each; both
   directions share its stream. Setting it up blocks until the other rank does, too.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -28,7 +28,8 @@ from or1_megatron.selftest.models import (
 )
 from or1_megatron.selftest.timing import matmul_tflops, seconds_of
 
-VARIANTS = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
+ROW_TOKENS: Final = 16384
+VARIANTS: Final = [("none", "recompute"), ("selective", "recompute"), ("full", "recompute"), ("none", "one_pass")]
 
 
 def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: int, **parallel: Any) -> dict[str, Any]:
@@ -42,6 +43,11 @@ def measure(hf: Path, mesh: Mesh, lengths: list[int], row_tokens: int, updates: 
 
     seconds = [seconds_of(update) for _ in range(1 + updates)]
     return {"seconds": statistics.median(seconds[1:]), "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def lengths_of(row_tokens: int) -> list[int]:
+    """Return the lengths of the sequences of one update, which fill four rows of so many tokens."""
+    return long_responses(4 * row_tokens * 15 // 16, row_tokens)
 
 
 def note(context: Context, name: str, measured: dict[str, Any], work: float, tokens: int, matmul: float) -> None:
@@ -59,8 +65,8 @@ def note(context: Context, name: str, measured: dict[str, Any], work: float, tok
 def throughput(context: Context) -> None:
     """Measure; on CPU a tiny model, which shows only that this works."""
     cuda = context.machine.cuda
-    row_tokens, updates, size = (16384, 3, 8192) if cuda else (64, 1, 256)
-    lengths = long_responses(4 * row_tokens * 15 // 16, row_tokens)
+    row_tokens, updates, size = (ROW_TOKENS, 3, 8192) if cuda else (64, 1, 256)
+    lengths = lengths_of(row_tokens)
     mesh = one_rank()
     for shape in ["0.5B", "1.5B"] if cuda else ["tiny"]:
         hf = random_qwen2(shape, context.folder)
