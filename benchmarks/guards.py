@@ -38,7 +38,7 @@ FUNCTIONS = {  # module, its function, what it does; idle_state first, whose sum
     "comparison of idle state": ("or1_megatron.parallel.idle_state", "IdleState.check"),
     "comparison of replicas": ("or1_megatron.parallel.replicas", "check_replicas"),
     "its sums alone": ("or1_megatron.parallel.replicas", "bit_sums"),
-    "sums of offloaded state": ("or1_megatron.parallel.offload", "storage_sums"),
+    "sums of offloaded state": ("or1_megatron.parallel.offload", "_sums"),
     "checksums of messages": ("or1_megatron.runtime.message", "checksum"),
     "copy for a checkpoint in memory": ("or1_megatron.parallel.saver", "CheckpointSaver.save"),
 }

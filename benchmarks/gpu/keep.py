@@ -1,4 +1,5 @@
-"""Adds a self-test's figures to a result file, check by check: a run of some checks leaves the others' figures.
+"""Adds a self-test's figures to a result file, check by check: a run of some checks leaves the others' figures, and a
+check that did not come to its end leaves those of one that did.
 
 python benchmarks/gpu/keep.py selftest.json gpu.json
 """
@@ -32,7 +33,11 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     report, target = (Path(argument) for argument in sys.argv[1:])
     found = json.loads(target.read_text()) if target.is_file() else {}
-    found |= kept(json.loads(report.read_text()))
+    for name, result in kept(json.loads(report.read_text())).items():
+        if result["settings"] and set(result["figures"]) < set(found.get(name, {"figures": ()})["figures"]):
+            print(f"{name} did not come to its end: the figures of {found[name]['date']} stay")
+        else:
+            found[name] = result
     target.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return 0
 

@@ -54,7 +54,7 @@ TOLERANCE: Final = {
 """Largest tolerated difference of each kind (``parallel.parity.Deviation``).
 
 In bfloat16 it is due to rounding: the reference computes in fp32 on the rounded weights. What three steps move is less
-than bf16 can show, so it is left out."""
+than bf16 can show, so it is left out, and their losses and norms show only that an update takes a gradient."""
 
 _GRACE_S: Final = 10.0
 

@@ -258,7 +258,7 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 def storage_sums(storages: Sequence[UntypedStorage]) -> list[int]:
     """Return the ``bit_sum`` of each storage."""
-    return _sums([_bytes(storage) for storage in storages])
+    return torch.stack([bit_sum(_bytes(storage)) for storage in storages]).tolist() if storages else []
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:

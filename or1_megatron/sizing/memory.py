@@ -191,7 +191,7 @@ def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -
     Layers keep what ``kept_numbers`` says. The one that computes holds all its activations, and as much in gradients.
     """
     parallel = config.parallel
-    own = device == "cpu" or parallel.layers == "own"
+    own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"
     kept, whole = (layer_numbers(parallel, shape, recompute, own) for recompute in (parallel.recompute, "none"))
     tokens = parallel.micro_batch_tokens / parallel.context
     in_flight = parallel.pipeline - stage if parallel.virtual_pipeline == 1 else parallel.pipeline

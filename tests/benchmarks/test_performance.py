@@ -73,7 +73,7 @@ def test_table_of_rows(written: dict[str, Any], tmp_path: Path) -> None:
 
 def test_table_of_cells(tmp_path: Path) -> None:
     """Names of the form "row: column" make a matrix. With a report of a GPU the note that there is none goes. A report
-    takes the place of its own checks' figures alone."""
+    takes the place of its own checks' figures alone, and a check that was ended early of none."""
     figures = {
         "0.5B: update": result.figure(1.5, "s"),
         "0.5B: MFU": result.figure(0.42, "share", at_least=0.5),
@@ -81,6 +81,7 @@ def test_table_of_cells(tmp_path: Path) -> None:
     }
     outcomes = [
         {"name": "layers", "status": "not possible", "reason": "", "figures": {}},
+        {"name": "kernels", "status": "failed", "reason": "ended", "figures": {"one_pass": result.figure(7.5)}},
         {"name": "throughput", "status": "failed", "reason": "too slow", "figures": figures},
     ]
     report = {
@@ -90,7 +91,7 @@ def test_table_of_cells(tmp_path: Path) -> None:
     }
     report |= {"versions": {"torch": "2.13.0"}, "outcomes": outcomes}
     before = {"command": "c", "commit": "old", "date": "2026-11-21", "device": "d", "versions": {}, "settings": {}}
-    before["figures"] = {"one_pass": result.figure(2.5)}
+    before["figures"] = {"one_pass": result.figure(2.5), "recompute": result.figure(3.5)}
     (tmp_path / "gpu.json").write_text(json.dumps({"throughput": before, "kernels": before}))
     (tmp_path / "selftest.json").write_text(json.dumps(report))
     keep = result.ROOT / "benchmarks/gpu/keep.py"

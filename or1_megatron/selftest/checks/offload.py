@@ -76,9 +76,10 @@ def rates(mover: Offload, piece_bytes: int, rounds: int) -> dict[str, list[tuple
 def offload(context: Context) -> None:
     """Move a policy's state out and back; on CPU the device's memory is the host's, and nothing can come free."""
     cuda, rounds = context.machine.cuda, 5 if context.long else 2
-    large = context.long and free_bytes() > 64 << 30  # two of all that the larger one owns
+    large = context.long and free_bytes() > 64 << 30  # its state of 30 GiB, and a copy of most of it
     shape = "tiny" if not cuda else "1.5B" if large else "0.5B"
     policy = trained(make_policy(random_qwen2(shape, context.folder), one_rank(), micro_batch_tokens=256))
+    context.measure("model", shape)
     mover = Offload(policy.chunks, policy.optimizer)
     first = first_turn(policy, mover)
     context.require("bit-exact", first["exact"])
