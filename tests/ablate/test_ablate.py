@@ -314,7 +314,7 @@ def test_arms_run_only_where_the_condition_of_entry_is_met(
     for name in ("10_clip_higher.yaml", "one_wording.yaml", "small.yaml", "paper.yaml"):
         text = (FOLDER / name).read_text()
         (tmp_path / name).write_text(text.replace("../recipes/or1_7b.yaml", "or1_7b"))
-    above = load_ablation(tmp_path / "10_clip_higher.yaml").small.entry[0].above
+    clips = load_ablation(tmp_path / "10_clip_higher.yaml").small.entry[0]
     writes = (
         "import json, pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True); "
         "row = {'step': 1, 'policy/clip_fraction_high': float(sys.argv[2]), 'entropy/sampled': 0.01}; "
@@ -332,7 +332,7 @@ def test_arms_run_only_where_the_condition_of_entry_is_met(
         assert len(list(out.glob("runs/*_seed_101/summary.json"))) == 1
         page = (out / "pages/10_clip_higher.md").read_text()
         assert ("0.0010 | **not met** |" in page) == bool(status) and ("Not yet run" in page) == bool(status)
-        expected = f"policy/clip_fraction_high of arm '0.20' (all) is 0.001, expected above {above};"
+        expected = f"policy/clip_fraction_high of arm '0.20' ({clips.window}) is 0.001, expected above {clips.above};"
         assert (expected in result.stderr) == bool(status)
 
 
