@@ -1,7 +1,7 @@
 """Adds a self-test's figures to a result file, check by check: a run of some checks leaves the others' figures, and a
 check that did not come to its end leaves those of one that did.
 
-python benchmarks/gpu/keep.py selftest.json gpu.json
+    python benchmarks/gpu/keep.py selftest.json gpu.json
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
         outcome["name"]: {
             "command": f"benchmarks/gpu/run.sh {outcome['name']}",
             **ran,
-            "settings": {}
-            if outcome["status"] == "passed"
-            else {"result": f"{outcome['status']}: {outcome['reason']}"},
+            "settings": settings_of(outcome),
             "figures": outcome["figures"],
         }
         for outcome in report["outcomes"]
         if outcome["figures"]
     }
+
+
+def settings_of(outcome: dict[str, Any]) -> dict[str, str]:
+    """Return how a check ended that has not passed, which the page shows beside its figures."""
+    return {} if outcome["status"] == "passed" else {"result": f"{outcome['status']}: {outcome['reason']}"}
 
 
 def main() -> int:

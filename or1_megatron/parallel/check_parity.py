@@ -108,12 +108,8 @@ def transformers_numbers(
     """Compute the reference of layouts in ``dtype``."""
     device = next(network.parameters()).device
     parameters = dict(network.named_parameters())
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = network(ids.to(device)).logits
-        return logits
-
-    numbers = reference(forward, parameters, samples, judged, trained_by(dtype), by_response)
+    trained = trained_by(dtype)
+    numbers = reference(lambda ids: network(ids.to(device)).logits, parameters, samples, judged, trained, by_response)
     return replace(numbers, gradient=_by_file_name(numbers.gradient), moved=_by_file_name(numbers.moved))
 
 
