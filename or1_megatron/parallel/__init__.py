@@ -4,6 +4,7 @@ No other package imports megatron. Where there is no CUDA, ``import or1_megatron
 layer, because Megatron makes some decisions at import time.
 """
 
+import logging
 import os
 import warnings
 
@@ -12,6 +13,8 @@ from or1_megatron.sizing.parallel_layouts import why_no_transformer_engine
 
 # Megatron warns once per module and process that apex and Transformer Engine are absent; ``or1 doctor`` says it once.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", module="megatron")
+# Its log lines go to the log file; a process without one (``or1 check-parity``) does not print them.
+logging.getLogger("megatron").addHandler(logging.NullHandler())
 # On Hopper Megatron needs a single queue to order the communication of TP and SP against its matrix products.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 why_no_transformer_engine()  # Megatron must not find one that is broken

@@ -1,6 +1,6 @@
-"""Gather and reduce-scatter with parts of different sizes over gloo, which supports equal parts only.
+"""Gather parts of different sizes over gloo, which supports equal parts only.
 
-Megatron uses them among the tensor-parallel ranks that share an expert: each rank contributes the tokens that were
+Megatron does so among the tensor-parallel ranks that share an expert: each rank contributes the tokens that were
 routed to the expert from it. Patched into Megatron where there is no CUDA (``cpu_device``).
 """
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 _gather_even = mappings._gather_along_first_dim
-_reduce_scatter_even = mappings._reduce_scatter_along_first_dim
 
 
 def _gather(
@@ -32,18 +31,5 @@ def _gather(
     return torch.cat(parts)
 
 
-def _reduce_scatter(
-    whole: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-) -> Tensor:
-    """Sum [T, ...] over ranks; return this rank's [t, ...] of it."""
-    if input_split_sizes is None or len(set(input_split_sizes)) == 1:
-        scattered: Tensor = _reduce_scatter_even(whole, group, input_split_sizes, use_global_buffer)
-        return scattered
-    total = whole.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total.split(list(input_split_sizes))[group.rank()].contiguous()
-
-
 def install() -> None:
     mappings._gather_along_first_dim = _gather
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter

@@ -12,6 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    GPTCompatLayerMaps,
+    retarget_sharded_state_dict_to_gpt_checkpoint,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -162,6 +167,7 @@ class PolicyModel(HybridModel):
         if last:
             self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
+        self.dense = experts is None
         self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
@@ -173,6 +179,14 @@ class PolicyModel(HybridModel):
             packed_seq_params=row,
         )
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Stack the layers of a dense model into one tensor [layers, ...], which GPTModel writes and both models load."""
+        state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
+        if self.dense:
+            same = {layer: layer for layer in range(self.config.num_layers)}
+            retarget_sharded_state_dict_to_gpt_checkpoint(state, GPTCompatLayerMaps(same, {}, frozenset(), len(same)))
+        return state
 
     def head_weight(self) -> Tensor:
         """Return the output weight [V / TP, H] of the last stage; the embedding if the two are tied."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -82,10 +81,6 @@ def _use_own_adam() -> None:
     module: Any = megatron_optimizer
     module.Adam = FusedStepAdamW
     module.USING_PYTORCH_OPTIMIZER = False
-    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    distributed.Adam = FusedStepAdamW
-    distributed.HAVE_APEX_OR_TE = True
-    distributed.USING_TE_OPTIMIZER = True
 
 
 def build_optimizer(

@@ -48,7 +48,7 @@ class MegatronPolicy:
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Parameters of the whole model, over all ranks."""
         self.chunks = [
-            _data_parallel(network, parallel, mesh, one_bucket=index > 0 or not mesh.first_stage)
+            _data_parallel(network, parallel, mesh, first_chunk=index == 0)
             for index, network in enumerate(self.networks)
         ]
         if parallel.overlap_grad_reduce:  # else gradients would count as complete after every micro-batch
@@ -147,11 +147,11 @@ class MegatronPolicy:
 
 
 def _data_parallel(
-    network: PolicyModel, parallel: ParallelConfig, mesh: Mesh, one_bucket: bool
+    network: PolicyModel, parallel: ParallelConfig, mesh: Mesh, first_chunk: bool
 ) -> DistributedDataParallel:
     """Wrap a chunk, whose gradients are then summed over the data-parallel ranks.
 
-    ``one_bucket`` is Megatron's choice for all chunks but the model's first: their gradients come early.
+    As in Megatron, only the model's first chunk has several buckets: the gradients of the others come early.
     """
     bucket = None
     if parallel.overlap_grad_reduce:  # Megatron's own default otherwise: buckets large enough for fast collectives
@@ -167,13 +167,13 @@ def _data_parallel(
     if parallel.distributed_optimizer:
         layout = DistributedOptimizer.compute_full_param_layout(
             list(network.parameters()),
-            None if one_bucket else bucket,
+            bucket if first_chunk and mesh.first_stage else None,
             parallel_state.get_data_parallel_group(with_context_parallel=True).size(),
             config,
             parallel_state.get_expert_data_parallel_group().size(),
         )
     return DistributedDataParallel(
-        network.config, config, network, disable_bucketing=one_bucket, full_param_layout=layout
+        network.config, config, network, disable_bucketing=not first_chunk, full_param_layout=layout
     )
 
 

@@ -44,7 +44,7 @@ def kept_per_token(recompute: Kind, layers: int, mesh: Mesh) -> float:
     hf = {**HF, "num_hidden_layers": layers}
     family = FAMILIES["Qwen2ForCausalLM"]
     config = transformer_config(hf, family, ParallelConfig(recompute=recompute), "float32")
-    model = PolicyModel(hf, family, config, mesh, "own", 0, range(layers)).train()
+    model = PolicyModel(hf, family, config, mesh, "own", [range(layers)], 0).train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
