@@ -15,6 +15,8 @@ from or1_megatron.sizing.parallel_layouts import why_no_transformer_engine
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", module="megatron")
 # Its log lines go to the log file; a process without one (``or1 check-parity``) does not print them.
 logging.getLogger("megatron").addHandler(logging.NullHandler())
+# It says at import that there is no GPU, where there is a CUDA compiler.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 # On Hopper Megatron needs a single queue to order the communication of TP and SP against its matrix products.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 why_no_transformer_engine()  # Megatron must not find one that is broken

@@ -1,7 +1,7 @@
 """A stand-in for the package ``transformer_engine`` on CPU, with which Megatron's own wrappers of it can be run.
 
 Names of arguments, parameters and state, their shapes and attributes, and when a gradient is added to ``main_grad`` are
-those of Transformer Engine 2.11.0 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py,
+those of Transformer Engine 2.17.1 (transformer_engine/pytorch: module/linear.py, module/layernorm_linear.py,
 module/rmsnorm.py, module/base.py, attention/rope.py, attention/dot_product_attention); an argument that it does not
 have is an error here too. The arithmetic is plain torch and our own, so it says nothing about the real kernels.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-VERSION = "2.11.0"
+VERSION = "2.17.1"
 
 
 def _sum(x: Tensor, group: Any) -> Tensor:
@@ -292,6 +292,8 @@ class DotProductAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool | None = False,
+        bottom_right_diagonal: bool | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         assert cp_group is None
@@ -311,7 +313,9 @@ class DotProductAttention(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
+        pad_between_seqs: bool | None = None,
     ) -> Tensor:
+        assert not pad_between_seqs
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and query_layer.dim() == 3
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None
         bounds, outputs = cu_seqlens_q.tolist(), []
@@ -366,7 +370,7 @@ def install() -> None:
             "GroupedLinear": absent,
             "ops": SimpleNamespace(Sequential=absent, FusibleOperation=absent),
         },
-        "pytorch.fp8": {"FP8GlobalStateManager": absent, "fp8_autocast": None},
+        "pytorch.fp8": {"FP8GlobalStateManager": absent, "fp8_autocast": None, "fp8_model_init": None},
         "pytorch.distributed": {"CudaRNGStatesTracker": absent, "activation_recompute_forward": None},
         "pytorch.router": dict.fromkeys(
             ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
