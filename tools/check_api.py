@@ -51,7 +51,7 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
 """Classes of objects that our code holds as Any: (module of ours, expression) to the class."""
 
 OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
-    "parallel.model.PolicyModel": ("forward", "_postprocess"),
+    "parallel.model.PolicyModel": ("forward",),
 }
 """Methods of ours that a library's base class must have, because it calls them: a class to its methods."""
 

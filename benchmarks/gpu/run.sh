@@ -11,7 +11,7 @@
 #           Triton and transformers are; from a machine with a network, for the other's Python 3.12 on x86-64:
 #             pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #               --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d FOLDER \
-#               megatron-core==0.16.1 psutil==7.2.2 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 \
+#               megatron-core==0.19.2 psutil==7.2.2 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 \
 #               typing-inspection==0.4.5 typing-extensions==4.16.0
 # --minutes then it ends (9). CHECK: `or1 selftest --list` names them.
 # --tiny    on a machine without a GPU: shows only that this script and what it starts work.

@@ -30,17 +30,17 @@ Status = Literal["ok", "warning", "missing"]
 
 TESTED: Final = {
     "torch": "2.13.0",
-    "megatron-core": "0.16.1",
+    "megatron-core": "0.19.2",
     "ray": "2.60.0",
     "transformers": "5.19.0",
     "math-verify": "0.9.0",
     "numpy": "2.3.5",
     "pyarrow": "26.0.1",
-    "pydantic": "2.14.3",
+    "pydantic": "2.14.4",
     "safetensors": "0.8.0",
 }
 """Versions that the tests ran with (requirements/cpu.lock, which a test compares)."""
-TRANSFORMER_ENGINE: Final = "2.11.0"
+TRANSFORMER_ENGINE: Final = "2.17.1"
 """The version of requirements/transformer_engine.lock, likewise."""
 _LOAD_CPU_KERNELS: Final = """
 import importlib.util, pathlib, platform, torch

@@ -6,17 +6,18 @@ which ``weights.decoder.unfused_name`` maps, so that a checkpoint of one kind lo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -60,60 +61,75 @@ def start_tensor_overlap(rows: BatchLayout, parallel: ParallelConfig, config: Tr
     initialize_ub(shape, tp_size=parallel.tensor, dtype=config.params_dtype, bootstrap_backend="nccl")
 
 
-def layer_spec(kind: LayerKind, qk_norm: bool, experts: bool = False) -> tuple[ModuleSpec, Any]:
-    """Return (one decoder layer, dense or with a mixture of experts; the norm after the last layer)."""
-    if kind == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TELayerNormColumnParallelLinear,
-            TENorm,
-            TERowParallelLinear,
-        )
+def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
+    """Return the decoder: which module stands behind each symbol of ``model.layer_pattern``. It has no final norm.
 
-        # A norm and the linear after it in one module: only this one overlaps its communication in the backward pass
-        # too. A router needs the norm's output, so experts keep a norm of their own.
-        fused = TELayerNormColumnParallelLinear
-        mlp = _mlp(TEColumnParallelLinear if experts else fused, TERowParallelLinear, experts)
-        return (
-            _spec(
-                fused,
-                TERowParallelLinear,
-                _transformer_engine_attention(),
-                mlp,
-                input_norm=IdentityOp,
-                head_norm=TENorm if qk_norm else IdentityOp,
-                mlp_norm=TENorm if experts else IdentityOp,
-            ),
-            TENorm,
-        )
-    mlp = _mlp(ColumnParallelLinear, RowParallelLinear, experts)
-    return (
-        _spec(
-            ColumnParallelLinear,
-            RowParallelLinear,
-            PackedCausalAttention,
-            mlp,
-            input_norm=RMSNorm,
-            head_norm=RMSNorm if qk_norm else IdentityOp,
-            mlp_norm=RMSNorm,
-        ),
-        RMSNorm,
+    Args:
+        qk_norm: normalise each head's query and key.
+        experts: some layers are mixtures of experts.
+    """
+    layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
+    layers = {"attention_layer": layer(qk_norm, False)}
+    if experts:
+        layers["moe_layer"] = layer(qk_norm, True)
+    # The stack's own final norm is Transformer Engine's in any case.
+    return ModuleSpec(
+        module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers)
     )
 
 
-def _mlp(column: Any, row: Any, experts: bool) -> ModuleSpec:
+def final_norm(kind: LayerKind) -> Any:
+    """Return the class of the norm after the last layer."""
+    if kind == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return RMSNorm
+
+
+def _transformer_engine_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    # A norm and the linear after it in one module: only this one overlaps its communication in the backward pass too.
+    # A router needs the norm's output, so experts keep a norm of their own.
+    fused = TELayerNormColumnParallelLinear
+    return _spec(
+        fused,
+        TERowParallelLinear,
+        _transformer_engine_attention(),
+        _mlp(TEColumnParallelLinear if experts else fused, TERowParallelLinear, experts),
+        input_norm=IdentityOp,
+        head_norm=TENorm if qk_norm else IdentityOp,
+        mlp_norm=TENorm if experts else IdentityOp,
+    )
+
+
+def _own_layer(qk_norm: bool, experts: bool) -> ModuleSpec:
+    return _spec(
+        ColumnParallelLinear,
+        RowParallelLinear,
+        PackedCausalAttention,
+        _mlp(ColumnParallelLinear, RowParallelLinear, experts),
+        input_norm=RMSNorm,
+        head_norm=RMSNorm if qk_norm else IdentityOp,
+        mlp_norm=RMSNorm,
+    )
+
+
+def _mlp(column: Any, row: Any, experts: bool) -> Any:
     linears = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if not experts:
-        return ModuleSpec(module=MLP, submodules=linears)
-    if not hasattr(moe_utils, "te_general_gemm"):  # Megatron 0.16.1 reads it even without Transformer Engine
-        moe_utils.te_general_gemm = None
-    return ModuleSpec(
-        module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears))
-    )
+        return partial(MLP.as_mlp_submodule, submodules=linears)
+    return partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=linears)))
 
 
 def _spec(
-    column: Any, row: Any, attention: Any, mlp: ModuleSpec, *, input_norm: Any, head_norm: Any, mlp_norm: Any
+    column: Any, row: Any, attention: Any, mlp: Any, *, input_norm: Any, head_norm: Any, mlp_norm: Any
 ) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,

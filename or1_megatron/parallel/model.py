@@ -1,4 +1,4 @@
-"""The policy network: makes Megatron's GPTModel of an HF config, with one pipeline stage on each rank.
+"""The policy network: makes Megatron's HybridModel of an HF config, with one pipeline stage on each rank.
 
 Shapes: T packed tokens, H hidden size, V padded vocabulary; context parallelism cuts T by CP, and sequence parallelism
 cuts the result by TP between layers.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.parallel.layers import layer_spec
+from or1_megatron.parallel.layers import decoder_spec, final_norm
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.packed import PackedRotary, PackedRow
 from or1_megatron.parallel.weight_gradient import use_own_weight_gradient
@@ -59,7 +59,6 @@ def transformer_config(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-            pipeline_model_parallel_layout=_uneven_layout(parallel, hf["num_hidden_layers"]),
             context_parallel_size=parallel.context,
             sequence_parallel=parallel.sequence,
             params_dtype=params_dtype,
@@ -96,7 +95,6 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.chosen,
         "moe_ffn_hidden_size": experts.intermediate,
-        "moe_layer_freq": [int(layer in experts.layers) for layer in range(hf["num_hidden_layers"])],
         # A softmax over the chosen experts alone is the softmax over all, scaled to sum to one.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
@@ -108,14 +106,19 @@ def _experts_config(hf: Mapping[str, Any], family: ModelFamily, parallel: Parall
     }
 
 
-def _uneven_layout(parallel: ParallelConfig, layers: int) -> list[list[str]] | None:
-    """Return Megatron's list of what each chunk holds; None if all chunks hold the same number of layers."""
-    if parallel.layers_per_stage is None:
-        return None
-    held = [["decoder"] * len(chunk) for chunk in parallel.chunk_layers(layers)]
-    held[0].insert(0, "embedding")
-    held[-1].append("loss")
-    return held
+def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int]) -> str:
+    """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
+
+    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` puts both, in one module, behind the symbol
+    of attention, and attention with experts behind that of experts. So a layer has its HF number, in checkpoints too.
+
+    Args:
+        chunk_layers: the layers of each chunk, in the model's order.
+        sparse: numbers of the layers with experts.
+    """
+    return Symbols.PIPE.join(
+        "".join(Symbols.MOE if layer in sparse else Symbols.ATTENTION for layer in chunk) for chunk in chunk_layers
+    )
 
 
 def padded_vocabulary(vocab_size: int, tensor: int) -> int:
@@ -123,12 +126,12 @@ def padded_vocabulary(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(HybridModel):
     """A chunk of the model. It ends in hidden states; ``kernels`` computes logits from them, tile by tile.
 
     Args:
+        chunk_layers: the decoder layers of all chunks of the model, in its order.
         index: number of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
-        layers: the decoder layers that it holds, numbered in the whole model.
     """
 
     def __init__(
@@ -138,39 +141,38 @@ class PolicyModel(GPTModel):
         config: TransformerConfig,
         mesh: Mesh,
         kind: LayerKind,
+        chunk_layers: Sequence[range],
         index: int,
-        layers: range,
     ) -> None:
-        chunks = config.virtual_pipeline_model_parallel_size or 1
-        dense, norm = layer_spec(kind, family.qk_norm)
         experts = family.experts(hf)
-        sparse = dense if experts is None else layer_spec(kind, family.qk_norm, experts=True)[0]
-        with_experts = () if experts is None else experts.layers
+        last = mesh.pipeline_rank + index * mesh.pipeline == len(chunk_layers) - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[sparse if layer in with_experts else dense for layer in layers], layer_norm=norm
-            ),
+            hybrid_stack_spec=decoder_spec(kind, family.qk_norm, experts is not None),
             vocab_size=padded_vocabulary(hf["vocab_size"], mesh.tensor),
             max_sequence_length=hf["max_position_embeddings"],
+            hybrid_layer_pattern=layer_pattern(chunk_layers, () if experts is None else experts.layers),
             pre_process=mesh.first_stage and index == 0,
-            post_process=mesh.last_stage and index == chunks - 1,
-            vp_stage=index if chunks > 1 else None,
+            post_process=last,
+            vp_stage=index if config.virtual_pipeline_model_parallel_size else None,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
-            position_embedding_type="rope",
+            position_embedding_type="none",
         )
         self.rotary_pos_emb = PackedRotary(rope_frequencies(hf)[0])
+        if last:
+            self.decoder.final_layernorm = final_norm(kind)(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.true_vocab_size = int(hf["vocab_size"])
-        self.layers = layers
+        self.layers = chunk_layers[mesh.pipeline_rank + index * mesh.pipeline]
 
     def forward(self, token_ids: Tensor, row: PackedRow) -> Tensor:
         """Map [1, T / CP] token ids to [T / CP, 1, H] hidden states (1 / TP of them under sequence parallelism)."""
-        return super().forward(
-            input_ids=token_ids, position_ids=row.position_ids[None], attention_mask=None, packed_seq_params=row
+        hidden: Tensor = self.decoder(
+            hidden_states=self.embedding(token_ids, row.position_ids[None]) if self.pre_process else None,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(row.position_ids),
+            packed_seq_params=row,
         )
-
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+        return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def head_weight(self) -> Tensor:
         """Return the output weight [V / TP, H] of the last stage; the embedding if the two are tied."""

@@ -49,9 +49,9 @@ def build_network(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> N
     if parallel.overlap_tensor:
         start_tensor_overlap(batch_layout(parallel, hf), parallel, config)
     chunk_layers = parallel.chunk_layers(hf["num_hidden_layers"])
-    mine = chunk_layers[mesh.pipeline_rank :: mesh.pipeline]
     chunks = [
-        PolicyModel(hf, family, config, mesh, kind, index, layers).to(device()) for index, layers in enumerate(mine)
+        PolicyModel(hf, family, config, mesh, kind, chunk_layers, index).to(device())
+        for index in range(parallel.virtual_pipeline)
     ]
     weights = ShardedWeights(chunks, family, hf, mesh, chunk_layers)
     weights.mark_cut_parameters()

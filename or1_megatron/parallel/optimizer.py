@@ -34,9 +34,13 @@ class FusedStepAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        if not adam_w_mode:
-            raise ValueError("only decoupled weight decay (AdamW) is implemented; got adam_w_mode=False")
+        if not adam_w_mode or capturable:
+            raise ValueError(
+                "only decoupled weight decay (AdamW), outside of CUDA graphs, is implemented; got "
+                f"adam_w_mode={adam_w_mode}, capturable={capturable}"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

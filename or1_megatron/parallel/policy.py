@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel.collective_errors import raise_together
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.model import TORCH_DTYPE
+from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
 from or1_megatron.parallel.network import build_network, reported, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload, finish_parameter_gather
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
@@ -46,18 +48,7 @@ class MegatronPolicy:
         self.parameter_count = sum(math.prod(shape) for _, _, shape in self.weights.metadata())
         """Parameters of the whole model, over all ranks."""
         self.chunks = [
-            DistributedDataParallel(
-                config=config,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=parallel.distributed_optimizer,
-                    overlap_grad_reduce=parallel.overlap_grad_reduce,
-                    overlap_param_gather=parallel.overlap_param_gather,
-                    bucket_size=parallel.grad_bucket_size,
-                ),
-                module=network,
-                disable_bucketing=index > 0,  # as Megatron does: the gradients of later chunks come early
-            )
+            _data_parallel(network, parallel, mesh, one_bucket=index > 0 or not mesh.first_stage)
             for index, network in enumerate(self.networks)
         ]
         if parallel.overlap_grad_reduce:  # else gradients would count as complete after every micro-batch
@@ -153,6 +144,37 @@ class MegatronPolicy:
         if mesh.world > 1:
             dist.all_gather_object(everyone, here, group=mesh.control)
         return _folded([sums for sums, _ in everyone]), slowest([computed for _, computed in everyone])
+
+
+def _data_parallel(
+    network: PolicyModel, parallel: ParallelConfig, mesh: Mesh, one_bucket: bool
+) -> DistributedDataParallel:
+    """Wrap a chunk, whose gradients are then summed over the data-parallel ranks.
+
+    ``one_bucket`` is Megatron's choice for all chunks but the model's first: their gradients come early.
+    """
+    bucket = None
+    if parallel.overlap_grad_reduce:  # Megatron's own default otherwise: buckets large enough for fast collectives
+        bucket = parallel.grad_bucket_size or max(40_000_000, 1_000_000 * mesh.data)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=bucket,
+    )
+    layout = None
+    if parallel.distributed_optimizer:
+        layout = DistributedOptimizer.compute_full_param_layout(
+            list(network.parameters()),
+            None if one_bucket else bucket,
+            parallel_state.get_data_parallel_group(with_context_parallel=True).size(),
+            config,
+            parallel_state.get_expert_data_parallel_group().size(),
+        )
+    return DistributedDataParallel(
+        network.config, config, network, disable_bucketing=one_bucket, full_param_layout=layout
+    )
 
 
 def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

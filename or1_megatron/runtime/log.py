@@ -1,6 +1,6 @@
-"""Logging: all lines go to ``logs/rank_N.log``, warnings also to the console.
+"""Logging: all lines go to ``logs/rank_N.log``; our own warnings, and everyone's errors, also to the console.
 
-Verbose libraries log warnings only. Python's own warnings (deprecations in dependencies) go to the file only.
+Verbose libraries log warnings only. What a library warns of, or announces as deprecated, goes to the file, once.
 """
 
 from __future__ import annotations
@@ -66,8 +66,28 @@ class _FileHandler(logging.StreamHandler[TextIO]):
             print(f"or1: log lines cannot be written to {self.stream.name}: {sys.exc_info()[1]}", file=sys.stderr)
 
 
+class _LibraryWarningsOnce(logging.Filter):
+    """Lets a library's warning pass the first time: Megatron repeats some of them for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.split(".")[0] == _OWN or record.levelno != logging.WARNING:
+            return True
+        line = record.name, record.getMessage()
+        new = line not in self._seen
+        self._seen.add(line)
+        return new
+
+
+def _for_console(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or record.name.split(".")[0] == _OWN
+
+
 def set_up_logging(folder: Path, rank: int) -> None:
-    """Send this process's log lines to ``folder/rank_N.log`` (appending) and its warnings to the console.
+    """Send this process's log lines to ``folder/rank_N.log`` (appending), and to the console what a user should see.
 
     The file also gets the traces of uncaught exceptions, in threads too, and of fatal signals (segmentation fault,
     abort). A second call replaces what the first set up. Raises OSError when the file cannot be opened.
@@ -79,9 +99,10 @@ def set_up_logging(folder: Path, rank: int) -> None:
     stream = (folder / f"rank_{rank}.log").open("a", encoding="utf-8")
     to_file = _FileHandler(stream)
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname).1s %(name)s: %(message)s"))
+    to_file.addFilter(_LibraryWarningsOnce())
     to_console = _ConsoleHandler(level=logging.WARNING)
     to_console.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
-    to_console.addFilter(lambda record: record.name != "py.warnings")
+    to_console.addFilter(_for_console)
 
     root = logging.getLogger()
     for handler in list(root.handlers):

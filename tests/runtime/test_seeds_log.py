@@ -42,7 +42,9 @@ set_up_logging(Path(sys.argv[1]), 3)
 set_up_logging(Path(sys.argv[1]), 3)  # again: no line comes twice
 own = logging.getLogger("or1_megatron.rl.loop")
 own.debug("too fine"); own.info("a detail"); own.warning("look here")
-logging.getLogger("vllm.engine").info("chatter"); logging.getLogger("ray").warning("a node died")
+logging.getLogger("vllm.engine").info("chatter"); 
+for layer in range(3): logging.getLogger("megatron.core").warning("GPTModel is deprecated")
+logging.getLogger("ray").error("a node died")
 warnings.warn("old api")
 thread = threading.Thread(target=lambda: 1 / 0, name="helper"); thread.start(); thread.join()
 raise RuntimeError("the end")
@@ -58,15 +60,16 @@ def test_lines_go_where_they_belong(tmp_path: Path) -> None:
     assert "[rank 3] I or1_megatron.rl.loop: a detail\n" in in_file
     assert "[rank 3] W or1_megatron.rl.loop: look here\n" in in_file
     assert in_file.count("look here") == 1
-    assert "[rank 3] W ray: a node died" in in_file
+    assert "[rank 3] E ray: a node died" in in_file
+    assert in_file.count("GPTModel is deprecated") == 1
     assert "old api" in in_file
     assert "too fine" not in in_file and "chatter" not in in_file
     assert "uncaught exception in helper" in in_file and "ZeroDivisionError" in in_file
     assert "uncaught exception\nTraceback" in in_file and "RuntimeError: the end" in in_file
 
     lines = done.stderr.splitlines()
-    assert lines[:2] == ["[rank 3] WARNING look here", "[rank 3] WARNING a node died"]
-    assert "old api" not in done.stderr and "a detail" not in done.stderr
+    assert lines[:2] == ["[rank 3] WARNING look here", "[rank 3] ERROR a node died"]
+    assert "deprecated" not in done.stderr and "old api" not in done.stderr and "a detail" not in done.stderr
     assert done.stderr.count("RuntimeError: the end") == 1
     assert done.stdout == ""
 
