@@ -130,24 +130,27 @@ install_python_packages() {
 # A CPU build of torch is a third of PyPI's, which brings CUDA; both run the tests.
 install_cpu_lock() {
   local lock=requirements/cpu.lock version
-  version=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$lock")
-  if .venv/bin/python -m pip show -qq torch 2>/dev/null; then
+  version=$(sed -n 's/^torch==//p' "$lock")
+  if [ -n "$(installed_torch)" ]; then
     say "installing what is missing of $lock"
   elif has_cpu_torch "$version"; then
-    say "installing $lock, with the CPU build of torch that pip finds: .venv takes 2 GB"
+    say "installing $lock, with the CPU build of torch that pip finds: .venv takes 2.1 GB"
     pip_install --no-deps "torch==$version+cpu"
   elif has_cpu_torch "$version" --index-url "$cpu_index"; then
-    say "installing $lock, with torch from PyTorch's CPU index: .venv takes 2 GB"
+    say "installing $lock, with torch from PyTorch's CPU index: .venv takes 2.1 GB"
     pip_install --no-deps "torch==$version+cpu" --index-url "$cpu_index"
   else
     say "installing $lock, with PyPI's torch, which brings CUDA and runs without a GPU: .venv takes 6.5 GB" \
-      "(pip finds no CPU build, and $cpu_index does not answer)"
+      "(pip finds no CPU build, nor does $cpu_index offer one)"
+  fi
+  if [[ $(installed_torch) == *+cpu ]]; then # it loads none of NVIDIA's libraries
+    grep -vE '^(cuda|nvidia)-' "$lock" >"$TMPDIR/cpu.lock"
+    lock=$TMPDIR/cpu.lock
   fi
   pip_install --no-deps -r "$lock"
-  if [ "$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))')" = "$version" ]; then
-    pip_install "torch===$version" -c requirements/gpu.lock # the libraries that it loads
-  fi
 }
+
+installed_torch() { .venv/bin/python -m pip show torch 2>/dev/null | sed -n 's/^Version: //p' || true; }
 
 has_cpu_torch() {
   local version=$1
