@@ -68,7 +68,7 @@ uv_installs_python() {
     uv=$folder/bin/uv
   fi
   if [ -x "$uv" ]; then
-    "$uv" python install --quiet "${pythons[0]}" >&2
+    "$uv" python install "${pythons[0]}" >&2
   else
     say "uv could not be installed: no python3 on PATH has pip or venv, or PyPI does not answer"
   fi
@@ -144,10 +144,10 @@ install_cpu_lock() {
       "(pip finds no CPU build, nor does $cpu_index offer one)"
   fi
   if [[ $(installed_torch) == *+cpu ]]; then # it loads none of NVIDIA's libraries
-    grep -vE '^(cuda|nvidia)-' "$lock" >"$TMPDIR/cpu.lock"
-    lock=$TMPDIR/cpu.lock
+    install_pins "$(grep -vE '^(cuda|nvidia)-' "$lock")"
+  else
+    install_pins "$(cat "$lock")"
   fi
-  pip_install --no-deps -r "$lock"
 }
 
 installed_torch() { .venv/bin/python -m pip show torch 2>/dev/null | sed -n 's/^Version: //p' || true; }
@@ -160,7 +160,7 @@ has_cpu_torch() {
 
 install_gpu_lock() {
   say "installing requirements/gpu.lock: .venv takes 11 GB"
-  pip_install --no-deps -r requirements/gpu.lock
+  install_pins "$(cat requirements/gpu.lock)"
 }
 
 # Its PyTorch part is compiled against that torch and the headers that came with it.
@@ -170,6 +170,15 @@ install_transformer_engine() {
   say "building Transformer Engine (minutes; MAX_JOBS says how many files at once)"
   CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
     pip_install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
+}
+
+# Some at a time, as pip installs nothing before it has downloaded all that it was asked for: an interruption loses less.
+install_pins() {
+  local pins first
+  mapfile -t pins < <(grep '^[^#]' <<<"$1")
+  for ((first = 0; first < ${#pins[@]}; first += 20)); do
+    pip_install --no-deps "${pins[@]:first:20}"
+  done
 }
 
 pip_install() {
