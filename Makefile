@@ -1,8 +1,8 @@
 # Every target does its own set-up; all are safe to run twice. `make help` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart base-model browser test test-fast test-slow lint format doctor clean
+.PHONY: help setup gpu quickstart base-model browser test test-fast test-slow lint format doctor clean
 SHELL := /bin/bash
-export PYTHON
+export PYTHON TE
 # What the hooks of `make lint` keep between runs stays in .venv, not in the home folder.
 export PRE_COMMIT_HOME := $(CURDIR)/.venv/.pre-commit
 # Two workers, since much of a test is waiting for processes. A file's tests stay together and share what they start.
@@ -14,6 +14,9 @@ help:  ## this list
 
 setup:  ## make .venv and install what is missing; nothing to do when it is there
 	@tools/setup.sh
+
+gpu:  ## the same for a machine with GPUs; TE=0 leaves Transformer Engine out
+	@tools/setup.sh gpu
 
 quickstart: setup  ## train a tiny model from the committed base to high accuracy, on CPU, in minutes
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" examples/quickstart/run.sh

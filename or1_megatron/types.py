@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-T = TypeVar("T")
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -33,7 +31,7 @@ Aggregation = Literal["token_mean", "response_mean", "released-code"]
 """How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
 
 
-def _pickled_by_fields(kind: type[T]) -> type[T]:
+def _pickled_by_fields[T](kind: type[T]) -> type[T]:
     """Pickle a record as its class and field values, in a third of the time.
 
     By default a frozen dataclass with slots looks up its fields for every object. These records go to and from engines

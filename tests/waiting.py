@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
-
-T = TypeVar("T")
 
 PATIENCE_S = 300.0
 """Longer than any wait here takes on a machine whose cores are busy with other work. pytest's own limit is longer."""
 
 
-def wait_until(condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
+def wait_until[T](condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
     """Poll until ``condition()`` holds, and return its value.
 
     Raises:

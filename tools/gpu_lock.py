@@ -26,11 +26,7 @@ FROM_SOURCE: Final = "transformer-engine-torch"
 
 _HEAD: Final = """\
 # The GPU environment: CUDA 13.0 (driver 580 or newer), Python 3.12 and 3.13, x86-64 Linux with glibc 2.31 or newer.
-#     pip install --no-deps -r requirements/gpu.lock
-#     NVIDIA=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-#     CUDA_HOME=$NVIDIA/cu13 CPATH=$NVIDIA/cudnn/include:$NVIDIA/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \\
-#       pip install --no-deps --no-build-isolation -r requirements/transformer_engine.lock
-#     pip install --no-deps --no-build-isolation -e .
+# `make gpu` installs it, and after it requirements/transformer_engine.lock.
 # Written by `python tools/gpu_lock.py` from pyproject.toml and requirements/gpu.in. What cpu.lock names has
 # the same version here, but for builds for CUDA and what they need. torch has ===, because == also takes 2.13.0+cpu,
 # where pip knows an index of CPU wheels.
@@ -38,7 +34,7 @@ _HEAD: Final = """\
 _HEAD_ENGINE: Final = """\
 # The second step of the GPU environment. requirements/gpu.lock comes first and holds all that these need.
 # transformer-engine-torch is a source package: a C++ compiler compiles it against the installed torch. CUDA_HOME and
-# CPATH, set as gpu.lock says, name the headers of gpu.lock's CUDA, cuDNN and NCCL: no toolkit is needed. Without
+# CPATH, set as in tools/setup.sh, name the headers of gpu.lock's CUDA, cuDNN and NCCL: no toolkit is needed. Without
 # NVTE_PYTORCH_FORCE_BUILD the build looks for a finished one on the network first; there is none for this torch.
 # --no-build-isolation: an isolated build takes the newest torch.
 # --no-deps: its metadata names transformer-engine-cu12, which holds the same files as transformer-engine-cu13.

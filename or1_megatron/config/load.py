@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -45,9 +45,6 @@ _EXPECTED: Final = {
 """pydantic's error types in YAML's words."""
 
 
-Schema = TypeVar("Schema", bound=BaseModel)
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, its bases, then ``overrides`` (``a.b=value``, value in YAML; ``stages.0.steps=3`` indexes a list).
 
@@ -57,7 +54,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return load_as(Config, path, overrides)
 
 
-def load_as(schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
+def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, overrides: Sequence[str] = ()) -> Schema:
     """Load a file of another schema as ``load_config`` does; without a file: the defaults and the overrides."""
     data, origins = ({}, {}) if path is None else _read_with_bases(Path(path), ())
     for override in overrides:

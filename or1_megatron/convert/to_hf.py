@@ -213,7 +213,7 @@ def _read_record(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has buffers
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _append(descriptor: int, view: memoryview, advance: Advance) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import LifoQueue
-from typing import Final, TypeVar
+from typing import Final
 
 from or1_megatron.interfaces import Verifier
 from or1_megatron.types import Problem, Verdict
-
-T = TypeVar("T")
 
 _MOST_WAITING: Final = 512
 """Verdicts that are waited for at once: bounds the responses held in memory."""
@@ -76,7 +74,7 @@ class VerifierThreads:
             self._idle.put(verifiers)
 
 
-def judged(items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:
+def judged[T](items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:
     """Yield items with their verdicts, in order; more items are read while verdicts are made.
 
     When ``items`` raises, the items before are judged first.

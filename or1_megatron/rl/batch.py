@@ -18,7 +18,7 @@ Shapes: p prompt tokens, n response tokens, L = p + n, T tokens of a row, S sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,6 @@ from or1_megatron.types import (
     MicroBatch,
     Sample,
 )
-
-Item = TypeVar("Item")
 
 LOG_PROBS: Final = ("engine_log_probs", "policy_log_probs", "reference_log_probs")
 """Optional fields of a sample. All samples of a batch have the same ones."""
@@ -71,7 +69,7 @@ def sampled_since(completion: Completion, version: int) -> BoolArray:
     return np.repeat([span.version >= version for span in completion.versions], sizes)
 
 
-def split(groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
+def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:
     """Split whole groups, in order, into ``mini_batches`` (D_R / D_T) parts of nearly equal size, larger ones first.
 
     These are the mini-batches after rejection of RECIPE section 1. 7 groups into 3: 3, 2, 2. Fewer groups than

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate
 
 from or1_megatron.interfaces import EnginesLost, Stopped
 from or1_megatron.schemas.metrics import VERBS
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
+def verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
     """Announce the method to the observer and time it, under its name. Verbs do not call verbs."""
     name = method.__name__
     assert name in VERBS, f"{name} is not in schemas.metrics.VERBS"
@@ -34,7 +30,7 @@ def verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop
     return timed
 
 
-def stopping_verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
+def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable[Concatenate[Loop, P], R]:
     """Make the method a verb before which a run that has been asked to stop raises Stopped.
 
     Up to there the step can be abandoned. A run that loses its engines in the verb, after it was asked to stop, raises
@@ -55,7 +51,7 @@ def stopping_verb(method: Callable[Concatenate[Loop, P], R]) -> Callable[Concate
     return checked
 
 
-def deferred_verb(method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
+def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
     """Make the method a verb that a run which has been asked to stop leaves to the resumed run: it returns None.
 
     Engines that are lost in it while the run is stopping end nothing: they may be gone with their node.

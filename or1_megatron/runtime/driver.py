@@ -29,12 +29,13 @@ def check_driver() -> None:
         raise DriverTooOld(problem)
 
 
-def driver_problem() -> str:
-    """Return why the driver cannot run the installed torch; empty if it can, if torch needs none, or if there is none.
+def driver_problem(wanted: tuple[int, int] | None = None) -> str:
+    """Return why the driver cannot run torch for CUDA ``wanted``; empty if it can, or if there is none.
 
+    By default it is the installed torch's CUDA; empty also if that needs none.
     The driver's library is asked, not the kernel module: NVIDIA's forward compatibility puts a newer library on it.
     """
-    wanted, offered = torch_cuda(), driver_cuda()
+    wanted, offered = wanted or torch_cuda(), driver_cuda()
     if wanted is None or offered is None or offered[0] >= wanted[0]:
         return ""
     series = f" of series {_FIRST_DRIVER[wanted[0]]} or newer" if wanted[0] in _FIRST_DRIVER else ""

@@ -46,22 +46,6 @@ def test_one_torch_and_one_cuda() -> None:
     assert all(version.startswith("13.0.") for version in of_cuda.values()), of_cuda
 
 
-def test_all_instructions_install_in_the_same_steps() -> None:
-    """The lock's head, docs/using.md and the container: the same commands and variables in the same order."""
-
-    def joined(text: str) -> str:
-        return re.sub(r"\\\n#? *", "", text)
-
-    head = joined((ROOT / "requirements/gpu.lock").read_text())
-    commands = re.findall(r"^#     (.*)$", head, re.MULTILINE)
-    assert ["pip install" in command for command in commands] == [True, False, True, True]
-    for file in ("docs/using.md", "containers/gpu.Containerfile"):
-        text = joined((ROOT / file).read_text())
-        places = [text.find(command) for command in commands]
-        assert -1 not in places, (file, commands)
-        assert places == sorted(places), file
-
-
 def make_wheel(path: Path, files: Mapping[str, str]) -> dict[str, str]:
     with zipfile.ZipFile(path, "w") as wheel:
         for name, content in files.items():

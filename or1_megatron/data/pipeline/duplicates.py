@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from or1_megatron.config.schema import Section
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, read_column
-from or1_megatron.data.pipeline.steps import C, PipelineStep
+from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.pipeline.text import (
     UInt64Array,
     band_keys,
@@ -41,7 +41,7 @@ class Original(NamedTuple):
     set_name: str
 
 
-class DuplicateStep(PipelineStep[C]):
+class DuplicateStep[C: Section](PipelineStep[C]):
     """Base of the duplicate steps: ``_find`` says which row repeats which, ``apply`` excludes them.
 
     ``within``: compare only rows of one set, in a step of its own.

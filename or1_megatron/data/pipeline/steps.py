@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -34,7 +34,6 @@ from or1_megatron.runtime.files import write_atomically
 MANIFEST = "manifest.json"
 PACKAGE = Path(__file__).resolve().parents[2]
 
-C = TypeVar("C", bound=Section)
 V = TypeVar("V", bound=AnswersConfig | CodeConfig)
 
 Say = Callable[[str], None]
@@ -43,7 +42,7 @@ MakeVerifiers = Callable[[float, frozenset[str]], Mapping[str, Verifier]]
 """(limit of one verdict in seconds, abilities) to a verifier for each; raises where one cannot be had."""
 
 
-class PipelineStep(Generic[C]):
+class PipelineStep[C: Section]:
     """Base of the steps. ``prepare`` sees the whole input once; ``apply`` then decides shard by shard, in order."""
 
     name: str

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
-
-T = TypeVar("T")
 
 _QUIET_S = 0.2  # for threads that have nothing left to wait for
 _CLOSE_S = 1.0  # for threads whose wait has been broken off
@@ -133,7 +131,7 @@ class OrderedStarts:
             self._order = deque(numbers)
             self._changed.notify()
 
-    def hand_in(self, number: int, start: Callable[[], Future[T]]) -> Future[T]:
+    def hand_in[T](self, number: int, start: Callable[[], Future[T]]) -> Future[T]:
         """Call ``start`` when it is ``number``'s turn; the future completes as the one that ``start`` returns."""
         found: Future[T] = Future()
         with self._changed:
@@ -176,7 +174,7 @@ class OrderedStarts:
             found.set_exception(RuntimeError(_LEFT))
 
 
-def _follow(inner: Future[T], outer: Future[T]) -> None:
+def _follow[T](inner: Future[T], outer: Future[T]) -> None:
     if (error := inner.exception()) is not None:
         outer.set_exception(error)
     else:
@@ -207,7 +205,7 @@ class WaitingThreads:
         self._idle = 0
         self._closed = False
 
-    def follow(self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
+    def follow[T](self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
         """Start a work; the future is what ``then`` returns when it is done."""
         done: Future[T] = Future()
         with self._starting:

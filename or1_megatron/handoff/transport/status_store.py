@@ -8,14 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from or1_megatron.handoff.errors import HandoffError
 from or1_megatron.handoff.transport.group import join_store
-
-T = TypeVar("T")
 
 _LOOK_S = 0.2  # how often a wait looks for failures
 _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
@@ -57,7 +55,7 @@ class StatusStore:
             self._store.delete_key(key)
         return value
 
-    def wait(self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
+    def wait[T](self, future: Future[T], what: str, watched: Future[Any] | None = None) -> T:
         """Wait for the result of ``future``, and return it.
 
         Raises:
@@ -109,7 +107,7 @@ class StatusStore:
             raise HandoffError(f"handoff: {self.who} waited for {what}; meanwhile {failed.decode()}")
 
 
-def in_background(call: Callable[[], T]) -> Future[T]:
+def in_background[T](call: Callable[[], T]) -> Future[T]:
     """Run ``call`` on a daemon thread: one that hangs must not keep the process from ending."""
     future: Future[T] = Future()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import pyarrow as pa
 from rich.console import Console
@@ -20,7 +20,6 @@ _COLUMNS = [
     *("response_token_ids", "finish_reason", "versions", "reward", "status", "answer", "detail", "advantage", "kept"),
 ]
 
-T = TypeVar("T")
 
 _STATUS_STYLES = {"right": "green", "wrong": "red", "truncated": "yellow", "no_answer": "red"}
 
@@ -52,7 +51,7 @@ def show_rollouts(run: Path, *, step: int | None, limit: int, status: str | None
     return len(rows)
 
 
-def _evenly(rows: Sequence[T], limit: int) -> list[T]:
+def _evenly[T](rows: Sequence[T], limit: int) -> list[T]:
     count = min(limit, len(rows))
     return [rows[place * len(rows) // count] for place in range(count)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from or1_megatron.verify.math.reader import notation
 from or1_megatron.verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
@@ -46,7 +45,6 @@ from or1_megatron.verify.math.reader.text import Unreadable
 from or1_megatron.verify.math.reader.tree import Node, number_node
 from or1_megatron.verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
 
-_T = TypeVar("_T")
 _MAX_ITEMS = 64
 _VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
 
@@ -495,7 +493,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
     return tuple(kept)
 
 
-def _matched(ours: Sequence[_T], theirs: Sequence[_T], equal: Callable[[_T, _T], bool]) -> bool:
+def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
     """Whether the two hold the same items, each equally often. A greedy match does: equality is transitive enough."""
     if len(ours) != len(theirs):
         return False
