@@ -73,9 +73,7 @@ def decoder_spec(kind: LayerKind, qk_norm: bool, experts: bool) -> ModuleSpec:
     if experts:
         layers["moe_layer"] = layer(qk_norm, True)
     # The stack's own final norm is Transformer Engine's in any case.
-    return ModuleSpec(
-        module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers)
-    )
+    return ModuleSpec(module=HybridStack, params={"post_layer_norm": False}, submodules=HybridStackSubmodules(**layers))
 
 
 def final_norm(kind: LayerKind) -> Any:

@@ -42,7 +42,7 @@ set_up_logging(Path(sys.argv[1]), 3)
 set_up_logging(Path(sys.argv[1]), 3)  # again: no line comes twice
 own = logging.getLogger("or1_megatron.rl.loop")
 own.debug("too fine"); own.info("a detail"); own.warning("look here")
-logging.getLogger("vllm.engine").info("chatter"); 
+logging.getLogger("vllm.engine").info("chatter")
 for layer in range(3): logging.getLogger("megatron.core").warning("GPTModel is deprecated")
 logging.getLogger("ray").error("a node died")
 warnings.warn("old api")
