@@ -181,7 +181,7 @@ class PolicyModel(HybridModel):
         return self.decoder.final_layernorm(hidden) if self.post_process else hidden
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
-        """Stack the layers of a dense model into one tensor [layers, ...], which GPTModel writes and both models load."""
+        """Stack the layers of a dense model in one tensor [layers, ...], which GPTModel writes and both models load."""
         state: ShardedStateDict = super().sharded_state_dict(*args, **kwargs)
         if self.dense:
             same = {layer: layer for layer in range(self.config.num_layers)}
