@@ -256,9 +256,8 @@ SECTIONS = (
         "What the guards against silent damage cost a step",
         "python benchmarks/guards.py",
         "A short quickstart with two data-parallel ranks whose state lies on the host between updates: the share of a "
-        "step that the slower rank spends on sums of its idle state at a handoff, on their comparison before each save "
-        "and update, on the comparison of replicas (the wait for the other rank included), on sums of offloaded state, "
-        "on checksums of messages, and on the copy for a checkpoint in memory.",
+        "step that the slower rank spends on the comparison of replicas (the wait for the other rank included), on "
+        "sums of offloaded state, on checksums of messages, and on the copy for a checkpoint in memory.",
         (("each of them but the copy", "≤ 1%"),),
     ),
     Section(

@@ -103,10 +103,6 @@ class HostCopy:
         self._away, self._first, self._kept = [], {}, []
         return sum(storage.nbytes() for storage in storages)
 
-    def intact(self) -> bool:
-        """Return whether the bytes on the host are those that came there."""
-        return all(int(bit_sum(on_host)) == of for on_host, of in self._kept)
-
     def read(self, tensor: Tensor) -> Tensor | None:
         """Return a contiguous tensor's values if its storage is away (a view of a slab if possible), else None."""
         first = self._first.get(tensor.untyped_storage()._cdata)
@@ -179,10 +175,6 @@ class Offload:
         """What is not on the device now."""
         return frozenset(thing for thing, away in self._held.items() if away)
 
-    def intact(self, thing: Thing) -> bool:
-        """Return whether this is on the device, or unchanged on the host."""
-        return self._held[thing].intact()
-
     def require(self, action: str, *things: Thing) -> None:
         """Refuse an action that needs what is away, instead of reading memory of others.
 
@@ -254,11 +246,6 @@ def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 def _bytes(storage: UntypedStorage) -> Tensor:
     """Return all of a storage as uint8 [n bytes], sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def storage_sums(storages: Sequence[UntypedStorage]) -> list[int]:
-    """Return the ``bit_sum`` of each storage."""
-    return torch.stack([bit_sum(_bytes(storage)) for storage in storages]).tolist() if storages else []
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:

@@ -108,7 +108,7 @@ def test_a_bit_that_flips_on_the_host_is_found(seen: Any, case: str) -> None:
 @pytest.mark.parametrize("slab_bytes", [16, 24, 1024])
 def test_storages_of_any_size(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are no whole words, one after another and over several slabs: read, back to the bit, and each one's
-    last byte is watched on the host and on the way back."""
+    last byte is watched on the way back."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (5, 16, 3, 40, 1, 8)]
@@ -119,11 +119,6 @@ def test_storages_of_any_size(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) 
     for tensor, expected in zip(tensors, before, strict=True):
         held = host.read(tensor)
         assert held is not None and torch.equal(held, expected)
-        assert host.intact()
-        if slab_bytes > 73:  # then what is read is the slab itself
-            held[-1] ^= 1
-            assert not host.intact()
-            held[-1] ^= 1
     assert host.give_back() == 73 and all(map(torch.equal, tensors, before))
     host.take(storages)
     if slab_bytes > 73:
