@@ -257,7 +257,7 @@ SECTIONS = (
         "python benchmarks/guards.py",
         "A short quickstart with two data-parallel ranks whose state lies on the host between updates: the share of a "
         "step that the slower rank spends on the comparison of replicas (the wait for the other rank included), on "
-        "sums of offloaded state, on checksums of messages, and on the copy for a checkpoint in memory.",
+        "checksums of messages, and on the copy for a checkpoint in memory.",
         (("each of them but the copy", "≤ 1%"),),
     ),
     Section(
