@@ -5,8 +5,8 @@
 
 The plan's constants are fitted to the paper's run of 309 h (benchmarks/plan_paper.py), so the first row is no
 prediction. The others are, and each rests on the assumption that its name tells. The scheduler and the supply of
-prompts are the run's own. The middle step of each stage stands for it (with staleness four steps, with deferred prompts
-as many as there are until the first step of deferred ones); evaluations and the start are left out.
+prompts are the run's own. The middle step of each stage stands for it (with staleness four
+steps); evaluations and the start are left out.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ class Variant:
     hidden: bool = True
     fast: bool = False
     speculation: bool = False
-    deferred: float = 0.0
-    """rollout.tail_share; 0: a step waits for its tail."""
-    continued: bool = False
-    """rollout.continued: train. What was sampled of deferred responses is not thrown away."""
     staleness: int = 0
     trainers: int = GPUS
     """Fewer than all: engines have GPUs of their own."""
@@ -55,21 +51,16 @@ class Variant:
 
     @property
     def on_policy(self) -> bool:
-        return self.staleness == 0 and not self.continued
+        return self.staleness == 0
 
 
 VARIANTS: Final = (
     Variant("as the recipe is written, with the paper's other", hidden=False),
     Variant("t_other hidden: verdicts beside decoding, head and handoff as planned"),
-    Variant("+ tail batching, share 0.25", deferred=0.25),
-    Variant("+ tail batching, share 1", deferred=1.0),
-    Variant("+ tail batching, share 0.25, continued", deferred=0.25, continued=True),
-    Variant("+ tail batching, share 0.5, continued", deferred=0.5, continued=True),
     Variant("+ engines of TP 2", tensor=2),
     Variant("+ speculation", speculation=True),
     Variant("+ a lighter engine", fast=True),
     Variant("+ speculation, a lighter engine", speculation=True, fast=True),
-    Variant("+ tail batching, share 0.25, a lighter engine", deferred=0.25, fast=True),
     Variant("staleness 1, 48 GPUs train", staleness=1, trainers=48, concurrent=128),
     Variant("staleness 2, 48 GPUs train", staleness=2, trainers=48, concurrent=128),
     Variant("staleness 2, 32 GPUs train", staleness=2, trainers=32, concurrent=128),
@@ -102,9 +93,6 @@ def busy(time: RunTime) -> float:
 def _config(variant: Variant) -> Config:
     config = thirty_two_b()
     rollout: dict[str, Any] = {"max_staleness": variant.staleness, "max_concurrent": variant.concurrent}
-    if variant.deferred:
-        rollout |= {"tail": "defer", "tail_share": variant.deferred}
-        rollout |= {"continued": "train" if variant.continued else "none"}
     engine_gpus = GPUS - variant.trainers or GPUS
     rollout |= {"engines": engine_gpus // variant.tensor, "tensor_parallel": variant.tensor}
     if engine_gpus < GPUS:

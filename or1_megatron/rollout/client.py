@@ -22,15 +22,12 @@ from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Group,
-    Place,
     Prompt,
     RefillRule,
     Request,
     RolloutReport,
     Sampling,
-    Unfinished,
 )
 
 log = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ class _Asked:
     seeds: list[int]
     of_manager: int
     """The present manager's ticket."""
-    kept: list[Completion | Unfinished]
+    reused: list[Completion]
     """What was sampled of it before."""
     urgent: bool
 
@@ -81,7 +78,6 @@ class RolloutsClient:
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
         self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
-        self._kept: dict[int, Completion | Unfinished] = {}  # by seed: of deferred prompts, for when they are asked
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
@@ -113,8 +109,7 @@ class RolloutsClient:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
         """Start sampling; return the roll-out's ticket. Arguments: ``interfaces.Rollouts``.
@@ -128,28 +123,26 @@ class RolloutsClient:
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
-        batch = pack(arguments | {"rule": rule, "places": places, "urgent": urgent})
-        requests = list(plan_requests(prompts, group_size, sampling, seed, places).values())
+        batch = pack(arguments | {"rule": rule, "urgent": urgent})
+        requests = list(plan_requests(prompts, group_size, sampling, seed).values())
         self._progress = (0, len(requests))
-        kept = [] if urgent else self._sampled_before(requests)
-        known = [pack(kept)]
+        reused = [] if urgent else self._sampled_before(requests)
+        known = [pack(reused)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
         seeds = [request.seed for request in requests]
         if not urgent:
             for each in seeds:
                 self._reused.pop(each, None)
-                self._kept.pop(each, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager, kept, urgent)
+        self._asked[ticket] = _Asked(batch, seeds, of_manager, reused, urgent)
         return ticket
 
-    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion | Unfinished]:
+    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion]:
         """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
 
         Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
         """
-        of_seed = [(each, self._reused.get(each.seed) or self._kept.get(each.seed)) for each in requests]
-        found = [(request, made) for request, made in of_seed if made is not None]
+        found = [(each, self._reused[each.seed]) for each in requests if each.seed in self._reused]
         same = [made for request, made in found if made.request_digest == request_digest(request)]
         if len(same) < len(found):
             log.warning(
@@ -167,8 +160,7 @@ class RolloutsClient:
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
-        groups, report, kept = unpack(found)
-        self._kept.update((each.seed, each) for each in kept)
+        groups, report = unpack(found)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
@@ -192,8 +184,8 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return packed (finished responses, what is kept of deferred prompts). Without the responses that the manager
-        has if it does not answer: they are sampled again, and no checkpoint fails for them."""
+        """Return the packed finished responses. Without those that the manager has if it does not answer: they are
+        sampled again, and no checkpoint fails for them."""
         finished = [*self._reused.values(), *self._collected]
         under_way = [each for each in self._asked.values() if not each.urgent]
         try:
@@ -202,27 +194,23 @@ class RolloutsClient:
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
         seeds = {each.seed for each in finished}
-        kept = [*self._kept.values(), *(each for asked in under_way for each in asked.kept)]
-        kept = [each for each in kept if each.seed not in seeds]
-        return pack((finished, kept)) if finished or kept else b""
+        finished += [each for asked in under_way for each in asked.reused if each.seed not in seeds]
+        return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
         """Give these to the roll-outs of the same requests, but not to urgent ones; a warning if they cannot be read.
 
-        ``version``: only those of it alone. Finished ones are dropped once no roll-out is under way any more; what is
-        kept of deferred prompts is not.
+        ``version``: only those of it alone. They are dropped once no rollout is under way any more.
         """
         try:
-            finished, kept = (
-                {each.seed: each for each in part if version is None or _versions(each) == {version}}
-                for part in unpack(responses)
-            )
+            finished = {
+                each.seed: each for each in unpack(responses) if version is None or _versions(each) == {version}
+            }
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
         log.info("%d responses were sampled before the checkpoint: the same requests reuse them", len(finished))
         self._reused |= finished
-        self._kept |= kept
 
     def close(self) -> None:
         """End the manager and its verifiers."""
@@ -307,7 +295,7 @@ class RolloutsClient:
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.kept), *finished])
+            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
             finished = []
 
     def _recall(self, engine: Any) -> list[bytes]:
@@ -322,7 +310,7 @@ class RolloutsClient:
             return []
 
 
-def _versions(made: Completion | Unfinished) -> set[int]:
+def _versions(made: Completion) -> set[int]:
     return {span.version for span in made.versions}
 
 

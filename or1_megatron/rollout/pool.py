@@ -94,9 +94,9 @@ class EngineActor:
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
-    def abort(self, seeds: Sequence[int], caller: int = 0) -> bytes:
-        """Return a packed list of Unfinished; as in VllmEngine."""
-        return pack(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []))
+    def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
+        """As in VllmEngine."""
+        return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
         """Return a packed Harvest; as in EngineThread, like the two below."""
