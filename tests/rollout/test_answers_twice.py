@@ -106,7 +106,7 @@ def batch(seed: int) -> bytes:
 
 async def collect(manager: RolloutManager, seed: int) -> dict[int, tuple[int, ...]]:
     """Return the versions of each response's tokens, by the seed of its request; they are those of the plan."""
-    groups, report, _ = unpack(await manager.collect(None))
+    groups, report = unpack(await manager.collect(None))
     made = [completion for group in groups for completion in group.completions]
     assert [group.prompt.problem.id for group in groups] == [each.problem.id for each in PROMPTS]
     assert report.surplus_responses == 0 and report.response_tokens == sum(c.token_ids.size for c in made)

@@ -312,7 +312,7 @@ def keep_in_flight(loop: Any) -> None:
         roll_out = derive_seed(self.config.seed, "rollout", self.steps_done + self.supply.asked - 1)
         places = [(p, s) for p in range(stage.prompts_per_step) for s in range(stage.group_size)]
         seeds = {request_seed(roll_out, *place) for place in places}
-        return bool(packed) and any(each.seed in seeds for each in unpack(packed)[0])
+        return bool(packed) and any(each.seed in seeds for each in unpack(packed))
 
     def hand_off_in_flight(self: Any) -> Any:
         if self.supply.asked:
