@@ -28,7 +28,7 @@ from or1_megatron.report.figures.svg import document, text
 
 SPECULATION: Final = (1.7, 4)
 """Tokens that an iteration yields, and those that it computes for them; arXiv 2511.13841 publishes 30 to 50% less
-roll-out time, 2604.26779 1.8 times at 8B."""
+rollout time, 2604.26779 1.8 times at 8B."""
 FAST_S: Final = (4.8e-3, 1.0e-4)
 """A lighter engine: the 7B's iteration_s, and a tenth of a millisecond per response."""
 GPUS: Final = 256
@@ -135,7 +135,7 @@ def longest(config: Config, on: Machine) -> str:
 
 
 def floor(config: Config, on: Machine) -> Floor:
-    """Return the floor of a roll-out, mean over the steps of all stages, each as its middle step."""
+    """Return the floor of a rollout, mean over the steps of all stages, each as its middle step."""
     clock, steps = on.clock(config), sum(stage.steps for stage in config.stages)
     parts = np.zeros(4)
     for index, stage in enumerate(config.stages):
@@ -173,7 +173,7 @@ def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
 
 
 def bound() -> str:
-    """Return what the constants leave for scheduling: the floor of the roll-out and the update, against a step."""
+    """Return what the constants leave for scheduling: the floor of the rollout and the update, against a step."""
     heads = "| | step | tokens' own | keys and values | shared, by how many | update | in all | at most |"
     lines = ["", heads, "|---|---|---|---|---|---|---|---|"]
     for variant in (VARIANTS[1], next(each for each in VARIANTS if each.fast)):
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure there")
     arguments = parser.parse_args()
-    print("| | roll-out, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
+    print("| | rollout, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
     print("|---|---|---|---|---|---|---|---|")
     rows: dict[str, tuple[dict[str, float], bool]] = {}
     synchronous = sum(hours(planned(VARIANTS[1])[2]).values())

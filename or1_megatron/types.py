@@ -209,7 +209,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """End a roll-out at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
+    """End a rollout at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
 
     ``keeps`` must be picklable.
     """
@@ -332,7 +332,7 @@ class HandoffReport:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Times and counts of one roll-out, by the RolloutManager's clock."""
+    """Times and counts of one rollout, by the RolloutManager's clock."""
 
     decode_s: float
     """Wall time during which at least one engine was decoding (the union over engines)."""
@@ -347,7 +347,7 @@ class RolloutReport:
     surplus_responses: int = 0
     """Started for a refill, and thrown away."""
     period_s: float = 0.0
-    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the roll-out's start, or from the report before if
+    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the rollout's start, or from the report before if
     that came later, to this report."""
 
 

@@ -77,7 +77,7 @@ class StepTime:
             idle = 1 - self.rollout.utilisation
             part = max(self.rollout.parts_s, key=lambda name: self.rollout.parts_s[name])
             spent = self.rollout.parts_s[part] / max(sum(self.rollout.parts_s.values()), 1e-9)
-            of = "step" if self.rollout.period_s > self.rollout.judged_s else "roll-out"
+            of = "step" if self.rollout.period_s > self.rollout.judged_s else "rollout"
             tail = f"engines wait {idle:.0%} of the {of} for the longest responses; "
             return f"{share}: {tail if idle >= 0.1 else ''}{part} take {spent:.0%} of decoding"
         if verb == "update":
@@ -217,13 +217,13 @@ class _Steps:
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> RolloutTime:
-    """Return the time of a roll-out of ``workload``."""
+    """Return the time of a rollout of ``workload``."""
     verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
     return simulate(workload, machine.clock(config), engines, config.verify.workers, verdict_s)
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
-    """Return what one roll-out samples; with refill as many prompts as are needed on average."""
+    """Return what one rollout samples; with refill as many prompts as are needed on average."""
     prompts = min(math.ceil(stage.prompts_per_step / lengths.kept_share), stage.prompts_per_step + stage.refill_prompts)
     return Workload(*lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random), stage.group_size)
 

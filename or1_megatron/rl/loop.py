@@ -8,7 +8,7 @@ Stopping: up to its first SGD step a step can be abandoned, because only the str
 before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
 is finished, but its handoff and its evaluation are left to the resumed run.
 
-Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are requested too, and a
+Staleness (``max_staleness`` N): when a step begins, the rollouts of the N steps after it are requested too, and a
 handoff does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their
 lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is
 sampled from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the
@@ -213,11 +213,11 @@ class Loop:
 
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
-        """Start the roll-out after this one if it had to wait for this one's refill."""
+        """Start the rollout after this one if it had to wait for this one's refill."""
         self._ask_ahead(stage, self.supply.asked + 1)
 
     def _ask_ahead(self, stage: StageConfig, first: int) -> None:
-        """Start the roll-outs of the steps from ``first`` after this one that staleness allows in this stage."""
+        """Start the rollouts of the steps from ``first`` after this one that staleness allows in this stage."""
         for ahead in range(first, self.config.max_staleness + 1):
             sure = self.schedule.surely_goes_on(self.steps_done, ahead)
             if not sure or not self.supply.ask_ahead(stage, self.steps_done + ahead):

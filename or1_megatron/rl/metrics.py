@@ -319,7 +319,7 @@ def time_metrics(
     other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, which
     have these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
     t_O. ``overlaps``: engines decode while the policy trains; then the shorter of the two is not counted, and
-    the utilization is that of the periods of the roll-outs' reports.
+    the utilization is that of the periods of the rollouts' reports.
     """
     updates = [report for report in busy if isinstance(report, UpdateReport)]
     decoded = [report for report in busy if not isinstance(report, UpdateReport)]

@@ -36,7 +36,7 @@ class KeepsGroup:
 
 @dataclass(frozen=True, slots=True)
 class _PendingStep:
-    """A step whose roll-out is under way."""
+    """A step whose rollout is under way."""
 
     before: Mapping[str, Any]
     """The stream's state before its prompts were drawn."""
@@ -44,7 +44,7 @@ class _PendingStep:
 
 
 class Supply:
-    """The roll-outs of the current step and, where staleness is allowed, of those after it ("ahead")."""
+    """The rollouts of the current step and, where staleness is allowed, of those after it ("ahead")."""
 
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._keeps, self._seed = stream, rollouts, KeepsGroup(advantage), seed
@@ -55,7 +55,7 @@ class Supply:
 
     @property
     def asked(self) -> int:
-        """Steps whose roll-outs are under way."""
+        """Steps whose rollouts are under way."""
         return len(self._asked)
 
     def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
@@ -78,7 +78,7 @@ class Supply:
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
 
     def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
-        """Start the roll-out of step ``step`` (from 0), whose prompts were taken last."""
+        """Start the rollout of step ``step`` (from 0), whose prompts were taken last."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         rule = None
         if len(prompts) > stage.prompts_per_step:
@@ -88,7 +88,7 @@ class Supply:
         self._asked.append(_PendingStep(self._before, rule is not None))
 
     def ask_ahead(self, stage: StageConfig, step: int) -> bool:
-        """Start the roll-out of a later step; returns whether it could.
+        """Start the rollout of a later step; returns whether it could.
 
         Which prompts it has is unknown while an earlier step with refill is under way.
         """
@@ -108,7 +108,7 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """JSON-able. The stream's is that before the roll-outs under way, which a resumed run asks again."""
+        """JSON-able. The stream's is that before the rollouts under way, which a resumed run asks again."""
         return {
             "stream": self._asked[0].before if self._asked else self._stream.state(),
             "rejected_share": self.rejected_share,

@@ -40,7 +40,7 @@ _STOP_POLL_S = 0.5
 
 @dataclass(slots=True)
 class _Asked:
-    """A roll-out under way, as it can be asked for again."""
+    """A rollout under way, as it can be asked for again."""
 
     batch: bytes
     seeds: list[int]
@@ -55,7 +55,7 @@ class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
     From ``revive_with`` on, a manager that dies is replaced: the engines give up what they are decoding for it, and its
-    successor takes over what they have finished and asks for the rest of the roll-outs under way, with the same seeds.
+    successor takes over what they have finished and asks for the rest of the rollouts under way, with the same seeds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RolloutsClient:
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
         self._progress = (0, 0)
-        self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
+        self._asked: dict[int, _Asked] = {}  # the rollouts under way, by the tickets of this client
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
         self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
@@ -88,7 +88,7 @@ class RolloutsClient:
         on_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """Let an engine's or the manager's death end no roll-out from now on.
+        """Let an engine's or the manager's death end no rollout from now on.
 
         Args:
             revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
@@ -112,12 +112,12 @@ class RolloutsClient:
         rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        """Start sampling; return the roll-out's ticket. Arguments: ``interfaces.Rollouts``.
+        """Start sampling; return the rollout's ticket. Arguments: ``interfaces.Rollouts``.
 
         Raises:
             RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
             RayLost: Ray is lost; so does every wait.
-            Stopped: a stop has been requested, and the roll-out is lost; so does every wait.
+            Stopped: a stop has been requested, and the rollout is lost; so does every wait.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
@@ -154,7 +154,7 @@ class RolloutsClient:
         return same
 
     def wait_decoded(self, ticket: int | None = None) -> None:
-        """Block until the last response of a roll-out (None: the oldest) has been sampled."""
+        """Block until the last response of a rollout (None: the oldest) has been sampled."""
         self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
@@ -170,7 +170,7 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained, and that all roll-outs that may go before are asked."""
+        """Say that what ``collect`` returned is trained, and that all rollouts that may go before are asked."""
         self._collected.clear()
         if all(each.urgent for each in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
@@ -180,7 +180,7 @@ class RolloutsClient:
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
-            pass  # those who wait for the roll-out get the error
+            pass  # those who wait for the rollout get the error
         return self._progress
 
     def finished_responses(self) -> bytes:
@@ -198,7 +198,7 @@ class RolloutsClient:
         return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Give these to the roll-outs of the same requests, but not to urgent ones; a warning if they cannot be read.
+        """Give these to the rollouts of the same requests, but not to urgent ones; a warning if they cannot be read.
 
         ``version``: only those of it alone. They are dropped once no rollout is under way any more.
         """
@@ -234,7 +234,7 @@ class RolloutsClient:
             return False  # asked again soon; the manager's own death ends the wait
 
     def _of_manager(self, ticket: int | None) -> int | None:
-        """Return the present manager's ticket of a roll-out; None: it does not know the roll-out, and says so."""
+        """Return the present manager's ticket of a rollout; None: it does not know the rollout, and says so."""
         asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
         return None if asked is None else asked.of_manager
 
@@ -256,7 +256,7 @@ class RolloutsClient:
         """Wait until the call has ended. Returns false if another manager has to be called."""
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
-                raise Stopped("roll-out abandoned: the run has been asked to stop")
+                raise Stopped("rollout abandoned: the run has been asked to stop")
             check_ray(ASK_EVERY_S)
             if self._revive is not None and self._engines_lost():
                 if self._in_turns:
@@ -271,7 +271,7 @@ class RolloutsClient:
         """Replace the manager.
 
         Raises:
-            RolloutError: nobody can replace it, or it was replaced too often within one roll-out.
+            RolloutError: nobody can replace it, or it was replaced too often within one rollout.
             RayLost: Ray is lost with it.
         """
         if self._revive is None or self._restarts_left == 0 or self._stop():
@@ -283,7 +283,7 @@ class RolloutsClient:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Start another manager, which asks for what is not yet sampled of the roll-outs under way.
+        """Start another manager, which asks for what is not yet sampled of the rollouts under way.
 
         The present one may live and only be out of reach. It is killed: engines answer a predecessor at once, and it
         would call them again and again.

@@ -38,12 +38,12 @@ _NAMED_IN_ERRORS = 8
 
 
 class RolloutError(EnginesLost):
-    """The current roll-out cannot be completed; the message names the engine, the verifier or the requests."""
+    """The current rollout cannot be completed; the message names the engine, the verifier or the requests."""
 
 
 @dataclass
 class _UnderWay:
-    """A roll-out, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
+    """A rollout, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
 
     ticket: int
     roll_out: RollOut
@@ -51,7 +51,7 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a roll-out may be
+    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a rollout may be
     asked for long before its turn."""
     judged_s: float = 0.0
     """When the last verdict came."""
@@ -147,7 +147,7 @@ class RolloutManager:
         return pack((groups, self._report(current, groups)))
 
     async def finished_responses(self) -> bytes:
-        """Return a packed list of the completions of all roll-outs under way, but for urgent ones."""
+        """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         return pack([made for each in roll_outs if not each.urgent for made in each.completions.values()])
 
@@ -252,7 +252,7 @@ class RolloutManager:
             if self._engines[index] == engine:
                 self._perform(self._scheduler.lose(index))
         else:
-            died = "" if answered else " died during the roll-out"
+            died = "" if answered else " died during the rollout"
             self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
@@ -316,12 +316,12 @@ class RolloutManager:
         if ticket is None:
             ticket = min(self._open, default=-1)
         if ticket not in self._open:
-            raise RolloutError(f"{what}: no roll-out is under way")
+            raise RolloutError(f"{what}: no rollout is under way")
         return self._open[ticket]
 
     def _report(self, current: _UnderWay, groups: Sequence[Group]) -> RolloutReport:
         assert self._verifiers is not None
-        # Where several roll-outs are under way, each report has the engines' work since the one before.
+        # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
         busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
         self._busy_s = [[] for _ in self._engines]

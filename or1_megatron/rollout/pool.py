@@ -280,7 +280,7 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             # Large pages where the kernel offers them: at a handoff vLLM packs each weight into memory that is new.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             # oneDNN keeps 1,024 compiled products, one for each shape, and every number of responses is another shape:
-            # an engine grew by 0.5 GiB over 20 roll-outs. It is as fast with 128.
+            # an engine grew by 0.5 GiB over 20 rollouts. It is as fast with 128.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         }
     if devices:

@@ -1,7 +1,7 @@
-"""Which requests a roll-out sends to which engine, and how their completions become groups. No engine, no Ray.
+"""Which requests a rollout sends to which engine, and how their completions become groups. No engine, no Ray.
 
-A roll-out of P prompts with group size M is P * M requests. A request's seed depends only on the roll-out's seed and on
-the request's place, so the same roll-out can be sampled again on any number of engines.
+A rollout of P prompts with group size M is P * M requests. A request's seed depends only on the rollout's seed and on
+the request's place, so the same rollout can be sampled again on any number of engines.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from or1_megatron.types import (
 )
 
 RequestKey = tuple[int, int]
-"""(index of the prompt in the roll-out, index of the sample in its group)."""
+"""(index of the prompt in the rollout, index of the sample in its group)."""
 
 _SEED_BITS = 63  # torch generators take 64 bits; signed 64-bit integers survive every serialisation on the way
 
 
 def request_seed(*parts: int) -> int:
-    """Return a request's seed in [0, 2**63), from (roll-out seed, prompt index, sample index).
+    """Return a request's seed in [0, 2**63), from (rollout seed, prompt index, sample index).
 
-    63 bits, so that the thousands of seeds of a roll-out all differ. The same on every machine and Python version
+    63 bits, so that the thousands of seeds of a rollout all differ. The same on every machine and Python version
     (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
@@ -55,7 +55,7 @@ def plan_requests(
 ) -> dict[RequestKey, Request]:
     """Make ``group_size`` requests per prompt, group by group.
 
-    The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
+    The seed identifies a request within the rollout. The problem's id does not: a batch may hold a problem twice.
     """
     return {
         (prompt_index, sample_index): Request(
@@ -88,7 +88,7 @@ _CAUTION = 0.25
 
 
 class SamplingBudget:
-    """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
+    """How many of a rollout's prompts, counted from the first, are sampled, and how many make up the result.
 
     Without ``refill`` that is all of them. With ``refill`` the result is the shortest run of prompts with enough groups
     kept, in whatever order groups are judged. Engines may sample as many prompts as are enough with two standard

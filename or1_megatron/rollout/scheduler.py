@@ -1,10 +1,10 @@
-"""Which engine samples which request, and when a roll-out is over. It takes events and answers with actions.
+"""Which engine samples which request, and when a rollout is over. It takes events and answers with actions.
 
 It has no clock, no engine and no Ray. ``manager`` runs it with real engines and verifiers, ``simulation`` with
 simulated ones on a simulated clock; so a forecast is made by what a run does.
 
 Every request is with at most one engine, and is answered once: an engine's answer to a request that it does not have is
-an error, and whatever a lost engine still says is dropped. Several roll-outs may be under way. Requests of older ones
+an error, and whatever a lost engine still says is dropped. Several rollouts may be under way. Requests of older ones
 are sent first, and those of urgent ones before them.
 """
 
@@ -63,7 +63,7 @@ Action = Submit | Abort | Judge
 
 @dataclass
 class RollOut:
-    """One roll-out under way."""
+    """One rollout under way."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -110,7 +110,7 @@ class _Held:
 
 
 class Scheduler:
-    """Roll-outs, each known by its *ticket*, over engines known by their index. Not thread-safe."""
+    """Rollouts, each known by its *ticket*, over engines known by their index. Not thread-safe."""
 
     def __init__(self, engines: int, max_concurrent: int) -> None:
         """``max_concurrent``: responses that one engine decodes at once."""
@@ -133,10 +133,10 @@ class Scheduler:
         rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> tuple[int, list[Action]]:
-        """Start a roll-out and return its ticket; arguments as in ``interfaces.Rollouts``.
+        """Start a rollout and return its ticket; arguments as in ``interfaces.Rollouts``.
 
         Raises:
-            ValueError: two requests, of this roll-out or of those under way, would have the same seed.
+            ValueError: two requests, of this rollout or of those under way, would have the same seed.
         """
         requests = plan_requests(prompts, group_size, sampling, seed)
         seeds = {request.seed for request in requests.values()}
@@ -152,20 +152,20 @@ class Scheduler:
 
     @property
     def first(self) -> int | None:
-        """Ticket of the roll-out that comes first: the oldest urgent one, else the oldest. None: none is under way."""
+        """Ticket of the rollout that comes first: the oldest urgent one, else the oldest. None: none is under way."""
         return next(iter(self._roll_outs), None)
 
     @property
     def tickets(self) -> list[int]:
-        """The roll-outs under way, the oldest first."""
+        """The rollouts under way, the oldest first."""
         return sorted(self._roll_outs)
 
     def at(self, ticket: int) -> RollOut:
-        """Return a roll-out that has not been ended."""
+        """Return a rollout that has not been ended."""
         return self._roll_outs[ticket]
 
     def off_engines(self, ticket: int) -> bool:
-        """Whether no engine has a request of the roll-out that was given up: of a prompt that is not wanted."""
+        """Whether no engine has a request of the rollout that was given up: of a prompt that is not wanted."""
         return not self._unwanted[ticket]
 
     def engine_of(self, seed: int) -> int | None:
@@ -174,7 +174,7 @@ class Scheduler:
         return None if held is None else held.engine
 
     def end(self, ticket: int) -> RollOut:
-        """Forget a roll-out whose result is there and return it."""
+        """Forget a rollout whose result is there and return it."""
         return self._roll_outs.pop(ticket)
 
     def finished(self, engine: int, completions: Iterable[Completion]) -> list[Action]:
@@ -197,7 +197,7 @@ class Scheduler:
         return [*actions, *self._feed()]
 
     def judged(self, ticket: int, key: RequestKey, verdict: Verdict) -> list[Action]:
-        """Take in the verdict on a completion; of a roll-out that has ended it is dropped.
+        """Take in the verdict on a completion; of a rollout that has ended it is dropped.
 
         Raises:
             ValueError: there is no such completion, or it has its verdict.
@@ -206,7 +206,7 @@ class Scheduler:
         if roll_out is None:
             return []
         if key not in roll_out.completions or key in roll_out.verdicts:
-            raise ValueError(f"a verdict on {key} of roll-out {ticket}, which has no completion or a verdict already")
+            raise ValueError(f"a verdict on {key} of rollout {ticket}, which has no completion or a verdict already")
         roll_out.verdicts[key] = verdict
         budget, prompt_index = roll_out.budget, key[0]
         group = assemble_group(

@@ -1,4 +1,4 @@
-"""Roll-outs on a simulated clock: the scheduler that runs real engines and verifiers, with clocks in their place.
+"""Rollouts on a simulated clock: the scheduler that runs real engines and verifiers, with clocks in their place.
 
 Verifiers judge beside decoding, first come first served. The time of messages is left out, and engines are alike.
 """
@@ -159,7 +159,7 @@ class SimulatedRollouts:
                 self.now_s = end_s
                 return
             if math.isinf(when_s):
-                raise RuntimeError("the simulated engines have nothing to decode, and the roll-out is not complete")
+                raise RuntimeError("the simulated engines have nothing to decode, and the rollout is not complete")
             if verdict_s <= engine_s:
                 self.now_s, _, judge = heapq.heappop(self._verdicts)
                 self._perform(self.scheduler.judged(judge.ticket, judge.key, self._verdict(judge.completion)))

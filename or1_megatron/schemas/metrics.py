@@ -23,7 +23,7 @@ VERBS: Mapping[str, str] = {
     "take_problems": "draw the step's prompts",
     "roll_out": "sample until the last response is decoded",
     "verify": "wait for the remaining verdicts",
-    "sample_ahead": "start later steps' roll-outs that waited for a refill (rollout.max_staleness only)",
+    "sample_ahead": "start later steps' rollouts that waited for a refill (rollout.max_staleness only)",
     "observe": "record pass rates",
     "assign_advantages": "group advantages",
     "reject": "drop groups without advantage",

@@ -158,7 +158,7 @@ class SyncedPolicy(PolicyDriver):
             raise EngineStrayed(str(error)) from error
 
     def revive(self) -> None:
-        """Replace the engines that are gone, in the middle of a roll-out, and bring all to the current weights.
+        """Replace the engines that are gone, in the middle of a rollout, and bring all to the current weights.
 
         Where engines take turns with the trainer, none may be decoding.
 

@@ -95,7 +95,7 @@ class Clock:
 
 
 Asked = tuple[int, tuple[str, ...], int, Sampling]
-"""(seed, ids of the problems, group size, sampling) of a roll-out."""
+"""(seed, ids of the problems, group size, sampling) of a rollout."""
 
 
 def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Asked:
@@ -103,7 +103,7 @@ def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, see
 
 
 class TableRollouts:
-    """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that roll-out."""
+    """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that rollout."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -116,7 +116,7 @@ class TableRollouts:
         self.under_way: dict[int, list[Group]] = {}  # by ticket
         self.asked: dict[int, Asked] = {}  # by ticket, those under way that are not urgent
         self.collected: dict[Asked, list[Group]] = {}  # and not trained
-        self.reused: dict[Asked, list[Group]] = {}  # for a roll-out that asks the same
+        self.reused: dict[Asked, list[Group]] = {}  # for a rollout that asks the same
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version

@@ -1,4 +1,4 @@
-"""Whole roll-outs through the real manager, two real engines and the real math verifier, on Ray.
+"""Whole rollouts through the real manager, two real engines and the real math verifier, on Ray.
 
 The engines' model is random, so the problems' gold answers are made to be right by chance: one digit each.
 """
@@ -122,7 +122,7 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
 
 
 def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
-    with pytest.raises(RolloutError, match="collect: no roll-out is under way"):
+    with pytest.raises(RolloutError, match="collect: no rollout is under way"):
         rollouts.collect()
     with pytest.raises(ValueError, match="0 prompts"):
         rollouts.roll_out([], 4, SAMPLING, seed=1)
@@ -142,7 +142,7 @@ def kept(engine: Any) -> list[Any]:
 
 
 def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
-    """In a roll-out, and between two: the successor gives the groups of an undisturbed roll-out of the same seed, and
+    """In a rollout, and between two: the successor gives the groups of an undisturbed rollout of the same seed, and
     has nothing sampled again that was finished.
 
     That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
@@ -151,7 +151,7 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     tokens = []
     finished, died_s = 0, 0.0
     sampling = Sampling(1.0, 1.0, 100)
-    with pytest.raises(RolloutError, match="no roll-out is under way"):
+    with pytest.raises(RolloutError, match="no rollout is under way"):
         rollouts.wait_decoded()
     rollouts.revive_with(lambda: None, reasons.append)
     for deadly in (False, True):
@@ -189,7 +189,7 @@ def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
 
 
 def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
-    """Two roll-outs under way, of which the first is finished; those of a checkpoint's file, for another client or the
+    """Two rollouts under way, of which the first is finished; those of a checkpoint's file, for another client or the
     same. Bytes that are no such file are let pass with a warning."""
     rollouts.revive_with(lambda: None)
     assert rollouts.finished_responses() == b""
@@ -332,7 +332,7 @@ def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_
     pool.wait_ready()
     client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
     ray.kill(pool.handles[0], no_restart=True)
-    with pytest.raises(RolloutError, match="engine 0 died during the roll-out"):
+    with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
         client.collect()
     with pytest.raises(RolloutError, match="engine 0 died"):
         client.roll_out(PROMPTS, 1, SAMPLING, seed=4)

@@ -199,7 +199,7 @@ class Turmoil:
                 self.happened["of several versions"] += sum(len(completion.versions) > 1 for completion in made)
                 return groups
             self.step()
-        raise AssertionError("the roll-out does not come to its end")
+        raise AssertionError("the rollout does not come to its end")
 
 
 def answer(request: Request, engine: int, versions: Sequence[int] = (0,)) -> Completion:
