@@ -1,4 +1,4 @@
-"""What drafts of tokens save in a roll-out on CPU: ``rollout.speculation`` ngram and suffix against none, by turns.
+"""What drafts of tokens save in a rollout on CPU: ``rollout.speculation`` ngram and suffix against none, by turns.
 
     python benchmarks/speculation.py        (about four minutes; suffix is left out where arctic_inference is missing)
 
@@ -128,7 +128,7 @@ def measure(workload: Workload, pools: Mapping[str, EnginePool]) -> dict[str, An
         drafted = sum(each.drafted_tokens for each in completions)
         row = f"{workload.name}, {way}"
         figures[f"{row}: mean length"] = figure(tokens / len(completions), "tokens")
-        figures[f"{row}: roll-out"] = figure(seconds(done), "s")
+        figures[f"{row}: rollout"] = figure(seconds(done), "s")
         figures[f"{row}: over none"] = figure(seconds(done) / seconds(turns["none"]))
         if way != "none":
             figures[f"{row}: acceptance"] = figure(accepted / max(drafted, 1), "share")

@@ -19,12 +19,10 @@ from or1_megatron.types import (
     Batch,
     ChatCompletion,
     ChatRequest,
-    DeferRule,
     EvaluationResult,
     FailedRequest,
     Group,
     HandoffReport,
-    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -232,43 +230,40 @@ class Rollouts(Protocol):
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        """Start sampling ``group_size`` responses to each prompt and return the roll-out's ticket.
+        """Start sampling ``group_size`` responses to each prompt and return the rollout's ticket.
 
-        Each response is verified when it ends. Several roll-outs may be under way; older ones come first, and
+        Each response is verified when it ends. Several rollouts may be under way; older ones come first, and
         ``urgent`` ones before them.
 
-        ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: where each prompt was
-        first requested. None: in this roll-out, with ``seed``. Responses to a prompt and place of which an earlier
-        roll-out has kept something (``DeferRule.keep``) are continued from there.
+        ``rule``: ``collect`` returns the groups that it names. None: all.
         """
 
     def wait_decoded(self, ticket: int | None = None) -> None:
-        """Wait until the last response of a roll-out has been sampled; None: of the oldest."""
+        """Wait until the last response of a rollout has been sampled; None: of the oldest."""
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
-        """Wait until every response of a roll-out (None: the oldest) has its verdict.
+        """Wait until every response of a rollout (None: the oldest) has its verdict.
 
         Returns the groups in the order of the prompts.
         """
 
     def trained(self) -> None:
         """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. What is left of
-        ``reuse`` goes, too, if no roll-out is under way: nobody asks for it any more."""
+        ``reuse`` goes, too, if no rollout is under way: nobody asks for it any more."""
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
+        """Return (responses finished, responses requested) of the rollout that comes first, without waiting."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way that have been sampled, those that were collected and are not
-        ``trained``, those given to ``reuse`` and not yet asked, and what is kept of deferred prompts, packed
-        (``runtime.message``); empty: there is nothing. Those of ``urgent`` roll-outs are left out."""
+        """Return the responses of the rollouts under way that have been sampled, those that were collected and are not
+        ``trained``, and those given to ``reuse`` and not yet asked, packed (``runtime.message``); empty: there is
+        nothing. Those of ``urgent`` rollouts are left out."""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Take these instead of sampling them again where a roll-out asks for them: the same problem, prompt, sampling
+        """Take these instead of sampling them again where a rollout asks for them: the same problem, prompt, sampling
         and seed. ``urgent`` ones take none, and leave them for the others. ``version``: those alone of which the
         weights of this version have sampled every token."""
 
@@ -282,9 +277,6 @@ class ProblemStream(Protocol):
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
-
-    def find(self, problem_id: str) -> Prompt:
-        """Return the prompt of a problem. KeyError when there is none."""
 
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""

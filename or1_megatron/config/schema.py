@@ -197,24 +197,9 @@ class RolloutConfig(Section):
     and values stay, which is cheaper, and the rest of the response is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
     """A rollout that takes longer ends the run, naming the requests that are still out."""
-    tail: Literal["wait", "defer"] = "wait"
-    """wait: a step waits for its longest response. defer: it samples more prompts than it trains on, ends when D_R
-    groups are sampled, and leaves the others to a later step of such prompts (docs/stages.md). Recipe: wait."""
-    tail_share: Fraction = 0.25
-    """With tail=defer: prompts that a step asks beyond D_R, as a share of D_R. Unit: share."""
-    continued: Literal["none", "train", "mask"] = "none"
-    """With tail=defer: what becomes of the responses to prompts that a step gives up. none: they are thrown away and
-    sampled anew in a later step. train, mask: they are continued in the next step, with their old tokens, which are
-    trained with the log-probs of the weights that sampled them, or left out of the loss (docs/stages.md). Recipe:
-    none."""
     max_staleness: NonNegative = 0
     """N: how many steps older than the trained weights those that sampled a token may be. The N next steps are asked
     while this one is sampled and trains. Unit: rollout steps."""
-
-    @property
-    def trains_older_tokens(self) -> bool:
-        """Whether the loss may hold tokens of older weights than those that a step begins with."""
-        return self.max_staleness > 0 or self.continued == "train"
 
 
 class MathConfig(Section):

@@ -27,13 +27,12 @@ import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.handoff.backend_check import worker_info
-from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, tokens_before
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
-from or1_megatron.types import Completion, Float32Array, Int32Array, Request, Unfinished
+from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 
@@ -142,7 +141,7 @@ class VllmEngine:
         if settings.config.speculation is not None:
             self._llm.collective_rpc("sample_drafts_as_without")
         self._tokenizer = self._llm.get_tokenizer()
-        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its first submission
+        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
         self._finished: list[Completion] = []  # not yet returned by ``step``
         self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
@@ -170,11 +169,9 @@ class VllmEngine:
         """Queue requests for decoding; while weights are replaced, they wait.
 
         Raises:
-            ValueError: a prompt and its response's limit together exceed the engine's longest sequence, or a response
-                that is continued has reached its limit.
+            ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
         """
         for request in requests:
-            before = tokens_before(request)
             total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
             if total > self._settings.max_model_tokens:
                 raise ValueError(
@@ -189,14 +186,14 @@ class VllmEngine:
             params = self._sampling_params(
                 temperature=request.sampling.temperature,
                 top_p=request.sampling.top_p,
-                max_tokens=request.sampling.max_response_tokens - before,
-                seed=generator_seed(request),
+                max_tokens=request.sampling.max_response_tokens,
+                seed=request.seed,
                 logprobs=0,  # the sampled token's alone
                 flat_logprobs=True,
                 detokenize=False,  # once at the end instead of token by token: a fifth of the time of a small model
                 output_kind=self._final_only,
             )
-            self._add(read_tokens(request), params, request)
+            self._add(request.prompt.token_ids, params, request)
 
     def step(self) -> list[Completion]:
         """Run one decoding iteration and return the finished completions; return at once when idle."""
@@ -207,16 +204,13 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    def abort(self, seeds: Sequence[int]) -> list[Unfinished]:
-        """Abort the pending requests of these seeds; return what was sampled of them. The others have finished."""
+    def abort(self, seeds: Sequence[int]) -> list[int]:
+        """Abort the pending requests of these seeds; return the seeds that were aborted. The others have finished."""
         wanted = set(seeds)
         names = [name for name, (request, _) in self._pending.items() if request.seed in wanted]
-        found = [self._unfinished(name) for name in names]
         if names:
             self._engine.abort_request(names)
-        for name in names:
-            del self._pending[name]
-        return found
+        return [self._pending.pop(name)[0].seed for name in names]
 
     def abort_all(self) -> list[Completion]:
         """Abort all pending requests; return the completions that ``step`` has not returned."""
@@ -349,19 +343,10 @@ class VllmEngine:
         name = str(self._serial)
         self._serial += 1
         if request is not None:
-            self._pending[name] = (request, time.time() if request.before is None else request.before.started_s)
+            self._pending[name] = (request, time.time())
         priority = 0 if request is not None else -1  # the lowest number comes first
         self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
         return name
-
-    def _unfinished(self, name: str) -> Unfinished:
-        from vllm.v1.engine import FinishReason
-
-        request, started_s = self._pending[name]
-        processor = self._engine.output_processor
-        (state,) = (processor.request_states[each] for each in processor.external_req_ids[name])
-        output = state.make_request_output([], None, FinishReason.ABORT, None)
-        return Unfinished(request.seed, *joined(output.outputs[0], request), started_s, request_digest(request))
 
     def _completion(self, output: Any, finished_s: float) -> Completion:
         request, started_s = self._pending.pop(output.request_id)
@@ -372,7 +357,7 @@ class VllmEngine:
                 f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
                 f"{request.prompt.problem.id} with '{reason}'; expected 'stop' or 'length'"
             )
-        token_ids, log_probs, versions = joined(sampled, request)
+        token_ids = np.array(sampled.token_ids, dtype=np.int32)
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
         drafts = sampled.spec_decode_metrics
         text = self._tokenizer.decode(
@@ -384,10 +369,10 @@ class VllmEngine:
             problem_id=request.prompt.problem.id,
             sample_index=request.sample_index,
             token_ids=token_ids,
-            log_probs=log_probs,
+            log_probs=np.array(sampled.logprobs.logprobs, dtype=np.float32),
             text=text,
             finish_reason=reason,
-            versions=versions,
+            versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
             engine=self._settings.index,
             seed=request.seed,
             started_s=started_s,

@@ -94,9 +94,9 @@ class EngineActor:
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
-    def abort(self, seeds: Sequence[int], caller: int = 0) -> bytes:
-        """Return a packed list of Unfinished; as in VllmEngine."""
-        return pack(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []))
+    def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
+        """As in VllmEngine."""
+        return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
         """Return a packed Harvest; as in EngineThread, like the two below."""
@@ -280,7 +280,7 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             # Large pages where the kernel offers them: at a handoff vLLM packs each weight into memory that is new.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             # oneDNN keeps 1,024 compiled products, one for each shape, and every number of responses is another shape:
-            # an engine grew by 0.5 GiB over 20 roll-outs. It is as fast with 128.
+            # an engine grew by 0.5 GiB over 20 rollouts. It is as fast with 128.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         }
     if devices:
