@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.handoff.backend_check import worker_info
 from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, tokens_before
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
@@ -93,7 +92,7 @@ class EngineSettings:
     """Longest prompt + response."""
     config: RolloutConfig
     weight_transfer: str = "shard"
-    """vLLM's name of the weight-transfer backend."""
+    """``handoff.backend``, as which ``worker`` makes it known to vLLM."""
     serves_folder: bool = True
     """False: nothing is served before a handoff has replaced the folder's weights."""
 
@@ -288,9 +287,7 @@ class VllmEngine:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect to the trainer. The engine's index tells its workers their ranks in the transfer's process group."""
-        settings = self._settings
-        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.config.tensor_parallel)
-        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
         """Begin: nothing is decoded until ``certify``. An earlier update that never ended is given up."""
@@ -325,9 +322,6 @@ class VllmEngine:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
         self._serving = True
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._llm.shutdown_weight_transfer_engine()
 
     @property
     def version(self) -> int:
