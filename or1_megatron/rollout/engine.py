@@ -29,7 +29,6 @@ from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, tokens_before
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
-from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, Unfinished
@@ -120,6 +119,7 @@ class VllmEngine:
         self._settings = settings
         self._sampling_params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        drafts = settings.config.engine_args.get("speculative_config") is not None
         self._llm = LLM(
             model=str(settings.model),
             dtype=settings.dtype,
@@ -128,17 +128,16 @@ class VllmEngine:
             tensor_parallel_size=settings.config.tensor_parallel,
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
-            disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
             worker_extension_cls=WORKER_EXTENSION,
-            **engine_options(settings.config.speculation),
-            **_device_options(settings, is_cpu=current_platform.is_cpu()),
+            **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
+            **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("draw_seeds_at_once")
-        if settings.config.speculation is not None:
+        if drafts:
             self._llm.collective_rpc("sample_drafts_as_without")
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its first submission

@@ -91,7 +91,8 @@ def test_deferred_continued_and_drafted_responses_outlive_deaths(
     """
     run = tmp_path / "run"
     tail = ["rollout.tail=defer", "rollout.tail_share=0.5", f"rollout.continued={continued}"]
-    drafts = ["rollout.speculation.method=ngram", "rollout.speculation.match_tokens=2"]
+    ngram = "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 2}"
+    drafts = [f"rollout.engine_args.speculative_config={ngram}"]
     more = ["stages.1.steps=9", "stages.1.prompts_per_update=8", "run.max_restarts=1"]
     training = train(small_config(run), *tail, *drafts, *more)
     wait_for_rows(training, run, 2)
