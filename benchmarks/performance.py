@@ -175,15 +175,6 @@ SECTIONS = (
         ),
     ),
     Section(
-        "speculation",
-        "Drafts of tokens on CPU",
-        "python benchmarks/speculation.py",
-        "A rollout on one engine with `rollout.speculation` and without, by turns, with the same requests: a step of "
-        "the quickstart's base model, and responses of up to 512 tokens of random weights at temperature 0.05, which "
-        "fall into loops, 32 and 4 at once.",
-        tuple((f"{work}, {way}: over none", "") for work in ("quickstart", "loops") for way in ("ngram", "suffix")),
-    ),
-    Section(
         "handoff",
         "Handoff on CPU",
         "python benchmarks/handoff.py",

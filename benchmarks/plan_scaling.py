@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +26,6 @@ from or1_megatron.plan.run_time import RunTime, run_time
 from or1_megatron.plan.step_time import Machine, workload_at
 from or1_megatron.report.figures.svg import document, text
 
-SPECULATION: Final = (1.7, 4)
-"""Tokens that an iteration yields, and those that it computes for them; arXiv 2511.13841 publishes 30 to 50% less
-rollout time, 2604.26779 1.8 times at 8B."""
 FAST_S: Final = (4.8e-3, 1.0e-4)
 """A lighter engine: the 7B's iteration_s, and a tenth of a millisecond per response."""
 GPUS: Final = 256
@@ -41,7 +38,6 @@ class Variant:
     title: str
     hidden: bool = True
     fast: bool = False
-    speculation: bool = False
     staleness: int = 0
     trainers: int = GPUS
     """Fewer than all: engines have GPUs of their own."""
@@ -58,9 +54,7 @@ VARIANTS: Final = (
     Variant("as the recipe is written, with the paper's other", hidden=False),
     Variant("t_other hidden: verdicts beside decoding, head and handoff as planned"),
     Variant("+ engines of TP 2", tensor=2),
-    Variant("+ speculation", speculation=True),
     Variant("+ a lighter engine", fast=True),
-    Variant("+ speculation, a lighter engine", speculation=True, fast=True),
     Variant("staleness 1, 48 GPUs train", staleness=1, trainers=48, concurrent=128),
     Variant("staleness 2, 48 GPUs train", staleness=2, trainers=48, concurrent=128),
     Variant("staleness 2, 32 GPUs train", staleness=2, trainers=32, concurrent=128),
@@ -73,7 +67,7 @@ def planned(variant: Variant, stages: int = 2) -> tuple[Config, Machine, RunTime
     config = _config(variant)
     config = config.model_copy(update={"stages": config.stages[:stages]})
     on = machine("32b", **(dict(zip(("iteration_s", "request_s"), FAST_S, strict=True)) if variant.fast else {}))
-    on = replace(on.hidden() if variant.hidden else on, speculation=SPECULATION if variant.speculation else (1.0, 1))
+    on = on.hidden() if variant.hidden else on
     return config, on, run_time(config, on, RecipeLengths(), points=1)
 
 

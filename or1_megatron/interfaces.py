@@ -290,33 +290,17 @@ class ProblemStream(Protocol):
 
 
 class PolicyWeights(Protocol):
-    """A policy's weights under their HF names, in the ways in which a handoff may want them.
-
-    The three iterators yield in the order of ``metadata`` and are collective over the ranks that share a tensor.
-    """
+    """A policy's weights under their HF names, as a handoff wants them."""
 
     @property
     def ranks(self) -> int:
         """Trainer ranks."""
 
-    @property
-    def tensor_ranks(self) -> int:
-        """Ranks of a tensor-parallel group."""
-
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole tensors on rank 0; on other ranks each may be None."""
-
-    def everywhere(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors on every rank."""
-
-    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, on each rank those named by ``held_names``."""
-
-    def held_names(self) -> frozenset[str]:
-        """The tensors of which this rank's pipeline stage holds a part."""
+        """Whole tensors in the order of ``metadata``, on rank 0; on other ranks each may be None. Collective."""
 
     def holdings(self) -> list[Holding]:
         """Which trainer rank holds which part of which tensor; the same on every rank."""
@@ -329,15 +313,13 @@ class PolicyWeights(Protocol):
 
 
 class EngineControl(Protocol):
-    """All engines, as trainer rank 0 drives them in a handoff: vLLM's ``VLLMWeightSyncClient`` and more.
+    """All engines, as trainer rank 0 drives them in a handoff.
 
     Every call goes to all engines concurrently and returns when the last has answered.
     """
 
     engines: int
     workers_per_engine: int
-    next_version: int
-    """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
 
     @property
     def address(self) -> str:
@@ -347,9 +329,9 @@ class EngineControl(Protocol):
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
 
 
 class Stopped(Or1Error):

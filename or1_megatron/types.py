@@ -164,7 +164,7 @@ class Completion:
     """When the engine started on the request, seconds since the epoch."""
     finished_s: float
     drafted_tokens: int = 0
-    """Tokens that the engine drafted for it (``rollout.speculation``)."""
+    """Tokens that the engine drafted for it (``speculative_config`` in ``rollout.engine_args``)."""
     accepted_tokens: int = 0
     """Drafted tokens that were sampled."""
     request_digest: bytes = b""

@@ -54,8 +54,6 @@ OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
 
 OPTIONS: Final[Mapping[str, str]] = {
     "rollout.engine._device_options": "vllm.engine.arg_utils.EngineArgs",
-    "rollout.speculation.engine_options": "vllm.engine.arg_utils.EngineArgs",
-    "rollout.speculation._speculative_config": "vllm.config.speculative.SpeculativeConfig",
 }
 """Functions of ours that return arguments as a dict, and the record whose fields these are."""
 

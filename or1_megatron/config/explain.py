@@ -128,6 +128,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
             return "one of " + ", ".join(map(str, values))
         case {"type": "array", "items": items}:
             return f"list of {_kind(items)}"
+        case {"type": "object", "additionalProperties": True}:
+            return "mapping"
         case {"type": "object", "additionalProperties": values}:
             return f"mapping of names to {_kind(values)}"
         case {"type": "boolean"}:

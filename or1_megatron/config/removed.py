@@ -14,6 +14,10 @@ REMOVED: Final = {
     "rollout.tail": _DEFERRING,
     "rollout.tail_share": _DEFERRING,
     "rollout.continued": _DEFERRING,
+    "rollout.speculation": (
+        "drafts are vLLM's to configure; set rollout.engine_args.speculative_config, for example {method: ngram, "
+        "num_speculative_tokens: 4, prompt_lookup_max: 5} (docs/stages.md)"
+    ),
 }
 """Why a key was removed and what to do, by the dotted key without places in lists."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from or1_megatron.config.hardware import Fit, Hardware, Rates
 from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
 from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock, speculating
+from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate, totals, worked
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
@@ -36,8 +36,6 @@ class Machine:
     covers: tuple[str, ...]
     """Verbs that ``other`` holds already."""
     device: Device = "cuda"
-    speculation: tuple[float, int] = (1.0, 1)
-    """(tokens that an iteration yields of a response, tokens that it computes for them)."""
 
     @classmethod
     def of(cls, hardware: Hardware, shape: Shape, device: Device) -> Machine:
@@ -47,7 +45,7 @@ class Machine:
 
     def clock(self, config: Config) -> EngineClock:
         """Return the clock of one engine of ``config``."""
-        return speculating(engine_clock(config, self.shape, self.rates), *self.speculation)
+        return engine_clock(config, self.shape, self.rates)
 
     def hidden(self) -> Machine:
         """Return this machine without ``other``: the verbs that it covers count by themselves."""

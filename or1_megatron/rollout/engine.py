@@ -26,10 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.handoff.backend_check import worker_info
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
-from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
@@ -92,7 +90,7 @@ class EngineSettings:
     """Longest prompt + response."""
     config: RolloutConfig
     weight_transfer: str = "shard"
-    """vLLM's name of the weight-transfer backend."""
+    """``handoff.backend``, as which ``worker`` makes it known to vLLM."""
     serves_folder: bool = True
     """False: nothing is served before a handoff has replaced the folder's weights."""
 
@@ -120,6 +118,7 @@ class VllmEngine:
         self._settings = settings
         self._sampling_params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        drafts = settings.config.engine_args.get("speculative_config") is not None
         self._llm = LLM(
             model=str(settings.model),
             dtype=settings.dtype,
@@ -128,17 +127,16 @@ class VllmEngine:
             tensor_parallel_size=settings.config.tensor_parallel,
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
-            disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
             worker_extension_cls=WORKER_EXTENSION,
-            **engine_options(settings.config.speculation),
-            **_device_options(settings, is_cpu=current_platform.is_cpu()),
+            **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
+            **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("draw_seeds_at_once")
-        if settings.config.speculation is not None:
+        if drafts:
             self._llm.collective_rpc("sample_drafts_as_without")
         self._tokenizer = self._llm.get_tokenizer()
         self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
@@ -282,9 +280,7 @@ class VllmEngine:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect to the trainer. The engine's index tells its workers their ranks in the transfer's process group."""
-        settings = self._settings
-        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.config.tensor_parallel)
-        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
         """Begin: nothing is decoded until ``certify``. An earlier update that never ended is given up."""
@@ -319,9 +315,6 @@ class VllmEngine:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
         self._serving = True
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._llm.shutdown_weight_transfer_engine()
 
     @property
     def version(self) -> int:

@@ -19,7 +19,6 @@ from or1_megatron.rollout.cluster import check_ray, namespace
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
-from or1_megatron.rollout.speculation import missing_package
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.message import pack, unpack
@@ -146,7 +145,7 @@ class EnginePool:
             on_restart: called with (engine, why) when one is replaced.
 
         Raises:
-            EngineError: engines on CPU without ``kv_cache_bytes``; no package for ``speculation``.
+            EngineError: engines on CPU without ``kv_cache_bytes``.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
@@ -156,11 +155,6 @@ class EnginePool:
             raise EngineError(
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
                 "model), and would otherwise claim a fraction of all memory"
-            )
-        if (package := missing_package(config.speculation)) is not None:
-            raise EngineError(
-                f"rollout.speculation needs the package {package}, which is not installed here; docs/stages.md says "
-                "how to install it"
             )
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")

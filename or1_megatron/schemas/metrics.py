@@ -166,7 +166,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("verify/retries", "verdicts", "verdicts that were tried again"),
     Metric("rollout/staleness", "versions", "by which the oldest sampled token is behind the weights that it trains"),
     Metric("rollout/response_tokens", "tokens", "of the responses of this step"),
-    Metric("speculation/acceptance", "fraction", "drafted tokens that were sampled; only with rollout.speculation"),
+    Metric("speculation/acceptance", "fraction", "drafted tokens that were sampled; only where engines draft"),
     Metric(
         "speculation/tokens_per_pass",
         "tokens",

@@ -89,7 +89,8 @@ def test_drafted_responses_outlive_deaths(
     Each step trains 8 prompts of the 128, with 4 responses each, and no prompt twice. Not proven: that the run learns.
     """
     run = tmp_path / "run"
-    drafts = ["rollout.speculation.method=ngram", "rollout.speculation.match_tokens=2"]
+    ngram = "{method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 2}"
+    drafts = [f"rollout.engine_args.speculative_config={ngram}"]
     more = ["stages.1.steps=9", "stages.1.prompts_per_update=8", "run.max_restarts=1"]
     training = train(small_config(run), *drafts, *more)
     wait_for_rows(training, run, 2)
