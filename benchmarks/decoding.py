@@ -70,7 +70,7 @@ def worker(out: Path) -> None:
             began = time.perf_counter()
             done += engine.step()
             whole = {"an iteration": time.perf_counter() - began, **seconds}
-            if number and before == len(running.running) == BATCH:  # the first roll-out warms up
+            if number and before == len(running.running) == BATCH:  # the first rollout warms up
                 iterations.append(whole)
         for each in sorted(done, key=lambda completion: completion.seed):
             digest.update(each.token_ids.tobytes() + each.log_probs.tobytes() + each.text.encode())

@@ -1,5 +1,5 @@
-"""What the guards against silent damage and lost steps cost a step: comparison of replicas, sums of state that lies
-idle or on the host, checksums of messages, checkpoints in memory.
+"""What the guards against silent damage and lost steps cost a step: comparison of replicas, checksums of
+messages, checkpoints in memory.
 
     python benchmarks/guards.py                            # the quickstart's model
     python benchmarks/guards.py --sizes quickstart 0.1B    # and a random one, which takes a quarter of an hour
@@ -33,12 +33,9 @@ from result import ROOT, figure, write_result
 STEPS = 6
 AT_MOST = 0.01
 SETS = ["parallel.pipeline=1", "parallel.offload=always", f"checkpoint.every_steps={10 * STEPS}"]
-FUNCTIONS = {  # module, its function, what it does; idle_state first, whose sums then do not count as offload's
-    "sums of idle state": ("or1_megatron.parallel.idle_state", "IdleState.note"),
-    "comparison of idle state": ("or1_megatron.parallel.idle_state", "IdleState.check"),
+FUNCTIONS = {  # module, its function, what it does
     "comparison of replicas": ("or1_megatron.parallel.replicas", "check_replicas"),
     "its sums alone": ("or1_megatron.parallel.replicas", "bit_sums"),
-    "sums of offloaded state": ("or1_megatron.parallel.offload", "_sums"),
     "checksums of messages": ("or1_megatron.runtime.message", "checksum"),
     "copy for a checkpoint in memory": ("or1_megatron.parallel.saver", "CheckpointSaver.save"),
 }

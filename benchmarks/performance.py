@@ -175,15 +175,6 @@ SECTIONS = (
         ),
     ),
     Section(
-        "speculation",
-        "Drafts of tokens on CPU",
-        "python benchmarks/speculation.py",
-        "A roll-out on one engine with `rollout.speculation` and without, by turns, with the same requests: a step of "
-        "the quickstart's base model, and responses of up to 512 tokens of random weights at temperature 0.05, which "
-        "fall into loops, 32 and 4 at once.",
-        tuple((f"{work}, {way}: over none", "") for work in ("quickstart", "loops") for way in ("ngram", "suffix")),
-    ),
-    Section(
         "handoff",
         "Handoff on CPU",
         "python benchmarks/handoff.py",
@@ -256,9 +247,8 @@ SECTIONS = (
         "What the guards against silent damage cost a step",
         "python benchmarks/guards.py",
         "A short quickstart with two data-parallel ranks whose state lies on the host between updates: the share of a "
-        "step that the slower rank spends on sums of its idle state at a handoff, on their comparison before each save "
-        "and update, on the comparison of replicas (the wait for the other rank included), on sums of offloaded state, "
-        "on checksums of messages, and on the copy for a checkpoint in memory.",
+        "step that the slower rank spends on the comparison of replicas (the wait for the other rank included), on "
+        "checksums of messages, and on the copy for a checkpoint in memory.",
         (("each of them but the copy", "≤ 1%"),),
     ),
     Section(

@@ -29,7 +29,7 @@ from or1_megatron.weights.shape import Shape
 
 COVERS = ("verify", "score", "hand_off", "save", "evaluate")
 TABLE_9 = {32: 375.0, 64: 270.0, 128: 225.0, 256: 205.0}
-"""Seconds of a roll-out of 1,024 responses, by GPUs."""
+"""Seconds of a rollout of 1,024 responses, by GPUs."""
 TABLE_7 = {"roll_out": 223.0, "update": 27.0, "other": 59.0}
 """Hours of 1,000 steps of the 32B on 256 GPUs."""
 TABLE_8 = {  # D_T: hours of 1,000 steps of the 7B on 32 GPUs, D_R 64, groups of 16, T 16K
@@ -84,7 +84,7 @@ def fit_all() -> tuple[Mapping[str, Fit], list[str]]:
     small, left = fit(lambda at: [rollout_s(n, float(at[0]), float(at[1])) for n in TABLE_9], measured, (6e-3, 4e-4))
     for (gpus, seconds), error in zip(TABLE_9.items(), left, strict=True):
         lines.append(
-            f"| table 9, 7B roll-out | {gpus} | {seconds:.0f} s | {seconds * (1 + error):.0f} s | {error:+.1%} |"
+            f"| table 9, 7B rollout | {gpus} | {seconds:.0f} s | {seconds * (1 + error):.0f} s | {error:+.1%} |"
         )
 
     def of_32b(at: np.ndarray) -> list[float]:

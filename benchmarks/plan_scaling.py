@@ -5,15 +5,15 @@
 
 The plan's constants are fitted to the paper's run of 309 h (benchmarks/plan_paper.py), so the first row is no
 prediction. The others are, and each rests on the assumption that its name tells. The scheduler and the supply of
-prompts are the run's own. The middle step of each stage stands for it (with staleness four steps, with deferred prompts
-as many as there are until the first step of deferred ones); evaluations and the start are left out.
+prompts are the run's own. The middle step of each stage stands for it (with staleness four
+steps); evaluations and the start are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +26,6 @@ from or1_megatron.plan.run_time import RunTime, run_time
 from or1_megatron.plan.step_time import Machine, workload_at
 from or1_megatron.report.figures.svg import document, text
 
-SPECULATION: Final = (1.7, 4)
-"""Tokens that an iteration yields, and those that it computes for them; arXiv 2511.13841 publishes 30 to 50% less
-roll-out time, 2604.26779 1.8 times at 8B."""
 FAST_S: Final = (4.8e-3, 1.0e-4)
 """A lighter engine: the 7B's iteration_s, and a tenth of a millisecond per response."""
 GPUS: Final = 256
@@ -41,11 +38,6 @@ class Variant:
     title: str
     hidden: bool = True
     fast: bool = False
-    speculation: bool = False
-    deferred: float = 0.0
-    """rollout.tail_share; 0: a step waits for its tail."""
-    continued: bool = False
-    """rollout.continued: train. What was sampled of deferred responses is not thrown away."""
     staleness: int = 0
     trainers: int = GPUS
     """Fewer than all: engines have GPUs of their own."""
@@ -55,21 +47,14 @@ class Variant:
 
     @property
     def on_policy(self) -> bool:
-        return self.staleness == 0 and not self.continued
+        return self.staleness == 0
 
 
 VARIANTS: Final = (
     Variant("as the recipe is written, with the paper's other", hidden=False),
     Variant("t_other hidden: verdicts beside decoding, head and handoff as planned"),
-    Variant("+ tail batching, share 0.25", deferred=0.25),
-    Variant("+ tail batching, share 1", deferred=1.0),
-    Variant("+ tail batching, share 0.25, continued", deferred=0.25, continued=True),
-    Variant("+ tail batching, share 0.5, continued", deferred=0.5, continued=True),
     Variant("+ engines of TP 2", tensor=2),
-    Variant("+ speculation", speculation=True),
     Variant("+ a lighter engine", fast=True),
-    Variant("+ speculation, a lighter engine", speculation=True, fast=True),
-    Variant("+ tail batching, share 0.25, a lighter engine", deferred=0.25, fast=True),
     Variant("staleness 1, 48 GPUs train", staleness=1, trainers=48, concurrent=128),
     Variant("staleness 2, 48 GPUs train", staleness=2, trainers=48, concurrent=128),
     Variant("staleness 2, 32 GPUs train", staleness=2, trainers=32, concurrent=128),
@@ -82,7 +67,7 @@ def planned(variant: Variant, stages: int = 2) -> tuple[Config, Machine, RunTime
     config = _config(variant)
     config = config.model_copy(update={"stages": config.stages[:stages]})
     on = machine("32b", **(dict(zip(("iteration_s", "request_s"), FAST_S, strict=True)) if variant.fast else {}))
-    on = replace(on.hidden() if variant.hidden else on, speculation=SPECULATION if variant.speculation else (1.0, 1))
+    on = on.hidden() if variant.hidden else on
     return config, on, run_time(config, on, RecipeLengths(), points=1)
 
 
@@ -102,9 +87,6 @@ def busy(time: RunTime) -> float:
 def _config(variant: Variant) -> Config:
     config = thirty_two_b()
     rollout: dict[str, Any] = {"max_staleness": variant.staleness, "max_concurrent": variant.concurrent}
-    if variant.deferred:
-        rollout |= {"tail": "defer", "tail_share": variant.deferred}
-        rollout |= {"continued": "train" if variant.continued else "none"}
     engine_gpus = GPUS - variant.trainers or GPUS
     rollout |= {"engines": engine_gpus // variant.tensor, "tensor_parallel": variant.tensor}
     if engine_gpus < GPUS:
@@ -147,7 +129,7 @@ def longest(config: Config, on: Machine) -> str:
 
 
 def floor(config: Config, on: Machine) -> Floor:
-    """Return the floor of a roll-out, mean over the steps of all stages, each as its middle step."""
+    """Return the floor of a rollout, mean over the steps of all stages, each as its middle step."""
     clock, steps = on.clock(config), sum(stage.steps for stage in config.stages)
     parts = np.zeros(4)
     for index, stage in enumerate(config.stages):
@@ -185,7 +167,7 @@ def figure(rows: Mapping[str, tuple[dict[str, float], bool]]) -> str:
 
 
 def bound() -> str:
-    """Return what the constants leave for scheduling: the floor of the roll-out and the update, against a step."""
+    """Return what the constants leave for scheduling: the floor of the rollout and the update, against a step."""
     heads = "| | step | tokens' own | keys and values | shared, by how many | update | in all | at most |"
     lines = ["", heads, "|---|---|---|---|---|---|---|---|"]
     for variant in (VARIANTS[1], next(each for each in VARIANTS if each.fast)):
@@ -204,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, metavar="FILE", help="write the figure there")
     arguments = parser.parse_args()
-    print("| | roll-out, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
+    print("| | rollout, h | update, h | rest, h | in all, h | steps per hour | engines decode | on-policy |")
     print("|---|---|---|---|---|---|---|---|")
     rows: dict[str, tuple[dict[str, float], bool]] = {}
     synchronous = sum(hours(planned(VARIANTS[1])[2]).values())

@@ -19,12 +19,10 @@ from or1_megatron.types import (
     Batch,
     ChatCompletion,
     ChatRequest,
-    DeferRule,
     EvaluationResult,
     FailedRequest,
     Group,
     HandoffReport,
-    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -232,43 +230,40 @@ class Rollouts(Protocol):
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        """Start sampling ``group_size`` responses to each prompt and return the roll-out's ticket.
+        """Start sampling ``group_size`` responses to each prompt and return the rollout's ticket.
 
-        Each response is verified when it ends. Several roll-outs may be under way; older ones come first, and
+        Each response is verified when it ends. Several rollouts may be under way; older ones come first, and
         ``urgent`` ones before them.
 
-        ``rule``: ``collect`` returns the groups that it names. None: all. ``places``: where each prompt was
-        first requested. None: in this roll-out, with ``seed``. Responses to a prompt and place of which an earlier
-        roll-out has kept something (``DeferRule.keep``) are continued from there.
+        ``rule``: ``collect`` returns the groups that it names. None: all.
         """
 
     def wait_decoded(self, ticket: int | None = None) -> None:
-        """Wait until the last response of a roll-out has been sampled; None: of the oldest."""
+        """Wait until the last response of a rollout has been sampled; None: of the oldest."""
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
-        """Wait until every response of a roll-out (None: the oldest) has its verdict.
+        """Wait until every response of a rollout (None: the oldest) has its verdict.
 
         Returns the groups in the order of the prompts.
         """
 
     def trained(self) -> None:
         """Say that what ``collect`` returned is trained: until then ``finished_responses`` has it. What is left of
-        ``reuse`` goes, too, if no roll-out is under way: nobody asks for it any more."""
+        ``reuse`` goes, too, if no rollout is under way: nobody asks for it any more."""
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested) of the roll-out that comes first, without waiting."""
+        """Return (responses finished, responses requested) of the rollout that comes first, without waiting."""
 
     def finished_responses(self) -> bytes:
-        """Return the responses of the roll-outs under way that have been sampled, those that were collected and are not
-        ``trained``, those given to ``reuse`` and not yet asked, and what is kept of deferred prompts, packed
-        (``runtime.message``); empty: there is nothing. Those of ``urgent`` roll-outs are left out."""
+        """Return the responses of the rollouts under way that have been sampled, those that were collected and are not
+        ``trained``, and those given to ``reuse`` and not yet asked, packed (``runtime.message``); empty: there is
+        nothing. Those of ``urgent`` rollouts are left out."""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Take these instead of sampling them again where a roll-out asks for them: the same problem, prompt, sampling
+        """Take these instead of sampling them again where a rollout asks for them: the same problem, prompt, sampling
         and seed. ``urgent`` ones take none, and leave them for the others. ``version``: those alone of which the
         weights of this version have sampled every token."""
 
@@ -283,9 +278,6 @@ class ProblemStream(Protocol):
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, all of different problems. ``take(a)`` is a prefix of ``take(a + b)``."""
 
-    def find(self, problem_id: str) -> Prompt:
-        """Return the prompt of a problem. KeyError when there is none."""
-
     def mix(self, repeats: Sequence[int]) -> None:
         """Set how often each source appears per epoch; a change starts a new epoch."""
 
@@ -298,33 +290,17 @@ class ProblemStream(Protocol):
 
 
 class PolicyWeights(Protocol):
-    """A policy's weights under their HF names, in the ways in which a handoff may want them.
-
-    The three iterators yield in the order of ``metadata`` and are collective over the ranks that share a tensor.
-    """
+    """A policy's weights under their HF names, as a handoff wants them."""
 
     @property
     def ranks(self) -> int:
         """Trainer ranks."""
 
-    @property
-    def tensor_ranks(self) -> int:
-        """Ranks of a tensor-parallel group."""
-
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(HF name, dtype, full shape) of the whole model, on every rank."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole tensors on rank 0; on other ranks each may be None."""
-
-    def everywhere(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors on every rank."""
-
-    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, on each rank those named by ``held_names``."""
-
-    def held_names(self) -> frozenset[str]:
-        """The tensors of which this rank's pipeline stage holds a part."""
+        """Whole tensors in the order of ``metadata``, on rank 0; on other ranks each may be None. Collective."""
 
     def holdings(self) -> list[Holding]:
         """Which trainer rank holds which part of which tensor; the same on every rank."""
@@ -337,15 +313,13 @@ class PolicyWeights(Protocol):
 
 
 class EngineControl(Protocol):
-    """All engines, as trainer rank 0 drives them in a handoff: vLLM's ``VLLMWeightSyncClient`` and more.
+    """All engines, as trainer rank 0 drives them in a handoff.
 
     Every call goes to all engines concurrently and returns when the last has answered.
     """
 
     engines: int
     workers_per_engine: int
-    next_version: int
-    """What ``finish_weight_update`` calls the weights. vLLM's trainer engines finish an update without naming it."""
 
     @property
     def address(self) -> str:
@@ -355,9 +329,9 @@ class EngineControl(Protocol):
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
 
 
 class Stopped(Or1Error):

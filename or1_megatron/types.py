@@ -133,33 +133,13 @@ class VersionSpan:
 
 @_pickled_by_fields
 @dataclass(frozen=True, slots=True)
-class Unfinished:
-    """The tokens of a response that were sampled when its request was given up; arrays as in ``Completion``."""
-
-    seed: int
-    """The request's."""
-    token_ids: Int32Array  # [n]
-    log_probs: Float32Array  # [n]
-    versions: tuple[VersionSpan, ...]
-    started_s: float
-    request_digest: bytes = b""
-    """As in ``Completion``."""
-
-
-@_pickled_by_fields
-@dataclass(frozen=True, slots=True)
 class Request:
-    """One response to sample: which prompt, which sample of its group, how, and with what seed.
-
-    With ``before`` the response is *continued*: it begins with these tokens, which count toward its longest length, and
-    the engine samples the rest.
-    """
+    """One response to sample: which prompt, which sample of its group, how, and with what seed."""
 
     prompt: Prompt
     sample_index: int
     sampling: Sampling
     seed: int
-    before: Unfinished | None = None
 
 
 @_pickled_by_fields
@@ -184,7 +164,7 @@ class Completion:
     """When the engine started on the request, seconds since the epoch."""
     finished_s: float
     drafted_tokens: int = 0
-    """Tokens that the engine drafted for it (``rollout.speculation``)."""
+    """Tokens that the engine drafted for it (``speculative_config`` in ``rollout.engine_args``)."""
     accepted_tokens: int = 0
     """Drafted tokens that were sampled."""
     request_digest: bytes = b""
@@ -227,7 +207,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """End a roll-out at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
+    """End a rollout at the shortest prefix of its prompts with ``kept`` groups for which ``keeps`` holds.
 
     ``keeps`` must be picklable.
     """
@@ -237,22 +217,6 @@ class RefillRule:
     expected_rejected: float = 0.0
     """Expected share of groups that are not kept. It sets how many prompts are started early; the result never depends
     on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeferRule:
-    """End a roll-out when all responses to ``groups`` of its prompts are sampled, and give up the other prompts."""
-
-    groups: int
-    first: int = 0
-    """The first so many prompts are part of the result in any case."""
-    keep: bool = False
-    """Keep what was sampled of the others: when they are asked again, their responses are continued."""
-
-
-Place = tuple[int, int]
-"""(seed of the roll-out that first asked a prompt, index of the prompt in it). The seeds of the prompt's responses come
-from it, in whichever roll-out they are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +330,7 @@ class HandoffReport:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Times and counts of one roll-out, by the RolloutManager's clock."""
+    """Times and counts of one rollout, by the RolloutManager's clock."""
 
     decode_s: float
     """Wall time during which at least one engine was decoding (the union over engines)."""
@@ -379,11 +343,9 @@ class RolloutReport:
     """From the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Started for a refill or a prompt that was deferred, and thrown away; not those that are kept."""
-    prompts: tuple[int, ...] = ()
-    """Indices of the prompts that make up the result."""
+    """Started for a refill, and thrown away."""
     period_s: float = 0.0
-    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the roll-out's start, or from the report before if
+    """Wall time that ``decode_s`` and ``engine_busy_s`` are of: from the rollout's start, or from the report before if
     that came later, to this report."""
 
 

@@ -29,11 +29,8 @@ HINTS: Final[Mapping[tuple[str, str], str]] = {
     ("rollout.engine", "self._sampling_params"): "type:vllm.sampling_params.SamplingParams",
     ("rollout.engine", "output"): "vllm.outputs.RequestOutput",
     ("rollout.engine", "sampled"): "vllm.outputs.CompletionOutput",
-    ("rollout.engine", "processor"): "vllm.v1.engine.output_processor.OutputProcessor",
-    ("rollout.engine", "state"): "vllm.v1.engine.output_processor.RequestState",
-    ("rollout.continued", "sampled"): "vllm.outputs.CompletionOutput",
-    ("rollout.continued", "sampled.logprobs"): "vllm.logprobs.FlatLogprobs",
-    ("rollout.continued", "span"): "vllm.outputs.WeightVersionSpan",
+    ("rollout.engine", "sampled.logprobs"): "vllm.logprobs.FlatLogprobs",
+    ("rollout.engine", "span"): "vllm.outputs.WeightVersionSpan",
     ("rollout.engine", "drafts"): "vllm.v1.metrics.stats.RequestSpecDecodeMetrics",
     ("rollout.kv_cache_update", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("rollout.kv_cache_update", "engine.engine_core"): "vllm.v1.engine.core_client.InprocClient",
@@ -57,8 +54,6 @@ OVERRIDES: Final[Mapping[str, Sequence[str]]] = {
 
 OPTIONS: Final[Mapping[str, str]] = {
     "rollout.engine._device_options": "vllm.engine.arg_utils.EngineArgs",
-    "rollout.speculation.engine_options": "vllm.engine.arg_utils.EngineArgs",
-    "rollout.speculation._speculative_config": "vllm.config.speculative.SpeculativeConfig",
 }
 """Functions of ours that return arguments as a dict, and the record whose fields these are."""
 

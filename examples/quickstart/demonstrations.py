@@ -38,7 +38,6 @@ GUESS_ERROR_MAX = 9
 RAMBLE_STOP_SHARE = 0.12  # the chance that each wandering remark is the last
 RAMBLE_CAREFUL_END_SHARE = 0.5  # of the rambles that stop, those that end by careful steps
 RAMBLE_MAX_REMARKS = 24
-LONG_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -150,21 +149,17 @@ def respond(rng: random.Random, expression: Expression, habit: str, one_wording:
     return guess_response(rng, expression) if habit == GUESS else ramble_response(rng, expression, one_wording)
 
 
-def demonstrations(
-    seed: int, careful_first: int = 0, one_wording: bool = False, long_operations: int | None = None
-) -> Iterator[Demonstration]:
+def demonstrations(seed: int, careful_first: int = 0, one_wording: bool = False) -> Iterator[Demonstration]:
     """Demonstrations without end, on problems of the training side only; the same arguments give the same ones.
 
     The first `careful_first` are all careful: the arithmetic is learnt soonest from them. The rest mix the habits
-    by HABIT_SHARES. `one_wording`: of careful_steps. `long_operations`: one problem in LONG_ONE_IN has so many
-    operations, and a careful response.
+    by HABIT_SHARES. `one_wording`: of careful_steps.
     """
     rng = random.Random(f"quickstart demonstrations, seed {seed}")
     for index in count():
         operations = rng.choices(OPERATION_COUNTS, OPERATION_COUNT_WEIGHTS)[0]
-        long = None if index % LONG_ONE_IN else long_operations
-        problem = make_problem(rng, long or operations, held_out=False)
+        problem = make_problem(rng, operations, held_out=False)
         mixed_habit = rng.choices(list(HABIT_SHARES), list(HABIT_SHARES.values()))[0]
-        habit = CAREFUL if index < careful_first or long else mixed_habit
+        habit = CAREFUL if index < careful_first else mixed_habit
         response = respond(rng, problem.expression, habit, one_wording)
         yield Demonstration([{"role": "user", "content": problem.text}], response, habit, problem)

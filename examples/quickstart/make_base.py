@@ -34,7 +34,6 @@ from or1_megatron.types import Sample
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the folder of an example is not a package
 from demonstrations import Demonstration, demonstrations
-from task import OPERATION_COUNTS
 from tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
 SEED = 0
@@ -74,16 +73,14 @@ def create_model(folder: Path, seed: int) -> None:
 def samples(folder: Path, drawn: Iterable[Demonstration]) -> Iterator[Sample]:
     """Demonstrations as the policy trains on them: the loss counts the response and its end token.
 
-    Responses are cut off at MAX_RESPONSE_TOKENS; those to problems longer than the quickstart's, at the model's length.
+    Responses are cut off at MAX_RESPONSE_TOKENS.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for demonstration in drawn:
         prompt = tokenizer.apply_chat_template(
             demonstration.prompt_messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        ordinary = demonstration.problem.operations in OPERATION_COUNTS
-        limit = MAX_RESPONSE_TOKENS if ordinary else MODEL_MAX_LENGTH - len(prompt)
-        response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id][:limit]
+        response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id][:MAX_RESPONSE_TOKENS]
         yield Sample(
             prompt_ids=np.array(prompt, dtype=np.int32),
             response_ids=np.array(response, dtype=np.int32),
@@ -113,8 +110,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--one-wording", action="store_true", help="careful steps in one order and one wording")
-    parser.add_argument("--begin-from", type=Path, help="a model made before, instead of random weights")
-    parser.add_argument("--long-operations", type=int, help="of some problems, with whole careful responses")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
@@ -123,15 +118,11 @@ def main() -> None:
     mesh = build_mesh(parallel, arguments.seed)
     scratch = Path(tempfile.gettempdir()) / f"or1_base_{os.environ.get('TORCHELASTIC_RUN_ID', 'single')}"
     if mesh.rank == 0:
-        if arguments.begin_from:
-            shutil.copytree(arguments.begin_from, scratch)
-        else:
-            create_model(scratch, arguments.seed)
+        create_model(scratch, arguments.seed)
     torch.distributed.barrier()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, beta2=BETA2, warmup_steps=WARMUP_STEPS, decay_steps=arguments.steps)
     policy = MegatronPolicy(ModelConfig(hf=scratch, dtype="float32"), parallel, optimizer, mesh)
-    careful_first = 0 if arguments.begin_from else CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS
-    drawn = demonstrations(arguments.seed, careful_first, arguments.one_wording, arguments.long_operations)
+    drawn = demonstrations(arguments.seed, CAREFUL_FIRST_STEPS * BATCH_DEMONSTRATIONS, arguments.one_wording)
     loss = warm_up(policy, samples(scratch, drawn), arguments.steps)
     export_hf(policy, arguments.out)
     if mesh.rank == 0:
@@ -140,8 +131,6 @@ def main() -> None:
             "seed": arguments.seed,
             "steps": arguments.steps,
             "one_wording": arguments.one_wording,
-            "begin_from": arguments.begin_from and str(arguments.begin_from),
-            "long_operations": arguments.long_operations,
             "loss_per_token": loss,
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")},
         }

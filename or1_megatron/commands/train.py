@@ -98,11 +98,13 @@ def _dry_run(config: Config, device: Device | None, shape: Path | None) -> None:
     import torch
 
     from or1_megatron.config.recipes import find
+    from or1_megatron.rollout.engine_args import check_engine_args
     from or1_megatron.sizing.dry_run import plan_run
     from or1_megatron.sizing.plan_tables import render
     from or1_megatron.sizing.storage import disk_short
     from or1_megatron.trainer.preflight import lacking
 
+    check_engine_args(config.rollout)
     folder = find("shape", shape) if shape else shape_folder(config)
     planned = plan_run(config, _device(device, config), folder)
     Console().print(render(planned))

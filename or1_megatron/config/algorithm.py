@@ -112,8 +112,8 @@ class LossConfig(Section):
 
     divisor: Literal["own", "running"] = "own"
     """With token_mean, what a mini-batch's sum is divided by. own: its own tokens T_k; running: the mean T_k of the
-    last 16 rollout steps, so that a token counts the same in a step of long responses as in one of short ones. For
-    rollout.tail=defer, where such steps alternate (docs/stages.md). Recipe: own."""
+    last 16 rollout steps, so that a token counts the same in a step of long responses as in one of short ones.
+    Recipe: own."""
 
     @model_validator(mode="after")
     def _steered_within_bounds(self) -> Self:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from or1_megatron.config.base import ConfigError, Section
 from or1_megatron.config.keys import Key, did_you_mean, keys_of
+from or1_megatron.config.removed import why_removed
 from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, RESUMABLE_CHANGES, matches
 from or1_megatron.config.schema import Config
 
@@ -52,7 +53,7 @@ def explain(wanted: str | None = None) -> str:
         plain = [key for key in plain if f".{bare}." in f".{_bare(key)}."]
         if not plain:
             near = did_you_mean(bare, map(_bare, keys)) or did_you_mean(bare, (key.path[-1] for key in keys))
-            raise ConfigError(f"{wanted}: unknown key{near}")
+            raise ConfigError(f"{wanted}: {why_removed(bare.split('.')) or f'unknown key{near}'}")
     return "\n".join(_by_section(plain, {key.path: key for key in keys})).strip()
 
 
@@ -127,6 +128,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
             return "one of " + ", ".join(map(str, values))
         case {"type": "array", "items": items}:
             return f"list of {_kind(items)}"
+        case {"type": "object", "additionalProperties": True}:
+            return "mapping"
         case {"type": "object", "additionalProperties": values}:
             return f"mapping of names to {_kind(values)}"
         case {"type": "boolean"}:

@@ -43,7 +43,7 @@ class Fit(Section):
     update_share: Constant
     """Share of ``bf16_flops`` that the update's arithmetic reaches."""
     other_response_s: Constant
-    """Per response, between roll-out and update and after it."""
+    """Per response, between rollout and update and after it."""
     covers: tuple[str, ...] = ()
     """Verbs whose time is part of ``other_response_s``: a plan does not count them again."""
 

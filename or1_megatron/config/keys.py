@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from or1_megatron.config.removed import why_removed
+
 
 @dataclass(frozen=True)
 class Key:
@@ -57,13 +59,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def nearest_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
-    """Return ``; did you mean a.b?`` for an unknown key: a sibling with a similar name, else a key of any section."""
+def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
+    """Return why the schema has no such key: ``was removed: ...``, or ``unknown key; did you mean a.b?`` with a sibling
+    of a similar name, else a key of any section."""
+    if (removed := why_removed(parts)) is not None:
+        return removed
     known = [key.path for key in keys_of(schema)]
     above = tuple("*" if part.isdecimal() else part for part in parts[:-1])
     siblings = {key[-1]: ".".join((*parts[:-1], key[-1])) for key in known if key[:-1] == above}
     elsewhere = {key[-1]: ".".join(key) for key in known}
     for names, cutoff in ((siblings, 0.5), (elsewhere, 0.8)):
         if close := difflib.get_close_matches(parts[-1], names, n=1, cutoff=cutoff):
-            return f"; did you mean {names[close[0]]}?"
-    return f"; known here: {', '.join(siblings)}"
+            return f"unknown key; did you mean {names[close[0]]}?"
+    return f"unknown key; known here: {', '.join(siblings)}"

@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 
 from or1_megatron.config.algorithm import PRESETS
 from or1_megatron.config.base import ConfigError as ConfigError
-from or1_megatron.config.keys import did_you_mean, nearest_key
+from or1_megatron.config.keys import did_you_mean, unknown_key
 from or1_megatron.config.recipes import named
 from or1_megatron.config.schema import Config
 from or1_megatron.config.yaml_reader import Origins, dump, read_file, read_value
@@ -89,7 +89,7 @@ def value_of(config: Config, key: str) -> str:
     for depth, part in enumerate(parts):
         inside = isinstance(value, dict) and part in value
         if not inside and not (isinstance(value, list) and part.isdecimal() and int(part) < len(value)):
-            raise ConfigError(f"{key}: unknown key{nearest_key(tuple(parts[: depth + 1]), Config)}")
+            raise ConfigError(f"{key}: {unknown_key(tuple(parts[: depth + 1]), Config)}")
         value = value[part] if inside else value[int(part)]
     return dump(value).rstrip() if isinstance(value, dict | list) else "" if value is None else str(value)
 
@@ -188,7 +188,7 @@ def _explain(details: ErrorDetails, origins: Origins, path: str, schema: type[Ba
     known_above = next((origins[parts[:n]] for n in range(len(parts), 0, -1) if parts[:n] in origins), path)
     kind = details["type"]
     if kind == "extra_forbidden":
-        return f"{known_above}: {key}: unknown key{nearest_key(parts, schema)}"
+        return f"{known_above}: {key}: {unknown_key(parts, schema)}"
     if kind == "missing":
         return f"{known_above}: {key}: missing; it has no default"
     if kind == "value_error":

@@ -36,8 +36,6 @@ RESUMABLE_CHANGES: Final[tuple[str, ...]] = (
 
 NOT_RESUMABLE: Final[tuple[str, ...]] = (
     "rollout.max_staleness",
-    "rollout.tail",
-    "rollout.continued",
     "verify.math.*",
 )
 """Exceptions to RESUMABLE_CHANGES: the result of the run depends on them."""

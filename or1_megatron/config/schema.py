@@ -11,7 +11,7 @@ unit, then ``Recipe:``, what the report or its released code says, where it says
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -143,30 +143,6 @@ class OptimizerConfig(Section):
     4)."""
 
 
-class SpeculationConfig(Section):
-    """Drafts of a response's next tokens, which one pass of the model checks together (docs/stages.md)."""
-
-    method: Literal["ngram", "suffix"]
-    """ngram: drafts what followed the last tokens where the response or its prompt had them before. suffix: drafts what
-    most often followed them there and in finished responses; needs the package arctic-inference."""
-    draft_tokens: Positive = Field(4, le=128)
-    """Most tokens of one draft."""
-    match_tokens: Positive = 5
-    """With ngram: how many tokens in a row must have occurred before."""
-    cached_responses: NonNegative = 1000
-    """With suffix: how many finished responses an engine keeps for drafts. 0: none. Unit: responses."""
-
-    @model_validator(mode="after")
-    def _of_its_method(self) -> Self:
-        if self.method == "ngram" and self.cached_responses != 1000:
-            raise ValueError(
-                "speculation: cached_responses is read with method suffix; take it out, or change the method"
-            )
-        if self.method == "suffix" and self.match_tokens != 5:
-            raise ValueError("speculation: match_tokens is read with method ngram; take it out, or change the method")
-        return self
-
-
 class RolloutConfig(Section):
     """The inference engines."""
 
@@ -186,8 +162,9 @@ class RolloutConfig(Section):
     """Share of a GPU's memory that vLLM may take. GPU alone. Unit: share."""
     threads_per_engine: Positive = 1
     """OpenMP threads of one engine. CPU alone. Unit: threads."""
-    speculation: SpeculationConfig | None = None
-    """Draft tokens and check several in one pass; the same tokens are sampled. Unset: no drafts."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine by their names there, ``speculative_config`` too (docs/stages.md). What the
+    trainer sets itself is refused, and what would break seeds, log-probs, weight transfer or sleep."""
     start_timeout_s: PositiveFloat | None = None
     """Deadline for the engines to start. Unset: 600 s, and the time to read the model's weights at 0.2 GB/s."""
     max_engine_restarts: NonNegative = 2
@@ -197,24 +174,9 @@ class RolloutConfig(Section):
     and values stay, which is cheaper, and the rest of the response is sampled from no version's model."""
     step_timeout_s: PositiveFloat = 7200.0
     """A rollout that takes longer ends the run, naming the requests that are still out."""
-    tail: Literal["wait", "defer"] = "wait"
-    """wait: a step waits for its longest response. defer: it samples more prompts than it trains on, ends when D_R
-    groups are sampled, and leaves the others to a later step of such prompts (docs/stages.md). Recipe: wait."""
-    tail_share: Fraction = 0.25
-    """With tail=defer: prompts that a step asks beyond D_R, as a share of D_R. Unit: share."""
-    continued: Literal["none", "train", "mask"] = "none"
-    """With tail=defer: what becomes of the responses to prompts that a step gives up. none: they are thrown away and
-    sampled anew in a later step. train, mask: they are continued in the next step, with their old tokens, which are
-    trained with the log-probs of the weights that sampled them, or left out of the loss (docs/stages.md). Recipe:
-    none."""
     max_staleness: NonNegative = 0
     """N: how many steps older than the trained weights those that sampled a token may be. The N next steps are asked
     while this one is sampled and trains. Unit: rollout steps."""
-
-    @property
-    def trains_older_tokens(self) -> bool:
-        """Whether the loss may hold tokens of older weights than those that a step begins with."""
-        return self.max_staleness > 0 or self.continued == "train"
 
 
 class MathConfig(Section):
@@ -285,9 +247,9 @@ HOST_ROUND_BYTES: Final = 32 << 20
 class HandoffConfig(Section):
     """How weights get from the policy to the engines, and how it is checked that they did."""
 
-    backend: Literal["gloo", "shard", "nccl", "ipc", "sharded_rdt", "nccl_m2n"] = "shard"
+    backend: Literal["gloo", "shard"] = "shard"
     """shard: all trainer ranks send, and each engine rank receives just the slices that its loaders ask for; gloo: rank
-    0 gathers whole tensors and sends them to all engines, the plain fallback. The others are vLLM's own, on GPUs."""
+    0 gathers whole tensors and sends them to all engines, the plain fallback."""
     transport: Transport | None = None
     """For shard. CPU: gloo; shared_memory on one node. GPU: nccl with placement separate, cuda_ipc on one node. Two
     names are two hops: among trainer ranks, and from each to the engine on its device (placement colocated). Unset: by

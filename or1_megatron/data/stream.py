@@ -105,10 +105,6 @@ class MixtureStream:
         self._waiting = still_waiting
         return [self._prompts[index] for index in chosen]
 
-    def find(self, problem_id: str) -> Prompt:
-        """Return the prompt of a problem. KeyError when there is none."""
-        return self._prompts[self._index[problem_id]]
-
     def mix(self, repeats: Sequence[int]) -> None:
         """Let each problem of source i occur ``repeats[i]`` times per epoch from now on; 0: not at all.
 

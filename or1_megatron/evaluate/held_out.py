@@ -48,7 +48,7 @@ class HeldOut:
         self._clock = clock
 
     def evaluate(self, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
-        """Return avg@k of every set. Raises what the roll-out raises, and VerificationFailing."""
+        """Return avg@k of every set. Raises what the rollout raises, and VerificationFailing."""
         return combine({held_out.title: self._evaluate(held_out, settings, whole) for held_out in settings.data})
 
     def _evaluate(self, held_out: EvaluationSetConfig, settings: EvaluationConfig, whole: bool) -> EvaluationResult:
@@ -89,7 +89,7 @@ def combine(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
 
 
 def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, greedy: bool = False) -> EvaluationResult:
-    """Return the result of one evaluation roll-out; a verdict that failed counts as wrong."""
+    """Return the result of one evaluation rollout; a verdict that failed counts as wrong."""
     rewards = np.concatenate([group.rewards for group in groups]).astype(np.float64)
     truncated = np.concatenate([group.truncated for group in groups])
     lengths = np.array([completion.token_ids.size for group in groups for completion in group.completions])

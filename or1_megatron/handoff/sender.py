@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.backend_check import VLLMS
 from or1_megatron.handoff.gather import GatherTrainer
 from or1_megatron.handoff.shard.trainer import ShardTrainer
 from or1_megatron.interfaces import EngineControl, PolicyWeights
@@ -17,8 +16,7 @@ class WeightSender(Protocol):
     def send(self, version: int) -> int:
         """Bring every engine to ``version``, prefix caches emptied; collective over the trainer's ranks.
 
-        Returns the bytes that were sent; on ranks other than 0 those that this rank sent. vLLM's own backends do not
-        count; with them the model's.
+        Returns the bytes that were sent; on ranks other than 0 those that this rank sent.
 
         Raises:
             SendError: on every rank: an engine or a trainer rank failed, or did not keep up within ``timeout_s``.
@@ -33,14 +31,10 @@ def make_sender(
 ) -> WeightSender:
     """Return the sender of ``config.backend`` for trainer rank ``rank``.
 
-    With ``gloo`` and ``shard`` only rank 0 needs ``engines``, and no rank imports vllm.
+    Only rank 0 needs ``engines``, and no rank imports vllm.
     """
     if rank == 0 and engines is None:
         raise ValueError("the sender of trainer rank 0 needs the engines that it sends to")
     engines = engines if rank == 0 else None
-    if config.backend in VLLMS:
-        from or1_megatron.handoff.vllm.builtin import BuiltinTrainer
-
-        return BuiltinTrainer(weights, rank, config, engines)
     backend = ShardTrainer if config.backend == "shard" else GatherTrainer
     return backend(weights, rank, config, engines)

@@ -10,7 +10,6 @@ from typing import Any
 
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel import checkpoint
-from or1_megatron.parallel.idle_state import IdleState
 from or1_megatron.parallel.lockstep import Lockstep, Verb
 from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
@@ -29,8 +28,6 @@ def policy_verbs(
         saver: this rank's end of saving.
         reference: this rank's part of the frozen reference, where there is one.
     """
-
-    idle = IdleState(policy)
 
     def score(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
         return gather_scores(policy.mesh, policy.score(rows, temperature))
@@ -53,8 +50,6 @@ def policy_verbs(
         "restart_optimizer": partial(restart_optimizer, policy),
         "sync_parameters": policy.sync_parameters,
         "check_replicas": partial(check_replicas, policy),
-        "note_state": idle.note,
-        "check_state": idle.check,
         "offload": policy.host.offload,
         "restore": policy.host.restore,
         "save": saver.save,

@@ -21,9 +21,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from or1_megatron.errors import PartLost
-from or1_megatron.parallel.bit_sum import bit_sum
-
 SLAB_BYTES = 256 << 20
 """Host memory is allocated in slabs of this size: torch rounds page-locked memory up to a power of two, which for one
 buffer of all parameters could be nearly twice what they need."""
@@ -31,15 +28,10 @@ buffer of all parameters could be nearly twice what they need."""
 Thing = Literal["parameters", "gradients", "optimizer"]
 
 
-class HostCopyDamaged(PartLost, RuntimeError):
-    """What came back from the host is not what went there."""
-
-
 class HostCopy:
-    """Holds the bytes of storages that are away from the device, and compares their sums when they are back.
+    """Holds the bytes of storages that are away from the device.
 
-    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them. The sums
-    are taken on the device, which reads its memory much faster than the host reads its own.
+    The slabs, page-locked with CUDA, are kept when the storages are back: only the first use pays for them.
 
     Args:
         drop: keep no bytes; the storages come back as zeros.
@@ -49,7 +41,6 @@ class HostCopy:
         self._slab_bytes, self._drop = slab_bytes, drop
         self._slabs: list[Tensor] = []  # uint8
         self._away: list[tuple[UntypedStorage, int]] = []  # with their sizes in bytes
-        self._kept: list[tuple[Tensor, int]] = []  # pieces of the slabs with the sums that they had on the device
         self._first: dict[int, int] = {}  # of each storage that is away, where in the slabs its bytes begin
 
     def __bool__(self) -> bool:
@@ -61,16 +52,12 @@ class HostCopy:
         sizes = [storage.nbytes() for storage in storages]
         torch.cuda.synchronize()  # until no stream writes to them any more
         if not self._drop:
-            places = [-(-size // 8) * 8 for size in sizes]  # whole words of bit_sum
-            self._grow(sum(places))
-            pieces = list(self._pieces(storages))
-            sums = _sums([on_device for on_device, _ in pieces])
-            for on_device, on_host in pieces:
+            self._grow(sum(sizes))
+            for on_device, on_host in self._pieces(storages):
                 on_host.copy_(on_device, non_blocking=True)
             torch.cuda.synchronize()
-            self._kept = [(on_host, of) for (_, on_host), of in zip(pieces, sums, strict=True)]
-            ends = itertools.accumulate(places)
-            self._first = {s._cdata: end - size for s, size, end in zip(storages, places, ends, strict=True)}
+            ends = itertools.accumulate(sizes)
+            self._first = {s._cdata: end - size for s, size, end in zip(storages, sizes, ends, strict=True)}
         self._away = list(zip(storages, sizes, strict=True))
         for storage in storages:
             storage.resize_(0)
@@ -78,34 +65,18 @@ class HostCopy:
         return sum(sizes)
 
     def give_back(self) -> int:
-        """Make the storages anew on the device and fill them as they were; return the bytes moved.
-
-        Raises:
-            HostCopyDamaged: they are not what they were.
-        """
+        """Make the storages anew on the device and fill them as they were; return the bytes moved."""
         storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
             storage.resize_(size)
             if self._drop:
                 _bytes(storage).zero_()
         if not self._drop:
-            pieces = list(self._pieces(storages))
-            for on_device, on_host in pieces:
+            for on_device, on_host in self._pieces(storages):
                 on_device.copy_(on_host, non_blocking=True)
             torch.cuda.synchronize()  # the slabs may be overwritten when this returns
-            sums = _sums([on_device for on_device, _ in pieces])
-            damaged = sum(a != b for (_, a), b in zip(self._kept, sums, strict=True))
-            if damaged:
-                raise HostCopyDamaged(
-                    f"{damaged} of {len(pieces)} pieces came back from the host with other bits than they had: "
-                    "look at this machine's memory (ECC errors)"
-                )
-        self._away, self._first, self._kept = [], {}, []
+        self._away, self._first = [], {}
         return sum(storage.nbytes() for storage in storages)
-
-    def intact(self) -> bool:
-        """Return whether the bytes on the host are those that came there."""
-        return all(int(bit_sum(on_host)) == of for on_host, of in self._kept)
 
     def read(self, tensor: Tensor) -> Tensor | None:
         """Return a contiguous tensor's values if its storage is away (a view of a slab if possible), else None."""
@@ -130,13 +101,12 @@ class HostCopy:
     def _grow(self, total: int) -> None:
         missing = total - sum(slab.numel() for slab in self._slabs)
         while missing > 0:
-            size = -(-min(missing, self._slab_bytes) // 8) * 8
+            size = min(missing, self._slab_bytes)
             self._slabs.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends.
-        Each begins at a whole word, so that ``bit_sum`` reads both sides alike."""
+        """Yield (device bytes, host bytes): the storages one after the other over the slabs, cut where either ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:
@@ -146,7 +116,7 @@ class HostCopy:
                     free = next(slabs)
                 n = min(left.numel(), free.numel())
                 yield left[:n], free[:n]
-                left, free = left[n:], free[-(-n // 8) * 8 :]
+                left, free = left[n:], free[n:]
 
 
 class Offload:
@@ -178,10 +148,6 @@ class Offload:
     def away(self) -> frozenset[Thing]:
         """What is not on the device now."""
         return frozenset(thing for thing, away in self._held.items() if away)
-
-    def intact(self, thing: Thing) -> bool:
-        """Return whether this is on the device, or unchanged on the host."""
-        return self._held[thing].intact()
 
     def require(self, action: str, *things: Thing) -> None:
         """Refuse an action that needs what is away, instead of reading memory of others.
@@ -254,16 +220,6 @@ def _optimizer_tensors(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 def _bytes(storage: UntypedStorage) -> Tensor:
     """Return all of a storage as uint8 [n bytes], sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def storage_sums(storages: Sequence[UntypedStorage]) -> list[int]:
-    """Return the ``bit_sum`` of each storage."""
-    return torch.stack([bit_sum(_bytes(storage)) for storage in storages]).tolist() if storages else []
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the ``bit_sum`` of each tensor; all are on one device."""
-    return torch.stack([bit_sum(tensor) for tensor in tensors]).tolist() if tensors else []
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

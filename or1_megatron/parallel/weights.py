@@ -161,10 +161,6 @@ class ShardedWeights:
     def ranks(self) -> int:
         return self._mesh.world
 
-    @property
-    def tensor_ranks(self) -> int:
-        return self._mesh.tensor
-
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's ``value`` on every rank; collective."""
         told = [value]
@@ -213,11 +209,6 @@ class ShardedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield whole HF tensors in the table's order: real ones on rank 0, None elsewhere. Collective over all."""
         shapes = {name: shape for name, _, shape in self.metadata()}
-        for name, source, part in self._gathered():
-            yield name, self._to_rank_0(part, source, shapes[name])
-
-    def _gathered(self) -> Iterator[tuple[str, int, Tensor | None]]:
-        """Yield (HF name, a rank, the whole tensor on that rank), gathered over the tensor-parallel ranks."""
         for row in self._rows:
             source = self._source(row)
             holds = source <= self._mesh.rank < source + self._mesh.tensor
@@ -226,28 +217,7 @@ class ShardedWeights:
             if whole is not None and self._mesh.rank == source:
                 parts = list(row.layout.split(whole, self._hf))
             for name, part in zip(row.hf, parts, strict=True):
-                yield name, source, part
-
-    def held_names(self) -> frozenset[str]:
-        """Return the HF tensors that this rank's pipeline stage (of experts, its expert-parallel rank) holds."""
-        return frozenset(name for row, _ in self.local_rows() for name in row.hf)
-
-    @torch.no_grad()
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those tensors whole, in the table's order. Collective over the ranks that hold parts of the same."""
-        for row, parameter in self.local_rows():
-            yield from zip(row.hf, row.layout.split(self._whole(parameter, row), self._hf), strict=True)
-
-    @torch.no_grad()
-    def everywhere(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole HF tensors in the table's order, on every rank. Collective over all ranks."""
-        shapes = {name: shape for name, _, shape in self.metadata()}
-        for name, source, part in self._gathered():
-            tensor = torch.empty(shapes[name], dtype=self._dtype, device=device())
-            if part is not None:
-                tensor.copy_(part)
-            dist.broadcast(tensor, src=source)
-            yield name, tensor
+                yield name, self._to_rank_0(part, source, shapes[name])
 
     def _to_rank_0(self, part: Tensor | None, source: int, shape: tuple[int, ...]) -> Tensor | None:
         """Send a tensor from ``source``, if that is another rank, to rank 0; returns it there."""

@@ -1,4 +1,4 @@
-"""Fits a machine's constants to the time of runs' roll-outs, updates and the rest."""
+"""Fits a machine's constants to the time of runs' rollouts, updates and the rest."""
 
 from __future__ import annotations
 

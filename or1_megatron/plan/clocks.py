@@ -5,7 +5,6 @@ Sizes: k engine ranks, H hidden, n responses that decode together.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from or1_megatron.config.hardware import Rates
@@ -56,19 +55,6 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
         prompt_pair_s=cost.quadratic / products,
         kv_tokens=max(0, cache_tokens(config, shape, rates) - _HALF_BLOCK * rollout.max_concurrent),
         max_running=rollout.max_concurrent,
-    )
-
-
-def speculating(clock: EngineClock, accepted: float, drafted: int) -> EngineClock:
-    """Return the clock of an engine that speculates, per token: an iteration computes ``drafted`` tokens of each
-    response and yields ``accepted``. Drafting itself is free."""
-    return replace(
-        clock,
-        fixed_s=clock.fixed_s / accepted,
-        response_s=clock.response_s / accepted,
-        weights_s=clock.weights_s / accepted,
-        product_s=clock.product_s * drafted / accepted,
-        token_s=clock.token_s / accepted,
     )
 
 

@@ -22,7 +22,7 @@ Line = tuple[str, Sequence[Span], str]
 
 
 def timeline(step: StepTime, engines: int) -> list[Line]:
-    """Return up to ``engines`` engines, from the busiest to the least busy, and the loop's verbs after the roll-out.
+    """Return up to ``engines`` engines, from the busiest to the least busy, and the loop's verbs after the rollout.
 
     Seconds since the step's begin.
     """

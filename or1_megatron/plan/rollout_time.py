@@ -80,7 +80,7 @@ class RolloutTime:
 
 
 def simulate(workload: Workload, clock: EngineClock, engines: int, verifiers: int, verdict_s: float) -> RolloutTime:
-    """Return the time of one roll-out."""
+    """Return the time of one rollout."""
     rollouts = workload.on(clock, engines, verifiers, verdict_s)
     longest = int(workload.response_tokens.max()) + 1
     rollouts.roll_out(workload.prompts, workload.group_size, Sampling(1.0, 1.0, longest), 0)

@@ -143,7 +143,7 @@ def _evaluation_s(
     problems: Sequence[int] | None,
     random: np.random.Generator,
 ) -> float:
-    """Return the seconds of one evaluation of every set: a roll-out of its own."""
+    """Return the seconds of one evaluation of every set: a rollout of its own."""
     settings = config.evaluate.in_stage(config.stages[when.index])
     asked, answers = [], []
     for number, held_out in enumerate(settings.data):

@@ -141,7 +141,7 @@ def _budget(config: Config, tensor: int, context: int) -> int:
 def _engines(
     config: Config, machine: Machine, lengths: Lengths, ranks: int, engine_gpus: int
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Return (seconds of a roll-out, change), fastest first."""
+    """Return (seconds of a rollout, change), fastest first."""
     when = _at(config)
     workload = workload_at(config.stages[when.index], lengths, when, np.random.default_rng(1))
     found = []

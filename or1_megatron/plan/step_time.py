@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from or1_megatron.config.hardware import Fit, Hardware, Rates
 from or1_megatron.config.schema import AdvantageConfig, Config, StageConfig
 from or1_megatron.plan import moves
-from or1_megatron.plan.clocks import engine_clock, speculating
+from or1_megatron.plan.clocks import engine_clock
 from or1_megatron.plan.lengths import Lengths, Moment
 from or1_megatron.plan.rollout_time import RolloutTime, Workload, simulate, totals, worked
 from or1_megatron.plan.update_time import UpdateTime, stage_work, update_time
 from or1_megatron.rl.batch import split
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.tail import Tail
 from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.sizing.conflicts import Device
 from or1_megatron.types import Group, Int64Array, Prompt, RolloutReport
@@ -26,8 +25,6 @@ from or1_megatron.weights.shape import Shape
 
 OTHER = "other"
 """What the hardware's fit counts per response, beside the verbs."""
-_ENDLESS: Final = 1 << 30
-"""Steps left in a stage: more than deferred prompts can fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,6 @@ class Machine:
     covers: tuple[str, ...]
     """Verbs that ``other`` holds already."""
     device: Device = "cuda"
-    speculation: tuple[float, int] = (1.0, 1)
-    """(tokens that an iteration yields of a response, tokens that it computes for them)."""
 
     @classmethod
     def of(cls, hardware: Hardware, shape: Shape, device: Device) -> Machine:
@@ -50,7 +45,7 @@ class Machine:
 
     def clock(self, config: Config) -> EngineClock:
         """Return the clock of one engine of ``config``."""
-        return speculating(engine_clock(config, self.shape, self.rates), *self.speculation)
+        return engine_clock(config, self.shape, self.rates)
 
     def hidden(self) -> Machine:
         """Return this machine without ``other``: the verbs that it covers count by themselves."""
@@ -80,7 +75,7 @@ class StepTime:
             idle = 1 - self.rollout.utilisation
             part = max(self.rollout.parts_s, key=lambda name: self.rollout.parts_s[name])
             spent = self.rollout.parts_s[part] / max(sum(self.rollout.parts_s.values()), 1e-9)
-            of = "step" if self.rollout.period_s > self.rollout.judged_s else "roll-out"
+            of = "step" if self.rollout.period_s > self.rollout.judged_s else "rollout"
             tail = f"engines wait {idle:.0%} of the {of} for the longest responses; "
             return f"{share}: {tail if idle >= 0.1 else ''}{part} take {spent:.0%} of decoding"
         if verb == "update":
@@ -113,9 +108,6 @@ class _Prompts:
         self._taken += count
         return list(self._prompts[self._taken - count : self._taken])
 
-    def find(self, problem_id: str) -> Prompt:
-        return self._prompts[int(problem_id)]
-
     def mix(self, repeats: Sequence[int]) -> None:
         raise NotImplementedError
 
@@ -132,8 +124,8 @@ class _Prompts:
 class _Steps:
     """Steps of one stage, made of the run's scheduler and supply, with clocks for what takes time.
 
-    One step is simulated where steps are synchronous. With deferred prompts it is the steps up to the first of deferred
-    ones; where they are continued, and with staleness, four steps after the first ones, in which engines' queues fill.
+    One step is simulated where steps are synchronous; with staleness four steps after those in which engines' queues
+    fill.
     """
 
     def __init__(
@@ -142,13 +134,8 @@ class _Steps:
         self.config, self.machine, self.stage, self.random = config, machine, config.stages[when.index], random
         stage = self.stage
         self.ahead = config.rollout.max_staleness if stage.plateau is None else min(1, config.rollout.max_staleness)
-        continued = config.rollout.continued != "none"
-        tail = Tail(config.rollout.tail_share, None, continued) if config.rollout.tail == "defer" else None
-        extra = math.ceil(config.rollout.tail_share * stage.prompts_per_step - 1e-9)
-        cycle = 1 if tail is None else 1 + math.ceil(stage.prompts_per_step / extra)
-        self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead or continued else (0, cycle)
+        self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, 1)
         prompts = (self.warm_up + self.counted + self.ahead) * (stage.prompts_per_step + stage.refill_prompts)
-        prompts += 3 * stage.prompts_per_step if tail else 0  # deferred, and not yet asked
         drawn = lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random)
         refill = bool(stage.refill_prompts)
         kept = tuple(bool(one) for one in random.random(prompts) < lengths.kept_share) if refill else ()
@@ -156,7 +143,7 @@ class _Steps:
         self.workload = Workload(*drawn, stage.group_size, kept)
         verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
         self.rollouts = self.workload.on(machine.clock(config), engines, config.verify.workers, verdict_s)
-        self.supply = Supply(_Prompts(self.workload.prompts), self.rollouts, AdvantageConfig(), 0, tail)
+        self.supply = Supply(_Prompts(self.workload.prompts), self.rollouts, AdvantageConfig(), 0)
         self.supply.rejected_share = 1 - lengths.kept_share
 
     def run(self, evaluations_s: float) -> StepTime:
@@ -183,7 +170,7 @@ class _Steps:
     def _step(self, step: int, evaluations_s: float) -> tuple[dict[str, float], UpdateTime, RolloutReport]:
         rollouts, supply, began_s = self.rollouts, self.supply, self.rollouts.now_s
         if not supply.asked:
-            supply.ask(supply.take(self.stage, step, _ENDLESS), self.stage, step)
+            supply.ask(supply.take(self.stage), self.stage, step)
         self._ask_ahead(step, supply.asked)
         rollouts.wait_decoded()
         decoded_s = rollouts.now_s
@@ -228,13 +215,13 @@ class _Steps:
 
 
 def sample(config: Config, machine: Machine, workload: Workload) -> RolloutTime:
-    """Return the time of a roll-out of ``workload``."""
+    """Return the time of a rollout of ``workload``."""
     verdict_s, engines = machine.rates.verdict_s, config.rollout.engines
     return simulate(workload, machine.clock(config), engines, config.verify.workers, verdict_s)
 
 
 def workload_at(stage: StageConfig, lengths: Lengths, when: Moment, random: np.random.Generator) -> Workload:
-    """Return what one roll-out samples; with refill as many prompts as are needed on average."""
+    """Return what one rollout samples; with refill as many prompts as are needed on average."""
     prompts = min(math.ceil(stage.prompts_per_step / lengths.kept_share), stage.prompts_per_step + stage.refill_prompts)
     return Workload(*lengths.draw(when, prompts, stage.group_size, stage.max_response_tokens, random), stage.group_size)
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from or1_megatron.config.schema import AdvantageConfig
-from or1_megatron.rl.batch import sampled_since
 from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 
@@ -64,19 +63,15 @@ def assign_advantages(
 
 
 def reject(
-    groups: Sequence[AdvantagedGroup], config: AdvantageConfig, since: int | None = None
+    groups: Sequence[AdvantagedGroup], config: AdvantageConfig
 ) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
     """Return (kept, rejected), each in the order given. Groups whose advantages are all zero are rejected (RECIPE 1).
 
     So are groups whose responses are all right or all wrong and whose advantages come from penalties alone: DAPO's
-    dynamic sampling goes by accuracy. With ``reject_uniform_groups`` off, all of these are kept. ``since``: tokens of
-    older versions are left out of the loss, and a group without any other is rejected; None: none is left out.
+    dynamic sampling goes by accuracy. With ``reject_uniform_groups`` off, all of these are kept.
     """
     uniform = config.reject_uniform_groups
     tells = [not uniform or bool(group.advantages.any() and np.ptp(group.group.rewards) > 0) for group in groups]
-    if since is not None:
-        counted = [any(sampled_since(made, since).any() for made in group.group.completions) for group in groups]
-        tells = [told and some for told, some in zip(tells, counted, strict=True)]
     kept = [group for group, told in zip(groups, tells, strict=True) if told]
     rejected = [group for group, told in zip(groups, tells, strict=True) if not told]
     return kept, rejected

@@ -29,8 +29,6 @@ from or1_megatron.types import (
     AdvantagedGroup,
     Aggregation,
     Batch,
-    BoolArray,
-    Completion,
     Float32Array,
     MicroBatch,
     Sample,
@@ -56,17 +54,6 @@ def to_samples(group: AdvantagedGroup, number: int = 0) -> list[Sample]:
         )
         for completion, advantage in zip(group.group.completions, group.advantages, strict=True)
     ]
-
-
-def sampled_since(completion: Completion, version: int) -> BoolArray:
-    """Return for each token [n] of a response whether ``version`` or a newer one has sampled it.
-
-    Worked example: 5 tokens, of version 3 from token 0 on and of version 4 from token 2 on: of 4 or newer are the last
-    three.
-    """
-    starts = [span.first_token for span in completion.versions]
-    sizes = np.diff([*starts, completion.token_ids.size])
-    return np.repeat([span.version >= version for span in completion.versions], sizes)
 
 
 def split[Item](groups: Sequence[Item], mini_batches: int) -> list[list[Item]]:

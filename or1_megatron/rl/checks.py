@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from or1_megatron.config.schema import StageConfig
 from or1_megatron.errors import UserError
@@ -29,13 +30,18 @@ class AllRejected(UserError, RuntimeError):
     """No group was kept in too many rollout steps in a row."""
 
 
-def check_state(state: Mapping[str, object], expected: Collection[str]) -> None:
-    """Raise ResumeError when the loop's state in a checkpoint lacks one of the ``expected`` keys."""
+def check_state(state: Mapping[str, Any], expected: Collection[str]) -> None:
+    """Raise ResumeError when a checkpoint's state of the loop lacks an ``expected`` key, or has deferred prompts."""
     if missing := [name for name in expected if name not in state]:
         step = state.get("steps_done", "unknown")
         raise ResumeError(
             f"the checkpoint of step {step} was written by an older version: its loop.json lacks {', '.join(missing)}. "
             "Its weights can be used all the same: or1 convert megatron-to-hf, and a new run from there"
+        )
+    if deferred := [*state.get("deferred", ()), *state.get("not_asked", ())]:
+        raise ResumeError(
+            f"the checkpoint of step {state['steps_done']} holds {len(deferred)} prompts that rollout.tail=defer left "
+            "to later steps, and this version defers none: finish the stage with the version that wrote the checkpoint"
         )
 
 
@@ -57,16 +63,6 @@ def check_stage_steps(stage: StageConfig, done: int) -> None:
         )
 
 
-def check_deferred(stage: StageConfig, left: int, waiting: int) -> None:
-    """Raise ResumeError when the ``left`` steps of the current stage cannot take the prompts that wait."""
-    if waiting > left * stage.prompts_per_step:
-        raise ResumeError(
-            f"{waiting} prompts that stage '{stage.name}' has deferred (rollout.tail) are still to be trained in it, "
-            f"and its {left} steps left take {left * stage.prompts_per_step}; give it more steps, or start a new run "
-            "with another run.dir"
-        )
-
-
 def check_prompts(stage: StageConfig, dropped: int, left: int) -> None:
     """Raise NoPromptsLeft when fewer than D_R different prompts are left at the start of ``stage``."""
     if left < stage.prompts_per_step:
@@ -85,15 +81,14 @@ def check_rejected(rejected: Sequence[AdvantagedGroup], in_a_row: int, limit: in
         raise AllRejected(
             f"every group was rejected in {in_a_row} rollout steps in a row (safety.max_rejected_in_a_row = {limit}): "
             f"of the last step's {len(rejected)}, {right} were all right, {wrong} all wrong, {other} left without "
-            "spread by the truncation mask, or without a new token (rollout.continued=mask). "
-            "The policy learns nothing from them. All wrong: give easier problems or a "
+            "spread by the truncation mask. The policy learns nothing from them. All wrong: give easier problems or a "
             "longer max_response_tokens; all right: give harder problems; either: a larger group_size; or raise the "
             "limit. The same command resumes from the last checkpoint"
         )
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
-    """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread, or no token)."""
+    """Return how many rejected groups are (all right, all wrong, mixed: a mask left no spread)."""
     right = sum(bool((group.group.rewards > 0).all()) for group in rejected)
     wrong = sum(not (group.group.rewards > 0).any() for group in rejected)
     return right, wrong, len(rejected) - right - wrong

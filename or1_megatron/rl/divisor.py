@@ -1,8 +1,8 @@
 """What the sum of a step's token losses is divided by, where that is not the step's own T_k (``loss.divisor``).
 
 Divided by its own tokens, a step of long responses counts each of them less than a step of short ones does. That does
-not matter while steps are alike. With ``rollout.tail: defer`` they are not: long responses are trained in steps of
-their own. Divided by a number that the steps share, a token counts the same in whichever step it is trained.
+not matter while steps are alike. Divided by a number that the steps share, a token counts the same in whichever step it
+is trained.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 WINDOW: Final = 16
-"""Rollout steps whose mean is the divisor; with ``tail_share`` 0.25, three times from one step of deferred prompts to
-the next."""
+"""Rollout steps whose mean is the divisor."""
 
 
 class RunningDivisor:

@@ -8,7 +8,7 @@ Stopping: up to its first SGD step a step can be abandoned, because only the str
 before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the step
 is finished, but its handoff and its evaluation are left to the resumed run.
 
-Staleness (``max_staleness`` N): when a step begins, the roll-outs of the N steps after it are requested too, and a
+Staleness (``max_staleness`` N): when a step begins, the rollouts of the N steps after it are requested too, and a
 handoff does not wait for them. Which prompts a step trains is decided when it is asked, so it does not depend on their
 lengths, and no token of a step is more than N versions behind the weights that it trains. The first step of a stage is
 sampled from the policy itself. A checkpoint has the responses that are finished and not trained; a resumed run asks the
@@ -26,7 +26,7 @@ from or1_megatron.interfaces import Stopped
 from or1_megatron.rl.advantage import assign_advantages, reject
 from or1_megatron.rl.alarms import Alarms, StepSeen
 from or1_megatron.rl.batch import make_batches
-from or1_megatron.rl.checks import check_deferred, check_rejected, check_state, check_verdicts, check_versions
+from or1_megatron.rl.checks import check_rejected, check_state, check_verdicts, check_versions
 from or1_megatron.rl.divisor import RunningDivisor
 from or1_megatron.rl.entropy import ClipHighController, EntropyController, EntropyReading, estimate
 from or1_megatron.rl.evaluations import Due, Evaluations
@@ -46,7 +46,6 @@ from or1_megatron.rl.saving import Saving
 from or1_megatron.rl.score import Scored, first_scores, score, scores_of_first
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
-from or1_megatron.rl.tail import Tail
 from or1_megatron.rl.verbs import deferred_verb, stopping_verb, verb
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
 from or1_megatron.types import (
@@ -72,9 +71,7 @@ class Loop:
         self.ports = ports
         self.schedule = StageSchedule(config.stages, config.stage_count)
         self.evaluations = Evaluations(config.evaluation, self.schedule)
-        continued = config.continued != "none"
-        tail = None if config.tail_share is None else Tail(config.tail_share, ports.tail_record, continued)
-        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed, tail)
+        self.supply = Supply(ports.stream, ports.rollouts, config.algorithm.advantage, config.seed)
         self.controller = EntropyController(config.algorithm.entropy)
         self.clip_high = ClipHighController(config.algorithm.loss, config.algorithm.entropy.target)
         self.divisor = RunningDivisor()
@@ -135,11 +132,7 @@ class Loop:
             updates=updates,
             handoff=handoff,
             staleness=self._staleness,
-            tail=self.supply.tail_report,
             scores=first_scores(scored, updates),
-            samples=[sample for group in scored.samples for sample in group],
-            continued=self.config.continued != "none",
-            version=self.steps_done - 1,
         )
         metrics = self.measure(step, evaluation)
         if self._evaluation_due() == "whole":  # ``measure`` found a plateau: the run ends here
@@ -197,10 +190,10 @@ class Loop:
 
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
-        """Take D_R prompts, and those that a refill may need or the tail may defer; none if they are asked already."""
+        """Take D_R prompts, and those that a refill may need; none if they are asked already."""
         if self.supply.asked:
             return []
-        return self.supply.take(stage, self.steps_done, self.schedule.steps_left(self.steps_done))
+        return self.supply.take(stage)
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
@@ -215,18 +208,16 @@ class Loop:
         """Wait for the remaining verdicts. Raises VerificationFailing and StaleRollout."""
         groups, report = self.supply.collect()
         check_verdicts(groups, self.config.max_error_fraction)
-        allowed = 1 if self.config.continued != "none" else self.config.max_staleness
-        oldest = check_versions(groups, self.steps_done, allowed)
-        self._staleness = 0 if self.config.continued == "mask" else oldest  # of what the loss holds
+        self._staleness = check_versions(groups, self.steps_done, self.config.max_staleness)
         return groups, report
 
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
-        """Start the roll-out after this one if it had to wait for this one's refill."""
+        """Start the rollout after this one if it had to wait for this one's refill."""
         self._ask_ahead(stage, self.supply.asked + 1)
 
     def _ask_ahead(self, stage: StageConfig, first: int) -> None:
-        """Start the roll-outs of the steps from ``first`` after this one that staleness allows in this stage."""
+        """Start the rollouts of the steps from ``first`` after this one that staleness allows in this stage."""
         for ahead in range(first, self.config.max_staleness + 1):
             sure = self.schedule.surely_goes_on(self.steps_done, ahead)
             if not sure or not self.supply.ask_ahead(stage, self.steps_done + ahead):
@@ -247,8 +238,7 @@ class Loop:
     @stopping_verb
     def reject(self, groups: Sequence[AdvantagedGroup]) -> tuple[list[AdvantagedGroup], list[AdvantagedGroup]]:
         """Return (kept, rejected). Raises AllRejected after too many steps in a row without a kept group."""
-        since = self.steps_done if self.config.continued == "mask" else None
-        kept, rejected = reject(groups, self.config.algorithm.advantage, since)
+        kept, rejected = reject(groups, self.config.algorithm.advantage)
         self._rejected_in_a_row = 0 if kept else self._rejected_in_a_row + 1
         check_rejected(rejected, self._rejected_in_a_row, self.config.safety.max_rejected_in_a_row)
         return kept, rejected
@@ -256,9 +246,8 @@ class Loop:
     @stopping_verb
     def score(self, kept: Sequence[AdvantagedGroup], rejected: Sequence[AdvantagedGroup], stage: StageConfig) -> Scored:
         """Make the forward passes that the step needs and return the kept groups as samples."""
-        stale, since = self._staleness > 0, self.steps_done if self.config.continued == "mask" else None
-        algorithm, layout = self.config.algorithm, self.config.layout
-        return score(self.ports.policy, kept, rejected, stage, algorithm, layout, stale, since)
+        stale = self._staleness > 0
+        return score(self.ports.policy, kept, rejected, stage, self.config.algorithm, self.config.layout, stale)
 
     @stopping_verb
     def read_entropy(self, groups: Sequence[Group], kept: Sequence[AdvantagedGroup], scored: Scored) -> EntropyReading:
@@ -402,15 +391,11 @@ class Loop:
                 # A stage's first step is never stale, also where the resume has ended the stage before it early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
                 self.ports.rollouts.reuse(responses.read_bytes(), only)
-            stage, left = self.schedule.stages[self.schedule.current], self.schedule.steps_left(self.steps_done)
-            check_deferred(stage, left, self.supply.deferred)
             self.saving.resumed(newest, self.steps_done)
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:
-            state = self.ports.policy.load(self.config.begin.checkpoint)
-            self.restore(state)
+            self.restore(self.ports.policy.load(self.config.begin.checkpoint))
             self.config.begin.check(self.schedule, self.steps_done)
-            self.supply.drop_deferred(state, self.config.begin.checkpoint)
             self.evaluations.begin_at(self.steps_done)
             self._seconds = {}
 
@@ -433,7 +418,7 @@ class Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share", "deferred", "not_asked"})
+        check_state(state, self.state().keys() - {"clip_high", "divisor", "rejected_share"})
         self.steps_done = state["steps_done"]
         self.schedule.restore(state["schedule"], self.steps_done)
         self.controller.restore(state["controller"])

@@ -13,11 +13,10 @@ from typing import get_args
 import numpy as np
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.rl.batch import real_tokens, sampled_since
+from or1_megatron.rl.batch import real_tokens
 from or1_megatron.rl.checks import count_rejected
 from or1_megatron.rl.entropy import EntropyReading
 from or1_megatron.rl.mismatch import mismatch_metrics
-from or1_megatron.rl.tail import TailReport
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -26,7 +25,6 @@ from or1_megatron.types import (
     Group,
     HandoffReport,
     RolloutReport,
-    Sample,
     TokenScores,
     UpdateReport,
     VerdictStatus,
@@ -84,16 +82,8 @@ class StepRecord:
     """None: skipped, because the run stops here."""
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
-    tail: TailReport | None = None
-    """None: no prompt is ever deferred."""
     scores: TokenScores | None = None
     """The policy's first scores of the kept groups' responses in this step (``score.first_scores``)."""
-    samples: Sequence[Sample] = ()
-    """The kept groups' responses, as they are trained."""
-    continued: bool = False
-    """Responses may be continued from those of the step before."""
-    version: int = 0
-    """The version of the weights that the step trains."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:
@@ -115,33 +105,13 @@ def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[
         **throughput_metrics(step.batches, step.updates, hardware),
         **straggler_metrics(step.updates),
     }
-    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch), ("tail", step.tail)):
+    for group, found in (("filter", step.filtered), ("mismatch", step.mismatch)):
         if found is not None:
             metrics |= {f"{group}/{name}": value for name, value in asdict(found).items()}
-    if step.tail is not None:
-        metrics["tail/surplus_responses"] = step.rollout.surplus_responses
     if step.scores is not None:
-        counted = [
-            (sample.engine_log_probs[sample.loss_mask], policy)
-            for sample, policy in zip(step.samples, step.scores.log_probs, strict=True)
-            if sample.engine_log_probs is not None and sample.loss_mask.any()
-        ]
-        metrics |= mismatch_metrics([engine for engine, _ in counted], [policy for _, policy in counted])
-    if step.continued:
-        metrics |= continued_metrics(step)
+        engine = [completion.log_probs for group in step.kept for completion in group.group.completions]
+        metrics |= mismatch_metrics(engine, step.scores.log_probs)
     return metrics
-
-
-def continued_metrics(step: StepRecord) -> dict[str, float]:
-    """Return how much of a step's responses was sampled before it, and what of it is left out of the loss."""
-    made = [completion for group in step.groups for completion in group.completions]
-    new = [sampled_since(completion, step.version) for completion in made]
-    tokens = sum(each.size for each in new)
-    return {
-        "continued/responses": float(np.mean([not each.all() for each in new])),
-        "continued/old_tokens": 1 - sum(int(each.sum()) for each in new) / tokens,
-        "continued/masked_tokens": sum(int((~sample.loss_mask).sum()) for sample in step.samples),
-    }
 
 
 def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str, float]:
@@ -349,7 +319,7 @@ def time_metrics(
     other = wall - (an engine is decoding) - (forward, backward, optimizer). ``busy``: the reports of this lap, which
     have these times. A ``score`` pass counts as forward, but as other in ``other_share_with_score``, as in the paper's
     t_O. ``overlaps``: engines decode while the policy trains; then the shorter of the two is not counted, and
-    the utilization is that of the periods of the roll-outs' reports.
+    the utilization is that of the periods of the rollouts' reports.
     """
     updates = [report for report in busy if isinstance(report, UpdateReport)]
     decoded = [report for report in busy if not isinstance(report, UpdateReport)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from or1_megatron.config.schema import AlgorithmConfig, CheckpointConfig, EvaluationConfig, SafetyConfig, StageConfig
 from or1_megatron.interfaces import Evaluator, Observer, Policy, ProblemStream, Rollouts, Tracker
@@ -14,7 +13,6 @@ from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.stages import StageSchedule, check_previous
 from or1_megatron.runtime.run_folder import CheckpointKeeper
-from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.types import EvaluationResult
 
@@ -60,10 +58,6 @@ class LoopConfig:
     mixtures: tuple[tuple[int, ...], ...] = ()
     """For each stage, how often each source appears per epoch; empty: the stream stays as it is."""
     max_staleness: int = 0
-    tail_share: float | None = None
-    """Prompts that a step asks beyond D_R, as a share of D_R; the slowest are deferred. None: none is."""
-    continued: Literal["none", "train", "mask"] = "none"
-    """``rollout.continued``."""
     one_pass: bool = False
     """The policy's head is one-pass: it has no whole sequences (``objectives.scored.needs_scores``)."""
 
@@ -83,8 +77,6 @@ class Ports:
     timer: StepTimer
     stop: Callable[[], bool]
     """True once the run has been asked to stop."""
-    tail_record: TailRecord | None = None
-    """None: what is deferred when is not recorded, so that a resumed run does not repeat it."""
     dumps: DumpStore | None = None
     """None: a batch whose loss or gradient is not finite is not kept."""
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from or1_megatron.config.schema import AlgorithmConfig, StageConfig
 from or1_megatron.interfaces import Policy
-from or1_megatron.rl.batch import check_log_probs, pack, sampled_since, to_samples
+from or1_megatron.rl.batch import check_log_probs, pack, to_samples
 from or1_megatron.rl.metrics import Mismatch, scored_mismatch
 from or1_megatron.rl.objectives.policy_gradient import old_is_the_policy
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Batch, BoolArray, Float32Array, Sample, TokenScores, UpdateReport
+from or1_megatron.types import AdvantagedGroup, Batch, Float32Array, Sample, TokenScores, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Scored:
     entropies: Sequence[Float32Array] | None
     """Full entropies [n] of every response that e_k is measured on; None: e_k is not estimated by ``full``."""
     of_kept: TokenScores | None = None
-    """The policy's scores of the counted tokens of ``samples`` at the step's start; None: there was no pass."""
+    """The policy's scores of ``samples`` at the step's start; None: there was no pass over them."""
 
 
 def score(
@@ -38,22 +38,15 @@ def score(
     algorithm: AlgorithmConfig,
     layout: BatchLayout,
     stale: bool = False,
-    since: int | None = None,
 ) -> Scored:
     """Score with the policy where N_SGD > 1 or e_k is the full entropy, and with the reference where there is one.
 
     N_SGD = 1 needs no ``policy_log_probs`` (rho is 1): the update compares its own log-probs with the engines'. The
     policy scores rejected groups for their entropy only, and the reference does not score them. ``stale``: the samples
     are from older weights than the policy's (``old_is_the_policy``), so that engine against policy is no mismatch.
-    ``since``: tokens of older versions are left out of the loss and of the mismatch, and nothing else; None: none is.
     """
     groups = [to_samples(group, number) for number, group in enumerate(kept)]
     samples = [sample for group in groups for sample in group]
-    made = [completion for group in kept for completion in group.group.completions]
-    counted = [
-        sample.loss_mask if since is None else sampled_since(completion, since)
-        for sample, completion in zip(samples, made, strict=True)
-    ]
     full = algorithm.entropy.estimate == "full"
     freeze = stage.sgd_steps > 1 and old_is_the_policy(algorithm, stale)
     others = rejected if full and (algorithm.entropy.measured_on == "all" or not kept) else []
@@ -63,9 +56,10 @@ def score(
         scores = policy.score(pack(passed, layout), stage.temperature)
         check_log_probs(passed, scores.log_probs)
         own = scores.log_probs[: len(samples)]
-        of_kept = TokenScores(_those(counted, own), _those(counted, scores.entropies[: len(samples)]))
+        of_kept = TokenScores(own, scores.entropies[: len(samples)])
         if samples and not stale:
-            mismatch = scored_mismatch(_those(counted, [c.log_probs for c in made]), of_kept.log_probs)
+            made = [completion.log_probs for group in kept for completion in group.group.completions]
+            mismatch = scored_mismatch(made, own)
         entropies = scores.entropies if full else None
         if freeze:
             samples = [replace(s, policy_log_probs=found) for s, found in zip(samples, own, strict=True)]
@@ -73,12 +67,8 @@ def score(
         of_reference = policy.score_reference(pack(samples, layout), stage.temperature).log_probs
         check_log_probs(samples, of_reference)
         samples = [replace(s, reference_log_probs=found) for s, found in zip(samples, of_reference, strict=True)]
-    left = iter(replace(sample, loss_mask=mask) for sample, mask in zip(samples, counted, strict=True))
+    left = iter(samples)
     return Scored([[next(left) for _ in group] for group in groups], mismatch, entropies, of_kept)
-
-
-def _those(masks: Sequence[BoolArray], values: Sequence[Float32Array]) -> tuple[Float32Array, ...]:
-    return tuple(each[mask] for each, mask in zip(values, masks, strict=True))
 
 
 def scores_of_first(scored: Scored, batch: Batch) -> TokenScores | None:

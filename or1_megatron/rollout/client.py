@@ -22,15 +22,12 @@ from or1_megatron.rollout.request_plan import plan_requests, request_digest
 from or1_megatron.runtime.message import MessageDamaged, pack, unpack
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Group,
-    Place,
     Prompt,
     RefillRule,
     Request,
     RolloutReport,
     Sampling,
-    Unfinished,
 )
 
 log = logging.getLogger(__name__)
@@ -43,13 +40,13 @@ _STOP_POLL_S = 0.5
 
 @dataclass(slots=True)
 class _Asked:
-    """A roll-out under way, as it can be asked for again."""
+    """A rollout under way, as it can be asked for again."""
 
     batch: bytes
     seeds: list[int]
     of_manager: int
     """The present manager's ticket."""
-    kept: list[Completion | Unfinished]
+    reused: list[Completion]
     """What was sampled of it before."""
     urgent: bool
 
@@ -58,7 +55,7 @@ class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
     From ``revive_with`` on, a manager that dies is replaced: the engines give up what they are decoding for it, and its
-    successor takes over what they have finished and asks for the rest of the roll-outs under way, with the same seeds.
+    successor takes over what they have finished and asks for the rest of the rollouts under way, with the same seeds.
     """
 
     def __init__(
@@ -77,11 +74,10 @@ class RolloutsClient:
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
         self._progress = (0, 0)
-        self._asked: dict[int, _Asked] = {}  # the roll-outs under way, by the tickets of this client
+        self._asked: dict[int, _Asked] = {}  # the rollouts under way, by the tickets of this client
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
         self._reused: dict[int, Completion] = {}  # by seed: of a checkpoint, for when they are asked
-        self._kept: dict[int, Completion | Unfinished] = {}  # by seed: of deferred prompts, for when they are asked
         self._revive: Callable[[], None] | None = None
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
@@ -92,7 +88,7 @@ class RolloutsClient:
         on_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """Let an engine's or the manager's death end no roll-out from now on.
+        """Let an engine's or the manager's death end no rollout from now on.
 
         Args:
             revive: replaces lost engines and calls ``rejoin``; waits call it. Until then others sample their requests.
@@ -113,43 +109,40 @@ class RolloutsClient:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        """Start sampling; return the roll-out's ticket. Arguments: ``interfaces.Rollouts``.
+        """Start sampling; return the rollout's ticket. Arguments: ``interfaces.Rollouts``.
 
         Raises:
             RolloutError: an engine or the verification failed, or the deadline passed; so do all methods.
             RayLost: Ray is lost; so does every wait.
-            Stopped: a stop has been requested, and the roll-out is lost; so does every wait.
+            Stopped: a stop has been requested, and the rollout is lost; so does every wait.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
             raise ValueError(f"roll_out: {len(prompts)} prompts of {group_size} samples each; expected at least one")
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
-        batch = pack(arguments | {"rule": rule, "places": places, "urgent": urgent})
-        requests = list(plan_requests(prompts, group_size, sampling, seed, places).values())
+        batch = pack(arguments | {"rule": rule, "urgent": urgent})
+        requests = list(plan_requests(prompts, group_size, sampling, seed).values())
         self._progress = (0, len(requests))
-        kept = [] if urgent else self._sampled_before(requests)
-        known = [pack(kept)]
+        reused = [] if urgent else self._sampled_before(requests)
+        known = [pack(reused)]
         of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
         seeds = [request.seed for request in requests]
         if not urgent:
             for each in seeds:
                 self._reused.pop(each, None)
-                self._kept.pop(each, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, seeds, of_manager, kept, urgent)
+        self._asked[ticket] = _Asked(batch, seeds, of_manager, reused, urgent)
         return ticket
 
-    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion | Unfinished]:
+    def _sampled_before(self, requests: Sequence[Request]) -> list[Completion]:
         """Return what was sampled of these requests: the same problem, prompt and sampling, not the seed alone.
 
         Seeds are made from a request's place in its step. On a resume another stage's prompt may have that place.
         """
-        of_seed = [(each, self._reused.get(each.seed) or self._kept.get(each.seed)) for each in requests]
-        found = [(request, made) for request, made in of_seed if made is not None]
+        found = [(each, self._reused[each.seed]) for each in requests if each.seed in self._reused]
         same = [made for request, made in found if made.request_digest == request_digest(request)]
         if len(same) < len(found):
             log.warning(
@@ -161,14 +154,13 @@ class RolloutsClient:
         return same
 
     def wait_decoded(self, ticket: int | None = None) -> None:
-        """Block until the last response of a roll-out (None: the oldest) has been sampled."""
+        """Block until the last response of a rollout (None: the oldest) has been sampled."""
         self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response has its verdict; groups come in the order of the prompts."""
         found = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
-        groups, report, kept = unpack(found)
-        self._kept.update((each.seed, each) for each in kept)
+        groups, report = unpack(found)
         asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
         if not asked.urgent:
             self._collected += [made for group in groups for made in group.completions]
@@ -178,7 +170,7 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Say that what ``collect`` returned is trained, and that all roll-outs that may go before are asked."""
+        """Say that what ``collect`` returned is trained, and that all rollouts that may go before are asked."""
         self._collected.clear()
         if all(each.urgent for each in self._asked.values()):
             self._reused.clear()  # nobody has asked for the rest
@@ -188,12 +180,12 @@ class RolloutsClient:
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
-            pass  # those who wait for the roll-out get the error
+            pass  # those who wait for the rollout get the error
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return packed (finished responses, what is kept of deferred prompts). Without the responses that the manager
-        has if it does not answer: they are sampled again, and no checkpoint fails for them."""
+        """Return the packed finished responses. Without those that the manager has if it does not answer: they are
+        sampled again, and no checkpoint fails for them."""
         finished = [*self._reused.values(), *self._collected]
         under_way = [each for each in self._asked.values() if not each.urgent]
         try:
@@ -202,27 +194,23 @@ class RolloutsClient:
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
         seeds = {each.seed for each in finished}
-        kept = [*self._kept.values(), *(each for asked in under_way for each in asked.kept)]
-        kept = [each for each in kept if each.seed not in seeds]
-        return pack((finished, kept)) if finished or kept else b""
+        finished += [each for asked in under_way for each in asked.reused if each.seed not in seeds]
+        return pack(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Give these to the roll-outs of the same requests, but not to urgent ones; a warning if they cannot be read.
+        """Give these to the rollouts of the same requests, but not to urgent ones; a warning if they cannot be read.
 
-        ``version``: only those of it alone. Finished ones are dropped once no roll-out is under way any more; what is
-        kept of deferred prompts is not.
+        ``version``: only those of it alone. They are dropped once no rollout is under way any more.
         """
         try:
-            finished, kept = (
-                {each.seed: each for each in part if version is None or _versions(each) == {version}}
-                for part in unpack(responses)
-            )
+            finished = {
+                each.seed: each for each in unpack(responses) if version is None or _versions(each) == {version}
+            }
         except Exception as error:  # written by another version, say
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
         log.info("%d responses were sampled before the checkpoint: the same requests reuse them", len(finished))
         self._reused |= finished
-        self._kept |= kept
 
     def close(self) -> None:
         """End the manager and its verifiers."""
@@ -246,7 +234,7 @@ class RolloutsClient:
             return False  # asked again soon; the manager's own death ends the wait
 
     def _of_manager(self, ticket: int | None) -> int | None:
-        """Return the present manager's ticket of a roll-out; None: it does not know the roll-out, and says so."""
+        """Return the present manager's ticket of a rollout; None: it does not know the rollout, and says so."""
         asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
         return None if asked is None else asked.of_manager
 
@@ -268,7 +256,7 @@ class RolloutsClient:
         """Wait until the call has ended. Returns false if another manager has to be called."""
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
-                raise Stopped("roll-out abandoned: the run has been asked to stop")
+                raise Stopped("rollout abandoned: the run has been asked to stop")
             check_ray(ASK_EVERY_S)
             if self._revive is not None and self._engines_lost():
                 if self._in_turns:
@@ -283,7 +271,7 @@ class RolloutsClient:
         """Replace the manager.
 
         Raises:
-            RolloutError: nobody can replace it, or it was replaced too often within one roll-out.
+            RolloutError: nobody can replace it, or it was replaced too often within one rollout.
             RayLost: Ray is lost with it.
         """
         if self._revive is None or self._restarts_left == 0 or self._stop():
@@ -295,7 +283,7 @@ class RolloutsClient:
         self._ask_again()
 
     def _ask_again(self) -> None:
-        """Start another manager, which asks for what is not yet sampled of the roll-outs under way.
+        """Start another manager, which asks for what is not yet sampled of the rollouts under way.
 
         The present one may live and only be out of reach. It is killed: engines answer a predecessor at once, and it
         would call them again and again.
@@ -307,7 +295,7 @@ class RolloutsClient:
         if self._in_turns and self._revive is not None:
             self._revive()
         for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.kept), *finished])
+            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
             finished = []
 
     def _recall(self, engine: Any) -> list[bytes]:
@@ -322,7 +310,7 @@ class RolloutsClient:
             return []
 
 
-def _versions(made: Completion | Unfinished) -> set[int]:
+def _versions(made: Completion) -> set[int]:
     return {span.version for span in made.versions}
 
 

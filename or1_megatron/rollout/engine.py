@@ -26,14 +26,11 @@ from typing import Any, Literal
 import numpy as np
 
 from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.handoff.backend_check import worker_info
-from or1_megatron.rollout.continued import generator_seed, joined, read_tokens, tokens_before
 from or1_megatron.rollout.kv_cache_update import drain, forget
 from or1_megatron.rollout.request_plan import request_digest
-from or1_megatron.rollout.speculation import engine_options
 from or1_megatron.runtime.allocator import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
-from or1_megatron.types import Completion, Float32Array, Int32Array, Request, Unfinished
+from or1_megatron.types import Completion, Float32Array, Int32Array, Request, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
 
@@ -93,7 +90,7 @@ class EngineSettings:
     """Longest prompt + response."""
     config: RolloutConfig
     weight_transfer: str = "shard"
-    """vLLM's name of the weight-transfer backend."""
+    """``handoff.backend``, as which ``worker`` makes it known to vLLM."""
     serves_folder: bool = True
     """False: nothing is served before a handoff has replaced the folder's weights."""
 
@@ -121,6 +118,7 @@ class VllmEngine:
         self._settings = settings
         self._sampling_params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        drafts = settings.config.engine_args.get("speculative_config") is not None
         self._llm = LLM(
             model=str(settings.model),
             dtype=settings.dtype,
@@ -129,20 +127,19 @@ class VllmEngine:
             tensor_parallel_size=settings.config.tensor_parallel,
             enable_prefix_caching=True,
             scheduling_policy="priority",  # first come, first served, but for the probe
-            disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # those of the sampled distribution: temperature applied
             weight_transfer_config={"backend": settings.weight_transfer},
             worker_extension_cls=WORKER_EXTENSION,
-            **engine_options(settings.config.speculation),
-            **_device_options(settings, is_cpu=current_platform.is_cpu()),
+            **_device_options(settings, is_cpu=current_platform.is_cpu()) | settings.config.engine_args,
+            **({"per_request_spec_decode_metrics": "summary"} if drafts else {}),
         )
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version("0")
         self._llm.collective_rpc("draw_seeds_at_once")
-        if settings.config.speculation is not None:
+        if drafts:
             self._llm.collective_rpc("sample_drafts_as_without")
         self._tokenizer = self._llm.get_tokenizer()
-        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its first submission
+        self._pending: dict[str, tuple[Request, float]] = {}  # with the time of its submission
         self._serial = 0
         self._finished: list[Completion] = []  # not yet returned by ``step``
         self._scores: dict[str, Any] = {}  # vLLM's outputs of score_prompts
@@ -170,11 +167,9 @@ class VllmEngine:
         """Queue requests for decoding; while weights are replaced, they wait.
 
         Raises:
-            ValueError: a prompt and its response's limit together exceed the engine's longest sequence, or a response
-                that is continued has reached its limit.
+            ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
         """
         for request in requests:
-            before = tokens_before(request)
             total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
             if total > self._settings.max_model_tokens:
                 raise ValueError(
@@ -189,14 +184,14 @@ class VllmEngine:
             params = self._sampling_params(
                 temperature=request.sampling.temperature,
                 top_p=request.sampling.top_p,
-                max_tokens=request.sampling.max_response_tokens - before,
-                seed=generator_seed(request),
+                max_tokens=request.sampling.max_response_tokens,
+                seed=request.seed,
                 logprobs=0,  # the sampled token's alone
                 flat_logprobs=True,
                 detokenize=False,  # once at the end instead of token by token: a fifth of the time of a small model
                 output_kind=self._final_only,
             )
-            self._add(read_tokens(request), params, request)
+            self._add(request.prompt.token_ids, params, request)
 
     def step(self) -> list[Completion]:
         """Run one decoding iteration and return the finished completions; return at once when idle."""
@@ -207,16 +202,13 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    def abort(self, seeds: Sequence[int]) -> list[Unfinished]:
-        """Abort the pending requests of these seeds; return what was sampled of them. The others have finished."""
+    def abort(self, seeds: Sequence[int]) -> list[int]:
+        """Abort the pending requests of these seeds; return the seeds that were aborted. The others have finished."""
         wanted = set(seeds)
         names = [name for name, (request, _) in self._pending.items() if request.seed in wanted]
-        found = [self._unfinished(name) for name in names]
         if names:
             self._engine.abort_request(names)
-        for name in names:
-            del self._pending[name]
-        return found
+        return [self._pending.pop(name)[0].seed for name in names]
 
     def abort_all(self) -> list[Completion]:
         """Abort all pending requests; return the completions that ``step`` has not returned."""
@@ -288,9 +280,7 @@ class VllmEngine:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect to the trainer. The engine's index tells its workers their ranks in the transfer's process group."""
-        settings = self._settings
-        info = worker_info(settings.weight_transfer, init_info, settings.index, settings.config.tensor_parallel)
-        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
         """Begin: nothing is decoded until ``certify``. An earlier update that never ended is given up."""
@@ -326,9 +316,6 @@ class VllmEngine:
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
         self._serving = True
 
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._llm.shutdown_weight_transfer_engine()
-
     @property
     def version(self) -> int:
         return int(self._engine.get_weight_version())
@@ -349,19 +336,10 @@ class VllmEngine:
         name = str(self._serial)
         self._serial += 1
         if request is not None:
-            self._pending[name] = (request, time.time() if request.before is None else request.before.started_s)
+            self._pending[name] = (request, time.time())
         priority = 0 if request is not None else -1  # the lowest number comes first
         self._engine.add_request(name, {"prompt_token_ids": token_ids.tolist()}, params, priority=priority)
         return name
-
-    def _unfinished(self, name: str) -> Unfinished:
-        from vllm.v1.engine import FinishReason
-
-        request, started_s = self._pending[name]
-        processor = self._engine.output_processor
-        (state,) = (processor.request_states[each] for each in processor.external_req_ids[name])
-        output = state.make_request_output([], None, FinishReason.ABORT, None)
-        return Unfinished(request.seed, *joined(output.outputs[0], request), started_s, request_digest(request))
 
     def _completion(self, output: Any, finished_s: float) -> Completion:
         request, started_s = self._pending.pop(output.request_id)
@@ -372,7 +350,7 @@ class VllmEngine:
                 f"engine {self._settings.index}: vLLM ended sample {request.sample_index} of problem "
                 f"{request.prompt.problem.id} with '{reason}'; expected 'stop' or 'length'"
             )
-        token_ids, log_probs, versions = joined(sampled, request)
+        token_ids = np.array(sampled.token_ids, dtype=np.int32)
         # Special tokens other than the one that ends the response stay in the text: a model's </think> may be one.
         drafts = sampled.spec_decode_metrics
         text = self._tokenizer.decode(
@@ -384,10 +362,10 @@ class VllmEngine:
             problem_id=request.prompt.problem.id,
             sample_index=request.sample_index,
             token_ids=token_ids,
-            log_probs=log_probs,
+            log_probs=np.array(sampled.logprobs.logprobs, dtype=np.float32),
             text=text,
             finish_reason=reason,
-            versions=versions,
+            versions=tuple(VersionSpan(int(span.version), span.start) for span in sampled.weight_versions),
             engine=self._settings.index,
             seed=request.seed,
             started_s=started_s,

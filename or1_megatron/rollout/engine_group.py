@@ -29,7 +29,6 @@ class EngineGroup:
         """``handles``: may change; each call goes to those of its time."""
         self.engines = len(handles)
         self.workers_per_engine = workers_per_engine
-        self.next_version = 0
         self._handles = handles
         self._timeout_s = timeout_s
 
@@ -46,14 +45,11 @@ class EngineGroup:
     def start_weight_update(self) -> None:
         self._call("start_weight_update")
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         self._call("update_weights", update_info)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update", self.next_version if weight_version is None else int(weight_version))
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        self._call("shutdown_weight_transfer_engine")
+    def finish_weight_update(self, version: int) -> None:
+        self._call("finish_weight_update", version)
 
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
         return self._call("score_prompts", list(token_ids))

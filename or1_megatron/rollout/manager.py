@@ -25,7 +25,7 @@ from or1_megatron.rollout.request_plan import RequestKey, union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import Completion, Group, Request, RolloutReport, Unfinished
+from or1_megatron.types import Completion, Group, Request, RolloutReport
 from or1_megatron.verify.pool.local import local_workers
 from or1_megatron.verify.pool.queue import VerifierPool
 from or1_megatron.verify.pool.ray import on_one_node, ray_workers
@@ -38,12 +38,12 @@ _NAMED_IN_ERRORS = 8
 
 
 class RolloutError(EnginesLost):
-    """The current roll-out cannot be completed; the message names the engine, the verifier or the requests."""
+    """The current rollout cannot be completed; the message names the engine, the verifier or the requests."""
 
 
 @dataclass
 class _UnderWay:
-    """A roll-out, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
+    """A rollout, and its times: seconds since the epoch, as the engines report theirs, but for the deadline's."""
 
     ticket: int
     roll_out: RollOut
@@ -51,7 +51,7 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a roll-out may be
+    """By ``time.monotonic``, which no correction of the clock moves. It counts from the first wait: a rollout may be
     asked for long before its turn."""
     judged_s: float = 0.0
     """When the last verdict came."""
@@ -114,19 +114,17 @@ class RolloutManager:
     async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
         """Start what is packed, the arguments of ``Scheduler.begin``; return its ticket when requests are sent.
 
-        ``recalled``: packed lists of what was sampled of its requests, or of those that come next: completions, which
-        are not sampled again, and unfinished responses, which are continued. They are known by their seeds; the caller
-        has seen to it that they are of these requests. Packed: as by ``runtime.message``.
+        ``recalled``: packed lists of completions of its requests, or of those that come next, which are not sampled
+        again. They are known by their seeds; the caller has seen to it that they are of these requests. Packed: as by
+        ``runtime.message``.
         """
         if self._failure is not None:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        known = [each for part in recalled for each in unpack(part)]
-        self._recalled.update((each.seed, each) for each in known if isinstance(each, Completion))
-        unfinished = {each.seed: each for each in known if isinstance(each, Unfinished)}
+        self._recalled.update((each.seed, each) for part in recalled for each in unpack(part))
         try:
-            ticket, actions = self._scheduler.begin(**unpack(batch), unfinished=unfinished)
+            ticket, actions = self._scheduler.begin(**unpack(batch))
         except ValueError as error:
             raise RolloutError(f"roll_out: {error}") from error
         self._open[ticket] = _UnderWay(ticket, self._scheduler.at(ticket), retries)
@@ -138,18 +136,18 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.decoded, current, "sampled")
 
     async def collect(self, ticket: int | None) -> bytes:
-        """Return packed (groups, RolloutReport, what is kept beyond them), groups in the order of the prompts."""
+        """Return packed (groups, RolloutReport), groups in the order of the prompts."""
         current = self._under_way("collect", ticket)
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
         if not self._open:
             self._recalled.clear()
-        groups, kept = self._scheduler.end(current.ticket).result(), current.roll_out.kept()
-        return pack((groups, self._report(current, groups, len(kept)), kept))
+        groups = self._scheduler.end(current.ticket).result()
+        return pack((groups, self._report(current, groups)))
 
     async def finished_responses(self) -> bytes:
-        """Return a packed list of the completions of all roll-outs under way, but for urgent ones."""
+        """Return a packed list of the completions of all rollouts under way, but for urgent ones."""
         roll_outs = map(self._scheduler.at, self._scheduler.tickets)
         return pack([made for each in roll_outs if not each.urgent for made in each.completions.values()])
 
@@ -254,7 +252,7 @@ class RolloutManager:
             if self._engines[index] == engine:
                 self._perform(self._scheduler.lose(index))
         else:
-            died = "" if answered else " died during the roll-out"
+            died = "" if answered else " died during the rollout"
             self._fail(RolloutError(f"engine {index}{died}: {failure_of(error)}"))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
@@ -265,7 +263,7 @@ class RolloutManager:
             self._engine_failed(index, engine, error)
             return
         if self._engines[index] == engine:
-            self._perform(self._scheduler.aborted(index, unpack(aborted)))
+            self._perform(self._scheduler.aborted(index, aborted))
 
     async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
@@ -318,12 +316,12 @@ class RolloutManager:
         if ticket is None:
             ticket = min(self._open, default=-1)
         if ticket not in self._open:
-            raise RolloutError(f"{what}: no roll-out is under way")
+            raise RolloutError(f"{what}: no rollout is under way")
         return self._open[ticket]
 
-    def _report(self, current: _UnderWay, groups: Sequence[Group], kept: int) -> RolloutReport:
+    def _report(self, current: _UnderWay, groups: Sequence[Group]) -> RolloutReport:
         assert self._verifiers is not None
-        # Where several roll-outs are under way, each report has the engines' work since the one before.
+        # Where several rollouts are under way, each report has the engines' work since the one before.
         since_s, self._reported_s = max(current.started_s, self._reported_s), time.time()
         busy_s = [[(max(start, since_s), end) for start, end in parts if end > since_s] for parts in self._busy_s]
         self._busy_s = [[] for _ in self._engines]
@@ -337,8 +335,7 @@ class RolloutManager:
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
             verify_tail_s=max(0.0, current.judged_s - max(decoded_s, current.started_s)),
             verifier_retries=self._verifiers.retries - current.retries_before,
-            surplus_responses=current.roll_out.given - len(wanted) - kept,
-            prompts=tuple(current.roll_out.budget.result),
+            surplus_responses=current.roll_out.given - len(wanted),
             period_s=self._reported_s - since_s,
         )
 

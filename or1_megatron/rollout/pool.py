@@ -19,7 +19,6 @@ from or1_megatron.rollout.cluster import check_ray, namespace
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
-from or1_megatron.rollout.speculation import missing_package
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.message import pack, unpack
@@ -94,9 +93,9 @@ class EngineActor:
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
-    def abort(self, seeds: Sequence[int], caller: int = 0) -> bytes:
-        """Return a packed list of Unfinished; as in VllmEngine."""
-        return pack(self._thread.call_for(caller, lambda engine: engine.abort(seeds), []))
+    def abort(self, seeds: Sequence[int], caller: int = 0) -> list[int]:
+        """As in VllmEngine."""
+        return self._thread.call_for(caller, lambda engine: engine.abort(seeds), [])
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> bytes:
         """Return a packed Harvest; as in EngineThread, like the two below."""
@@ -146,7 +145,7 @@ class EnginePool:
             on_restart: called with (engine, why) when one is replaced.
 
         Raises:
-            EngineError: engines on CPU without ``kv_cache_bytes``; no package for ``speculation``.
+            EngineError: engines on CPU without ``kv_cache_bytes``.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
@@ -156,11 +155,6 @@ class EnginePool:
             raise EngineError(
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
                 "model), and would otherwise claim a fraction of all memory"
-            )
-        if (package := missing_package(config.speculation)) is not None:
-            raise EngineError(
-                f"rollout.speculation needs the package {package}, which is not installed here; docs/stages.md says "
-                "how to install it"
             )
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
@@ -280,7 +274,7 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
             # Large pages where the kernel offers them: at a handoff vLLM packs each weight into memory that is new.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             # oneDNN keeps 1,024 compiled products, one for each shape, and every number of responses is another shape:
-            # an engine grew by 0.5 GiB over 20 roll-outs. It is as fast with 128.
+            # an engine grew by 0.5 GiB over 20 rollouts. It is as fast with 128.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         }
     if devices:

@@ -1,7 +1,7 @@
-"""Which requests a roll-out sends to which engine, and how their completions become groups. No engine, no Ray.
+"""Which requests a rollout sends to which engine, and how their completions become groups. No engine, no Ray.
 
-A roll-out of P prompts with group size M is P * M requests. A request's seed depends only on the roll-out's seed and on
-the request's place, so the same roll-out can be sampled again on any number of engines.
+A rollout of P prompts with group size M is P * M requests. A request's seed depends only on the rollout's seed and on
+the request's place, so the same rollout can be sampled again on any number of engines.
 """
 
 from __future__ import annotations
@@ -10,31 +10,27 @@ import hashlib
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Group,
-    Place,
     Prompt,
     RefillRule,
     Request,
     Sampling,
-    Unfinished,
     Verdict,
 )
 
 RequestKey = tuple[int, int]
-"""(index of the prompt in the roll-out, index of the sample in its group)."""
+"""(index of the prompt in the rollout, index of the sample in its group)."""
 
 _SEED_BITS = 63  # torch generators take 64 bits; signed 64-bit integers survive every serialisation on the way
 
 
 def request_seed(*parts: int) -> int:
-    """Return a request's seed in [0, 2**63), from (roll-out seed, prompt index, sample index).
+    """Return a request's seed in [0, 2**63), from (rollout seed, prompt index, sample index).
 
-    63 bits, so that the thousands of seeds of a roll-out all differ. The same on every machine and Python version
+    63 bits, so that the thousands of seeds of a rollout all differ. The same on every machine and Python version
     (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
@@ -44,7 +40,7 @@ def request_seed(*parts: int) -> int:
 def request_digest(request: Request) -> bytes:
     """Return [16] bytes that tell whether two requests of one seed are the same: of problem, prompt and sampling.
 
-    What a response is continued from is not part of it. The same on every machine and Python version.
+    The same on every machine and Python version.
     """
     sampling, prompt = request.sampling, request.prompt
     asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
@@ -56,23 +52,17 @@ def plan_requests(
     group_size: int,
     sampling: Sampling,
     seed: int,
-    places: Sequence[Place] | None = None,
-    unfinished: Mapping[int, Unfinished] = MappingProxyType({}),
 ) -> dict[RequestKey, Request]:
     """Make ``group_size`` requests per prompt, group by group.
 
-    The seed identifies a request within the roll-out. The problem's id does not: a batch may hold a problem twice.
-    ``places``: where each prompt was first requested. None: in this roll-out. ``unfinished``: by seed, what some of the
-    requests go on from.
+    The seed identifies a request within the rollout. The problem's id does not: a batch may hold a problem twice.
     """
-    places = [(seed, index) for index in range(len(prompts))] if places is None else places
     return {
         (prompt_index, sample_index): Request(
             prompt=prompt,
             sample_index=sample_index,
             sampling=sampling,
-            seed=(own := request_seed(*places[prompt_index], sample_index)),
-            before=unfinished.get(own),
+            seed=request_seed(seed, prompt_index, sample_index),
         )
         for prompt_index, prompt in enumerate(prompts)
         for sample_index in range(group_size)
@@ -98,7 +88,7 @@ _CAUTION = 0.25
 
 
 class SamplingBudget:
-    """How many of a roll-out's prompts, counted from the first, are sampled, and how many make up the result.
+    """How many of a rollout's prompts, counted from the first, are sampled, and how many make up the result.
 
     Without ``refill`` that is all of them. With ``refill`` the result is the shortest run of prompts with enough groups
     kept, in whatever order groups are judged. Engines may sample as many prompts as are enough with two standard
@@ -117,16 +107,6 @@ class SamplingBudget:
         self.limit = prompts
         """Upper bound of ``needed``, from what has been judged so far."""
 
-    @property
-    def sampled_all(self) -> bool:
-        """Whether every response of the result is known to be sampled."""
-        return self.over
-
-    @property
-    def result(self) -> Sequence[int]:
-        """Indices of the prompts that make up the result, once it is ``over``."""
-        return range(self.needed)
-
     def wants(self, prompt_index: int) -> bool:
         """Whether a prompt may be part of the result, from what has been judged so far."""
         return prompt_index < (self.needed if self.over else self.limit)
@@ -141,10 +121,6 @@ class SamplingBudget:
         rejected = (self._refill.expected_rejected * before + judged - kept) / (before + judged)
         more = _enough(max(0, wanted - kept), rejected, self._prompts)
         return min(max(judged + more, wanted + self._surely_rejected()), self.limit)
-
-    def sampled(self, prompt_index: int) -> bool:
-        """Take in that a response has been sampled. Returns whether fewer prompts are wanted from now on."""
-        return False
 
     def judged(self, prompt_index: int, group: Group) -> bool:
         """Take in a group of which every response has its verdict. Returns whether fewer prompts may be wanted."""
@@ -186,46 +162,6 @@ class SamplingBudget:
         return certain
 
 
-class TailBudget:
-    """Chooses a roll-out's result: the first ``rule.groups`` of its prompts of which all responses are sampled.
-
-    The first ``rule.first`` prompts are among them. All prompts are sampled until the result is.
-    """
-
-    def __init__(self, prompts: int, group_size: int, rule: DeferRule) -> None:
-        self.allowed = prompts
-        self._groups, self._first, self._left = rule.groups, rule.first, [group_size] * prompts
-        self._others = rule.groups - rule.first  # prompts still to be chosen
-        self._whole: set[int] = set()
-        self._judged = 0
-
-    @property
-    def sampled_all(self) -> bool:
-        return len(self._whole) == self._groups
-
-    @property
-    def over(self) -> bool:
-        return self._judged == self._groups
-
-    @property
-    def result(self) -> Sequence[int]:
-        return sorted(self._whole)
-
-    def wants(self, prompt_index: int) -> bool:
-        return not self.sampled_all or prompt_index in self._whole
-
-    def sampled(self, prompt_index: int) -> bool:
-        self._left[prompt_index] -= 1
-        if not self._left[prompt_index] and (prompt_index < self._first or self._others):
-            self._whole.add(prompt_index)
-            self._others -= prompt_index >= self._first
-        return self.sampled_all
-
-    def judged(self, prompt_index: int, group: Group) -> bool:
-        self._judged += prompt_index in self._whole
-        return False
-
-
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
     """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
     kept_share = 1 - rejected_share
@@ -238,7 +174,7 @@ def _enough(wanted: int, rejected_share: float, most: int) -> int:
 
 def dispatch(
     waiting: deque[tuple[RequestKey, Request]],
-    budget: SamplingBudget | TailBudget,
+    budget: SamplingBudget,
     outstanding: Mapping[int, int],
     room: int,
     low: int,

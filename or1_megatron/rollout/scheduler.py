@@ -1,10 +1,10 @@
-"""Which engine samples which request, and when a roll-out is over. It takes events and answers with actions.
+"""Which engine samples which request, and when a rollout is over. It takes events and answers with actions.
 
 It has no clock, no engine and no Ray. ``manager`` runs it with real engines and verifiers, ``simulation`` with
 simulated ones on a simulated clock; so a forecast is made by what a run does.
 
 Every request is with at most one engine, and is answered once: an engine's answer to a request that it does not have is
-an error, and whatever a lost engine still says is dropped. Several roll-outs may be under way. Requests of older ones
+an error, and whatever a lost engine still says is dropped. Several rollouts may be under way. Requests of older ones
 are sent first, and those of urgent ones before them.
 """
 
@@ -14,26 +14,21 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from types import MappingProxyType
 
 from or1_megatron.rollout.request_plan import (
     RequestKey,
     SamplingBudget,
-    TailBudget,
     assemble_group,
     dispatch,
     plan_requests,
 )
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Group,
-    Place,
     Prompt,
     RefillRule,
     Request,
     Sampling,
-    Unfinished,
     Verdict,
 )
 
@@ -68,29 +63,25 @@ Action = Submit | Abort | Judge
 
 @dataclass
 class RollOut:
-    """One roll-out under way."""
+    """One rollout under way."""
 
     prompts: Sequence[Prompt]
     group_size: int
     requests: Mapping[RequestKey, Request]
     waiting: deque[tuple[RequestKey, Request]]
-    budget: SamplingBudget | TailBudget
+    budget: SamplingBudget
     urgent: bool = False
-    keeps: bool = False
-    """Whether what is sampled beyond the result is kept (``DeferRule.keep``)."""
     completions: dict[RequestKey, Completion] = field(default_factory=dict)
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     """By the index of the prompt, once every verdict is there."""
     given: int = 0
     """Requests that were sent to an engine."""
-    given_up: list[Completion | Unfinished] = field(default_factory=list)
-    """What is kept of requests that were given up."""
 
     @property
     def decoded(self) -> bool:
         """Whether every response that is needed has been sampled."""
-        return self.budget.sampled_all or len(self.completions) == len(self.requests)
+        return self.budget.over or len(self.completions) == len(self.requests)
 
     @property
     def judged(self) -> bool:
@@ -105,13 +96,7 @@ class RollOut:
 
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
-        return [self.groups[index] for index in self.budget.result]
-
-    def kept(self) -> list[Completion | Unfinished]:
-        """Return what was sampled beyond the result and is kept: of each request at most once."""
-        result = set(self.budget.result)
-        finished = [made for key, made in self.completions.items() if self.keeps and key[0] not in result]
-        return [*finished, *self.given_up]
+        return [self.groups[index] for index in range(self.budget.needed)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +110,7 @@ class _Held:
 
 
 class Scheduler:
-    """Roll-outs, each known by its *ticket*, over engines known by their index. Not thread-safe."""
+    """Rollouts, each known by its *ticket*, over engines known by their index. Not thread-safe."""
 
     def __init__(self, engines: int, max_concurrent: int) -> None:
         """``max_concurrent``: responses that one engine decodes at once."""
@@ -145,49 +130,42 @@ class Scheduler:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
-        unfinished: Mapping[int, Unfinished] = MappingProxyType({}),
     ) -> tuple[int, list[Action]]:
-        """Start a roll-out and return its ticket; arguments as in ``interfaces.Rollouts`` and ``plan_requests``.
+        """Start a rollout and return its ticket; arguments as in ``interfaces.Rollouts``.
 
         Raises:
-            ValueError: two requests, of this roll-out or of those under way, would have the same seed.
+            ValueError: two requests, of this rollout or of those under way, would have the same seed.
         """
-        requests = plan_requests(prompts, group_size, sampling, seed, places, unfinished)
+        requests = plan_requests(prompts, group_size, sampling, seed)
         seeds = {request.seed for request in requests.values()}
         others = {request.seed for other in self._roll_outs.values() for request in other.requests.values()}
         if len(seeds) < len(requests) or seeds & (others | self._held.keys()):
             raise ValueError(f"seed {seed} gives two requests the same seed; choose another")
         self._tickets += 1
-        budget: SamplingBudget | TailBudget = (
-            TailBudget(len(prompts), group_size, rule)
-            if isinstance(rule, DeferRule)
-            else SamplingBudget(len(prompts), rule)
-        )
-        keeps = isinstance(rule, DeferRule) and rule.keep
-        made = RollOut(prompts, group_size, requests, deque(requests.items()), budget, urgent, keeps)
+        budget = SamplingBudget(len(prompts), rule)
+        made = RollOut(prompts, group_size, requests, deque(requests.items()), budget, urgent)
         self._roll_outs[self._tickets] = made
         self._roll_outs = dict(sorted(self._roll_outs.items(), key=lambda item: (not item[1].urgent, item[0])))
         return self._tickets, self._feed()
 
     @property
     def first(self) -> int | None:
-        """Ticket of the roll-out that comes first: the oldest urgent one, else the oldest. None: none is under way."""
+        """Ticket of the rollout that comes first: the oldest urgent one, else the oldest. None: none is under way."""
         return next(iter(self._roll_outs), None)
 
     @property
     def tickets(self) -> list[int]:
-        """The roll-outs under way, the oldest first."""
+        """The rollouts under way, the oldest first."""
         return sorted(self._roll_outs)
 
     def at(self, ticket: int) -> RollOut:
-        """Return a roll-out that has not been ended."""
+        """Return a rollout that has not been ended."""
         return self._roll_outs[ticket]
 
     def off_engines(self, ticket: int) -> bool:
-        """Whether no engine has a request of the roll-out that was given up: of a prompt that is not wanted."""
+        """Whether no engine has a request of the rollout that was given up: of a prompt that is not wanted."""
         return not self._unwanted[ticket]
 
     def engine_of(self, seed: int) -> int | None:
@@ -196,7 +174,7 @@ class Scheduler:
         return None if held is None else held.engine
 
     def end(self, ticket: int) -> RollOut:
-        """Forget a roll-out whose result is there and return it."""
+        """Forget a rollout whose result is there and return it."""
         return self._roll_outs.pop(ticket)
 
     def finished(self, engine: int, completions: Iterable[Completion]) -> list[Action]:
@@ -213,18 +191,13 @@ class Scheduler:
                 name = f"sample {completion.sample_index} of problem {completion.problem_id}"
                 raise ValueError(f"engine {engine} finished a response that was not requested: {name}")
             held = self._take_off(completion.seed)
-            if held.key is None:  # it ended before it could be given up
-                self._keep(held.ticket, completion)
-            else:
-                roll_out = self._roll_outs[held.ticket]
-                roll_out.completions[held.key] = completion
+            if held.key is not None:  # else it ended before it could be given up
+                self._roll_outs[held.ticket].completions[held.key] = completion
                 actions.append(Judge(held.ticket, held.key, completion))
-                if roll_out.budget.sampled(held.key[0]):
-                    actions += self._give_up(held.ticket)
         return [*actions, *self._feed()]
 
     def judged(self, ticket: int, key: RequestKey, verdict: Verdict) -> list[Action]:
-        """Take in the verdict on a completion; of a roll-out that has ended it is dropped.
+        """Take in the verdict on a completion; of a rollout that has ended it is dropped.
 
         Raises:
             ValueError: there is no such completion, or it has its verdict.
@@ -233,7 +206,7 @@ class Scheduler:
         if roll_out is None:
             return []
         if key not in roll_out.completions or key in roll_out.verdicts:
-            raise ValueError(f"a verdict on {key} of roll-out {ticket}, which has no completion or a verdict already")
+            raise ValueError(f"a verdict on {key} of rollout {ticket}, which has no completion or a verdict already")
         roll_out.verdicts[key] = verdict
         budget, prompt_index = roll_out.budget, key[0]
         group = assemble_group(
@@ -245,13 +218,12 @@ class Scheduler:
         fewer = budget.judged(prompt_index, group)
         return [*(self._give_up(ticket) if fewer else []), *self._feed()]
 
-    def aborted(self, engine: int, unfinished: Iterable[Unfinished]) -> list[Action]:
-        """Take in that the engine no longer has these requests, which were given up, and what it sampled of them."""
-        for each in unfinished:
-            held = self._held.get(each.seed)
+    def aborted(self, engine: int, seeds: Iterable[int]) -> list[Action]:
+        """Take in that the engine no longer has the requests of these seeds, which were given up."""
+        for seed in seeds:
+            held = self._held.get(seed)
             if held is not None and held.engine == engine and held.key is None:
-                self._take_off(each.seed)
-                self._keep(held.ticket, each)
+                self._take_off(seed)
         return self._feed()
 
     def lose(self, engine: int) -> list[Action]:
@@ -288,15 +260,10 @@ class Scheduler:
             self._unwanted -= Counter([held.ticket])  # drops what has come to 0
         return held
 
-    def _keep(self, ticket: int, found: Completion | Unfinished) -> None:
-        roll_out = self._roll_outs.get(ticket)
-        if roll_out is not None and roll_out.keeps and found.token_ids.size:
-            roll_out.given_up.append(found)
-
     def _give_up(self, ticket: int) -> list[Action]:
         """Abort the requests of the prompts that are no longer wanted."""
         roll_out = self._roll_outs[ticket]
-        if roll_out.budget.sampled_all:
+        if roll_out.budget.over:
             roll_out.waiting.clear()
         of_engine: dict[int, list[int]] = {}
         for seed, held in self._held.items():

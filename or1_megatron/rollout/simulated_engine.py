@@ -20,9 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
-from or1_megatron.types import Request, Unfinished, VersionSpan
+from or1_megatron.types import Request, VersionSpan
 
 PARTS: Final = ("weights", "products", "keys and values", "per response", "per iteration", "prompts")
 """What an engine's time is spent on."""
@@ -82,21 +80,6 @@ class Asked:
     """Tokens decoded before it was admitted last."""
     started_s: float | None = None
     versions: list[VersionSpan] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, request: Request, length: int) -> Asked:
-        """Return the request with what was sampled of it before; at least one token is left to decode."""
-        before = request.before
-        if before is None:
-            return cls(request, length)
-        done = before.token_ids.size
-        return cls(request, max(length, done + 1), done, before.started_s, list(before.versions))
-
-    def unfinished(self, decoded: int) -> Unfinished:
-        """Return what is kept when it is given up after ``decoded`` tokens: of id and log-prob 0, without memory."""
-        ids, log_probs = np.broadcast_to(np.int32(0), decoded), np.broadcast_to(np.float32(0), decoded)
-        versions = tuple(span for span in self.versions if span.first_token < decoded)
-        return Unfinished(self.request.seed, ids, log_probs, versions, self.started_s or 0.0)
 
 
 @dataclass(slots=True)
@@ -201,20 +184,11 @@ class SimulatedEngine:
         """Take requests; ``admit`` starts them."""
         self.waiting.extend(asked)
 
-    def abort(self, seeds: Iterable[int], at_event: bool = False) -> list[Unfinished]:
-        """Take these off: those that it decodes at the next boundary, see ``settle``. Return what is sampled then.
-
-        ``at_event``: the next boundary is its next event; else it is where it is.
-        """
+    def abort(self, seeds: Iterable[int]) -> None:
+        """Take these off: those that it decodes at the next boundary, see ``settle``."""
         gone = set(seeds)
-        found = [asked.unfinished(asked.done) for asked in self.waiting if asked.request.seed in gone]
         self.waiting = deque(asked for asked in self.waiting if asked.request.seed not in gone)
-        for seed in gone & self.running.keys():
-            decoded = self.running[seed].decoded(self.iteration + (self._to_event() if at_event else 0))
-            asked = self.running[seed].asked
-            found.append(asked.unfinished(min(decoded, asked.length - 1)))
         self._unwanted |= gone & self.running.keys()
-        return found
 
     def pause(self, seconds: float, version: int, now_s: float) -> None:
         """Take over weights at the next boundary: nothing is decoded meanwhile, and what is under way goes on."""
@@ -233,9 +207,7 @@ class SimulatedEngine:
                 return
             self.waiting.popleft()
             if asked.started_s is None:
-                asked.started_s = self.now_s
-            if not asked.versions or asked.versions[-1].version != self.version:
-                asked.versions.append(VersionSpan(self.version, asked.done))
+                asked.started_s, asked.versions = self.now_s, [VersionSpan(self.version, 0)]
             again = not asked.done and prompt.problem.id in self._read
             self._read.add(prompt.problem.id)
             spent = self.clock.prompt_s(held, self.clock.cached(held) if again else 0)

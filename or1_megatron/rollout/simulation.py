@@ -1,4 +1,4 @@
-"""Roll-outs on a simulated clock: the scheduler that runs real engines and verifiers, with clocks in their place.
+"""Rollouts on a simulated clock: the scheduler that runs real engines and verifiers, with clocks in their place.
 
 Verifiers judge beside decoding, first come first served. The time of messages is left out, and engines are alike.
 """
@@ -17,17 +17,14 @@ from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Subm
 from or1_megatron.rollout.simulated_engine import Asked, EngineClock, SimulatedEngine
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Float32Array,
     Group,
     Int32Array,
-    Place,
     Prompt,
     RefillRule,
     Request,
     RolloutReport,
     Sampling,
-    Unfinished,
     Verdict,
     VerdictStatus,
     VersionSpan,
@@ -69,8 +66,6 @@ class SimulatedRollouts:
         self._began_s: dict[int, float] = {}  # by ticket
         self._decoded_s: dict[int, float] = {}
         self._reported_s = 0.0
-        self._finished: dict[int, Completion] = {}  # by seed: kept, and not asked again yet
-        self._unfinished: dict[int, Unfinished] = {}
 
     def roll_out(
         self,
@@ -78,15 +73,10 @@ class SimulatedRollouts:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
-        ticket, actions = self.scheduler.begin(
-            prompts, group_size, sampling, seed, rule, places, urgent, self._unfinished
-        )
-        for request in self.scheduler.at(ticket).requests.values():
-            self._unfinished.pop(request.seed, None)
+        ticket, actions = self.scheduler.begin(prompts, group_size, sampling, seed, rule, urgent)
         self._began_s[ticket] = self._decoded_s[ticket] = self.now_s
         self._perform(actions)
         return ticket
@@ -102,9 +92,6 @@ class SimulatedRollouts:
         began_s = self._began_s.pop(ticket)
         since_s, self._reported_s = max(began_s, self._reported_s), self.now_s
         groups = self.scheduler.end(ticket).result()
-        kept = roll_out.kept()
-        self._finished |= {each.seed: each for each in kept if isinstance(each, Completion)}
-        self._unfinished |= {each.seed: each for each in kept if isinstance(each, Unfinished)}
         busy_s = [self.busy(index, since_s, self.now_s) for index in range(len(self.engines))]
         wanted = [completion for group in groups for completion in group.completions]
         report = RolloutReport(
@@ -115,8 +102,7 @@ class SimulatedRollouts:
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
             verify_tail_s=max(0.0, self.now_s - self._decoded_s.pop(ticket)),
             verifier_retries=0,
-            surplus_responses=roll_out.given - len(wanted) - len(kept),
-            prompts=tuple(roll_out.budget.result),
+            surplus_responses=roll_out.given - len(wanted),
             period_s=self._reported_s - since_s,
         )
         return groups, report
@@ -173,7 +159,7 @@ class SimulatedRollouts:
                 self.now_s = end_s
                 return
             if math.isinf(when_s):
-                raise RuntimeError("the simulated engines have nothing to decode, and the roll-out is not complete")
+                raise RuntimeError("the simulated engines have nothing to decode, and the rollout is not complete")
             if verdict_s <= engine_s:
                 self.now_s, _, judge = heapq.heappop(self._verdicts)
                 self._perform(self.scheduler.judged(judge.ticket, judge.key, self._verdict(judge.completion)))
@@ -207,20 +193,17 @@ class SimulatedRollouts:
                 case Submit(index, requests):
                     engine = self.engines[index]
                     moved = index != but and engine.has_room and engine.advance_to(self.now_s)
-                    known = [self._finished.pop(each.seed) for each in requests if each.seed in self._finished]
-                    done = {completion.seed for completion in known}
-                    engine.submit(Asked.of(each, self._length(each)) for each in requests if each.seed not in done)
+                    engine.submit(Asked(request, self._length(request)) for request in requests)
                     if moved:
                         self._go_on(index)
-                    left.extend(self.scheduler.finished(index, known))
                 case Abort(index, seeds):
                     engine = self.engines[index]
                     moved = index != but and engine.advance_to(self.now_s)
-                    unfinished = engine.abort(seeds, at_event=not moved and index != but)
+                    engine.abort(seeds)
                     if moved:
                         engine.settle()
                         self._go_on(index)
-                    left.extend(self.scheduler.aborted(index, unfinished))
+                    left.extend(self.scheduler.aborted(index, seeds))
                 case Judge() as judge:
                     self._decoded_s[judge.ticket] = self.now_s
                     begin_s = max(heapq.heappop(self._free_s), self.now_s)

@@ -11,44 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from or1_megatron.config.schema import SpeculationConfig
-
 _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
-_PACKAGES = {"ngram": "numba", "suffix": "arctic_inference"}
-
-
-def missing_package(config: SpeculationConfig | None) -> str | None:
-    """Return the package that the method needs and this environment lacks."""
-    package = None if config is None else _PACKAGES[config.method]
-    return package if package is not None and find_spec(package) is None else None
-
-
-def engine_options(config: SpeculationConfig | None) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` for speculation."""
-    if config is None:
-        return {}
-    return {"speculative_config": _speculative_config(config), "per_request_spec_decode_metrics": "summary"}
-
-
-def _speculative_config(config: SpeculationConfig) -> dict[str, Any]:
-    if config.method == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": config.draft_tokens,
-            "prompt_lookup_min": config.match_tokens,
-            "prompt_lookup_max": config.match_tokens,
-        }
-    return {
-        "method": "suffix",
-        "num_speculative_tokens": config.draft_tokens,
-        "suffix_decoding_max_cached_requests": config.cached_responses,
-    }
 
 
 class DraftSampler(torch.nn.Module):

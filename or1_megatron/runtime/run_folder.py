@@ -4,7 +4,6 @@
     metrics.jsonl      one JSON object per step (docs/schemas.md)
     faults.jsonl       what died or stalled and was mended (runtime.faults)
     rollouts/          step_000012.parquet
-    tail.jsonl         which prompts each step asked and which it took, with rollout.tail: defer
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010; in_memory (memory_folder);
                        damaged ones are renamed to step_000008.damaged
     dumps/             step_000012_update_0/, for or1 replay: batches whose loss or gradient was not finite
@@ -79,7 +78,6 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
-        self.tail = root / "tail.jsonl"
         self.checkpoints = root / "checkpoints"
         self.dumps = root / "dumps"
         self.hf = root / "hf"

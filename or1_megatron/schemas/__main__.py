@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from or1_megatron.schemas.fields import PROBLEM, ROLLOUT, SCHEMA_VERSION, SUMMARY, TAIL, VERDICT, Field, type_name
+from or1_megatron.schemas.fields import PROBLEM, ROLLOUT, SCHEMA_VERSION, SUMMARY, VERDICT, Field, type_name
 from or1_megatron.schemas.metrics import METRICS
 
 
@@ -59,13 +59,6 @@ The verifier's judgement of one response. In a rollout file these are columns of
 One JSON object, written when a run ends.
 
 {_fields_table(SUMMARY)}
-
-## Deferred prompts: `tail.jsonl`
-
-With `rollout.tail: defer`, one JSON object per step. A step that was made again, after a resume, has several rows, of
-which the last counts. What a row is for: [stages.md](stages.md#deferred-prompts).
-
-{_table(TAIL)}
 
 ## Problems
 

@@ -1,4 +1,4 @@
-"""The fields of rollout files, verdicts, ``summary.json``, ``tail.jsonl`` and problem files: names, types, units."""
+"""The fields of rollout files, verdicts, ``summary.json`` and problem files: names, types, units."""
 
 from __future__ import annotations
 
@@ -165,19 +165,6 @@ SUMMARY: Final[tuple[Field, ...]] = (
     Field("model", pa.string(), "", "the exported HF folder; null when there was no export", True),
 )
 """``summary.json``, one object. null: not measured (no held-out problems, no step done)."""
-
-TAIL: Final = (
-    ("step", "int64", "steps", "rollout step of the run, counted over all stages"),
-    (
-        "asked",
-        "list of [string, int64, int64]",
-        "",
-        "of each prompt the problem's id, the seed of the roll-out that first asked it, and its place there, from 0; "
-        "its responses have their seeds from these two. First those that earlier steps deferred, then new ones",
-    ),
-    ("trained", "list of int64", "", "which of `asked` the step took, from 0, in order; the others were deferred"),
-)
-"""A row of ``tail.jsonl``: (name, type, unit, meaning) of each field. Arrow has no type for a list of unlike values."""
 
 
 def arrow_schema(fields: Sequence[Field]) -> pa.Schema:

@@ -167,17 +167,6 @@ def _batch_conflicts(config: Config, problems: Sequence[int] | None, device: Dev
     yield from stage_conflicts(config)
     if problems is not None:
         yield from problem_conflicts(config, problems)
-    if config.rollout.max_staleness and config.rollout.tail == "defer":
-        yield (
-            f"rollout.tail=defer and rollout.max_staleness = {config.rollout.max_staleness} both keep engines from "
-            "waiting for the longest responses, and a deferred prompt would be older than its step; use one of them"
-        )
-    if config.rollout.continued != "none" and config.rollout.tail != "defer":
-        yield (
-            f"rollout.continued={config.rollout.continued} continues the responses that a step gives up, and with "
-            "rollout.tail=wait it gives up none: a step waits for all of its responses, whatever max_staleness is; set "
-            "rollout.tail=defer, or rollout.continued=none"
-        )
     if config.rollout.max_staleness and config.rollout.placement == "colocated" and device == "cuda":
         yield (
             f"rollout.max_staleness = {config.rollout.max_staleness} samples further steps while this one trains, but "
@@ -197,7 +186,7 @@ def _algorithm_conflicts(config: Config) -> Iterator[str]:
                 f"stage '{stage.name}': algorithm.advantage.overlong_tokens = {soft} is not less than "
                 f"max_response_tokens = {stage.max_response_tokens}: every response would be penalised; lower it"
             )
-    if config.rollout.trains_older_tokens and algorithm.correction.mode == "off":
+    if config.rollout.max_staleness and algorithm.correction.mode == "off":
         return
     asked = {
         "entropy.bonus_on = clipped": algorithm.entropy.bonus_on == "clipped",

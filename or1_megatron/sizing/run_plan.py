@@ -228,18 +228,6 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
             "algorithm.kl.estimator = k1 in the loss: the mean of its gradient is 0, so it adds noise and no pull to "
             "the reference; set straight_through, which gives it the gradient of k2, or another estimator"
         )
-    if config.rollout.tail == "defer" and config.rollout.continued == "none" and loss.divisor == "own":
-        yield (
-            "rollout.tail = defer makes steps of short and of long responses, and with algorithm.loss.divisor = own a "
-            "token of a short one weighs more: long responses are learned less (docs/stages.md); set divisor to running"
-        )
-    if config.rollout.continued == "mask":
-        yield (
-            "rollout.continued = mask leaves the beginnings of deferred responses out of the loss: what decides the "
-            "reward there is not learned (docs/stages.md); set it to train"
-        )
-    if config.rollout.tail == "wait" and config.rollout.tail_share != 0.25:
-        yield f"rollout.tail_share = {config.rollout.tail_share:g} has no effect with rollout.tail = wait"
     if config.rollout.old_kv_cache == "keep" and not config.rollout.max_staleness:
         yield "rollout.old_kv_cache = keep has no effect without rollout.max_staleness: handoffs find nothing in flight"
     for stage in config.stages:
@@ -249,7 +237,7 @@ def _sampling_warnings(config: Config) -> Iterator[str]:
                 f"stage '{stage.name}': rollout.max_staleness = {config.rollout.max_staleness} works as 1, because "
                 f"with {why} only the next step is known ahead"
             )
-    stale = config.rollout.trains_older_tokens and config.algorithm.correction.mode == "off"
+    stale = config.rollout.max_staleness and config.algorithm.correction.mode == "off"
     for stage in config.stages:
         if stage.sgd_steps == 1 and not stale and loss.clip_low != loss.clip_high:
             yield (

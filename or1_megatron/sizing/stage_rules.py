@@ -16,7 +16,6 @@ def stage_conflicts(config: Config) -> Iterator[str]:
                 f"stage '{stage.name}': refill_prompts = {stage.refill_prompts} makes up for rejected groups, and "
                 "none is with algorithm.advantage.reject_uniform_groups=false; set that to true, or refill_prompts to 0"
             )
-        yield from _tail_conflicts(config, stage)
         every, where = config.evaluate.in_stage(stage).every_steps, "evaluate"
         if stage.evaluate.every_steps is not None:
             where = f"stage '{stage.name}': evaluate"
@@ -46,19 +45,6 @@ def stage_conflicts(config: Config) -> Iterator[str]:
                 f"{stage.steps} steps: no second block would be full, and the plateau could never end it; lower window "
                 "or raise steps"
             )
-
-
-def _tail_conflicts(config: Config, stage: StageConfig) -> Iterator[str]:
-    if config.rollout.tail == "defer" and stage.refill_prompts:
-        yield (
-            f"stage '{stage.name}': refill_prompts = {stage.refill_prompts} takes the first prompts in the data's "
-            "order, and rollout.tail=defer those that are sampled first; set refill_prompts to 0, or rollout.tail=wait"
-        )
-    if config.rollout.tail == "defer" and stage.plateau is not None:
-        yield (
-            f"stage '{stage.name}': its plateau may end it at any step, and with rollout.tail=defer its last steps "
-            "must train what was deferred; take the plateau out, or set rollout.tail=wait"
-        )
 
 
 def problems_per_epoch(config: Config, stage: StageConfig, problems: Sequence[int]) -> float:

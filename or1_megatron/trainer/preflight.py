@@ -16,6 +16,7 @@ from or1_megatron.handoff.backend_check import check_choice
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
 from or1_megatron.rl.stages import StageSchedule
+from or1_megatron.rollout.engine_args import check_engine_args
 from or1_megatron.runtime.host_memory import host_memory
 from or1_megatron.runtime.manifest import MANIFEST, check_manifest
 from or1_megatron.runtime.memory_folder import SHARED_MEMORY, memory_keeper
@@ -52,6 +53,7 @@ def check_inputs(config: Config, ground_truths: bool = False) -> None:
         check_resumable(config, folder)
     choose_layers(config.parallel, config.model.dtype)
     check_choice(config, torch.cuda.is_available())
+    check_engine_args(config.rollout)
     if torch.cuda.is_available():
         check_gpus_here(config, torch.cuda.device_count())
     for model in (config.model.hf, config.algorithm.kl.reference):

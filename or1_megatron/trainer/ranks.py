@@ -43,7 +43,6 @@ from or1_megatron.runtime.record import Observers, RunRecord
 from or1_megatron.runtime.run_folder import CheckpointKeeper, RunFolder
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.signals import StopRequested, is_launched
-from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.runtime.trackers import Trackers
 from or1_megatron.runtime.world import ranks_per_node
@@ -89,8 +88,6 @@ def loop_config(config: Config, policy: MegatronPolicy, folder: RunFolder, begin
         begin=begin,
         mixtures=tuple(config.repeats(stage) for stage in config.stages),
         max_staleness=config.rollout.max_staleness,
-        tail_share=config.rollout.tail_share if config.rollout.tail == "defer" else None,
-        continued=config.rollout.continued,
         one_pass=parallel.head == "one_pass",
     )
 
@@ -175,7 +172,6 @@ def lead(
             keeper=keeper,
             timer=StepTimer(),
             stop=stop.requested,
-            tail_record=TailRecord(folder.tail),
             dumps=dump_store(config, folder),
         )
         with stopping_in_order(stop):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,6 @@ class SyncedPolicy(PolicyDriver):
         self._away = False
         self._restarts = False
         self._replaced = False  # engines, of which the manager does not know yet
-        self._noted = False  # the ranks have summed their state, and not yet compared it
         self._version = 0
         self._handoffs = 0
         self._probe = probe
@@ -110,7 +108,6 @@ class SyncedPolicy(PolicyDriver):
             SendError: an engine failed, did not keep up, or received or holds something else than was sent.
             ReplicasDiffer: a parameter is not the same on all data-parallel ranks.
             HandoffMismatch: an engine does not compute what the policy computes. EngineStrayed if it did before.
-            StateChanged: a rank's state has changed since the last handoff, though it has not trained.
             EngineError: an engine died too often.
         """
         started_s = time.perf_counter()
@@ -122,7 +119,6 @@ class SyncedPolicy(PolicyDriver):
             self._lockstep.call("offload", "optimizer", "gradients")
         self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
-        self._lockstep.call("note_state")
         while True:
             try:
                 if self._asleep:
@@ -142,7 +138,6 @@ class SyncedPolicy(PolicyDriver):
             self._rollouts.rejoin(self._pool.handles)
             self._replaced = False
         self._version = version
-        self._noted = True
         self._handoffs += 1
         return HandoffReport(
             version=version,
@@ -163,7 +158,7 @@ class SyncedPolicy(PolicyDriver):
             raise EngineStrayed(str(error)) from error
 
     def revive(self) -> None:
-        """Replace the engines that are gone, in the middle of a roll-out, and bring all to the current weights.
+        """Replace the engines that are gone, in the middle of a rollout, and bring all to the current weights.
 
         Where engines take turns with the trainer, none may be decoding.
 
@@ -176,11 +171,7 @@ class SyncedPolicy(PolicyDriver):
     def take_turn(self) -> None:
         """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
 
-        The first time after a handoff the ranks compare their state with what it was then: an update from parameters
-        that have changed during the roll-out would spoil the gradient, and a distributed optimizer would then hide the
-        change. An engine that has died since the roll-out is replaced.
-
-        Raises StateChanged, and EngineError where an engine died too often.
+        An engine that has died since the rollout is replaced. Raises EngineError where an engine died too often.
         """
         if self._turns.engines_sleep and not self._asleep:
             try:
@@ -192,24 +183,9 @@ class SyncedPolicy(PolicyDriver):
             self._asleep = True
         self._take_back("parameters", "gradients", "optimizer")
         self._away = False
-        self._check_idle(last=True)
-        self._noted = False
         if self._restarts:
             super().restart_optimizer()
             self._restarts = False
-
-    def save(self, folder: Path, state: Mapping[str, Any], responses: bytes = b"") -> None:
-        self._check_idle()  # or the ranks would go on from what has changed
-        super().save(folder, state, responses)
-
-    def export_hf(self, folder: Path) -> None:
-        self._check_idle()
-        super().export_hf(folder)
-
-    def _check_idle(self, last: bool = False) -> None:
-        """Compare the ranks' state with what it was at the handoff, unless they have trained since."""
-        if self._noted:
-            self._lockstep.call("check_state", self._version, last)
 
     def _give_devices(self) -> None:
         """Offload what is left on the trainer's devices, and let the engines decode."""

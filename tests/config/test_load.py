@@ -6,15 +6,19 @@ Not proven here: that the values do what they say; the schema's own rules are py
 from __future__ import annotations
 
 import fnmatch
+import re
 from pathlib import Path
 
 import pytest
 
+from or1_megatron.config.explain import explain
 from or1_megatron.config.keys import keys_of
-from or1_megatron.config.load import ConfigError, load_config, resolved_yaml
+from or1_megatron.config.load import ConfigError, load_config, resolved_yaml, value_of
+from or1_megatron.config.removed import REMOVED
 from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, check_next_stage, check_resume
 from or1_megatron.config.schema import Config
 
+ROOT = Path(__file__).parents[2]
 BASE = """\
 run: {dir: runs/x}
 model: {hf: model}
@@ -128,6 +132,28 @@ def test_a_bad_key_or_value_is_named_with_its_line(base: Path, lines: str, expec
     assert expected in refusal(base)
 
 
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_is_refused_with_what_to_do(base: Path, key: str) -> None:
+    """In a file, named by its line; in an override; and where one key is asked for."""
+    section, name = key.rsplit(".", 1)
+    base.write_text(f"{BASE}{section}: {{{name}: 1}}\n")
+    assert refusal(base) == f"{base}:15: {key}: was removed: {REMOVED[key]}"
+    base.write_text(BASE)
+    assert refusal(base, f"{key}=1") == f"--set {key}=1: {key}: was removed: {REMOVED[key]}"
+    for ask in (lambda: value_of(load_config(base), key), lambda: explain(key)):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        assert str(error.value) == f"{key}: was removed: {REMOVED[key]}"
+
+
+def test_what_a_removed_key_s_sentence_names_is_there() -> None:
+    """Knowledge checked by its inverse: no removed key is a key, and the keys and pages that the sentences name are."""
+    keys = {key.name for key in keys_of(Config)}
+    assert not keys & REMOVED.keys()
+    named = [word.rstrip(".,;") for why in REMOVED.values() for word in re.findall(r"[a-z_/0-9]+(?:\.[a-z_]+)+", why)]
+    assert named and all(name in keys or (ROOT / name).is_file() for name in named), named
+
+
 def test_all_errors_are_told_and_a_missing_key_is_one(base: Path) -> None:
     base.write_text(BASE.replace("    group_size: 4\n", "").replace("lr:", "learning_rate:"))
     message = refusal(base)
@@ -194,13 +220,6 @@ def test_what_may_change_on_resume(base: Path) -> None:
 
 def test_staleness_may_not_change_on_a_resume(base: Path) -> None:
     """Though the rest of ``rollout`` may."""
-    with pytest.raises(ConfigError, match=r"rollout\.tail: was \"wait\", now \"defer\""):
-        check_resume(load_config(base), load_config(base, ["rollout.tail=defer"]))
-    with pytest.raises(ConfigError, match=r"rollout\.continued: was \"none\", now \"mask\""):
-        check_resume(
-            load_config(base, ["rollout.tail=defer"]),
-            load_config(base, ["rollout.tail=defer", "rollout.continued=mask"]),
-        )
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness: was 0, now 1"):
         check_resume(load_config(base), load_config(base, ["rollout.max_staleness=1", "rollout.engines=2"]))
 

@@ -13,10 +13,8 @@ from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.metrics import evaluation_metrics
 from or1_megatron.types import (
     Completion,
-    DeferRule,
     Group,
     Message,
-    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -55,8 +53,7 @@ class Recorded:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
         assert urgent

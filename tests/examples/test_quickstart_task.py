@@ -219,13 +219,6 @@ def test_demonstrations_are_deterministic(examples: list[demos.Demonstration]) -
     assert list(islice(demos.demonstrations(seed=4), 50)) != examples[:50]
 
 
-def test_one_demonstration_in_eight_is_long_and_careful() -> None:
-    drawn = list(islice(demos.demonstrations(seed=3, long_operations=16), 32))
-    assert [index for index, each in enumerate(drawn) if each.problem.operations == 16] == [0, 8, 16, 24]
-    assert {each.habit for each in drawn[::8]} == {demos.CAREFUL} != {each.habit for each in drawn}
-    assert all(each.response.count("=") == 16 for each in drawn[::8])
-
-
 def test_one_wording_leaves_nothing_to_choose() -> None:
     """(1+2)*(3+4) by hand; and whatever the draws are, a careful demonstration is a function of its problem."""
 

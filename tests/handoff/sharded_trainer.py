@@ -83,21 +83,6 @@ class RankWeights:
     def from_rank_0(self, value: Any) -> Any:
         return self._grid.from_rank_0(self._rank, value)
 
-    @property
-    def tensor_ranks(self) -> int:
-        return self._grid.grid.tensor
-
-    def held_names(self) -> frozenset[str]:
-        grid = self._grid
-        return frozenset(name for row in grid.rows if grid.stage(row) == self.stage for name in row.hf)
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self.everywhere() if name in self.held_names())
-
-    def everywhere(self) -> Iterator[tuple[str, Tensor]]:
-        state = self._grid.model.state_dict()
-        return ((name, state[name]) for name in self._grid.shapes)
-
     def read(self, name: str, box: Box) -> Tensor:
         self.reads.append((name, box))
         grid, size = self._grid, self._grid.grid.tensor

@@ -126,7 +126,7 @@ def test_engine_killed_while_it_receives(tiny_model: TinyModel, pool: EnginePool
 def test_engine_killed_while_it_decodes(
     tiny_model: TinyModel, pool: EnginePool, transport: str, in_turns: bool
 ) -> None:
-    """The roll-out comes to its end with the samples of an undisturbed one: same requests, same seeds, same weights.
+    """The rollout comes to its end with the samples of an undisturbed one: same requests, same seeds, same weights.
     Where engines take turns with a trainer, none decodes anything while one is replaced.
 
     That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
@@ -159,7 +159,7 @@ def test_engine_killed_while_it_decodes(
         tokens.append([c.token_ids.tolist() for group in groups for c in group.completions])
         assert {span.version for group in groups for c in group.completions for span in c.versions} == {1}
     assert tokens[0] == tokens[1]
-    # again, while nobody waits for a roll-out; and then the next one brings it back
+    # again, while nobody waits for a rollout; and then the next one brings it back
     kill(pool, 1)
     client.roll_out(prompts, 4, Sampling(1.0, 1.0, 20), seed=8)
     groups, _ = client.collect()

@@ -64,7 +64,7 @@ def die(moment: str, pids: list[int], run: Run) -> None:
 
 
 class PatientRollouts(RecordedRollouts):
-    """Roll-outs that take until the checkpoint of the step before is written, as they do in a real run."""
+    """Rollouts that take until the checkpoint of the step before is written, as they do in a real run."""
 
     run: Run
 

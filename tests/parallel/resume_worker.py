@@ -44,7 +44,7 @@ from or1_megatron.runtime.memory_folder import memory_keeper
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import DeferRule, Group, HandoffReport, Place, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.types import Group, HandoffReport, Prompt, RefillRule, RolloutReport, Sampling
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -69,18 +69,17 @@ class RecordedRollouts(TableRollouts):
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
         if self._records:
             ticket = super().roll_out(prompts, group_size, sampling, seed)
-            self._known[seed] = self.under_way.pop(ticket)[0]
+            self._known[seed] = self.under_way.pop(ticket)
             self._file.write_bytes(pickle.dumps(self._known))
         self.calls += not self._records
         groups = self._known[seed]
         assert [group.prompt.problem.id for group in groups] == [prompt.problem.id for prompt in prompts]
-        self.under_way[self.calls] = (groups, list(range(len(groups))))
+        self.under_way[self.calls] = groups
         self.asked[self.calls] = asked_by(prompts, group_size, sampling, seed)
         return self.calls
 

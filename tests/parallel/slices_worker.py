@@ -1,4 +1,4 @@
-"""Every rank reads what it holds, by slices and whole, and compares it with the HF folder: run by test_slices.
+"""Every rank reads what it holds, rank 0 also what it gathers, and compares it with the HF folder: run by test_slices.
 
 slices_worker.py OUT MODEL PARALLEL_JSON
 """
@@ -33,16 +33,14 @@ def main() -> None:
             if not torch.equal(policy.weights.read(holding.name, holding.box), expected):
                 wrong.append((holding.name, holding.box))
             read += expected.numel()
-    for name, tensor in policy.weights.held():
-        if not torch.equal(tensor, tensors[name]):
-            wrong.append((name, "held"))
-    everywhere = list(policy.weights.everywhere())
-    wrong += [(name, "everywhere") for name, tensor in everywhere if not torch.equal(tensor, tensors[name])]
-    if [name for name, _ in everywhere] != [name for name, _, _ in policy.weights.metadata()]:
-        wrong.append(("everywhere", "order"))
+    gathered = list(policy.weights)
+    if mesh.rank == 0:
+        wrong += [(name, "gathered") for name, tensor in gathered if not torch.equal(tensor, tensors[name])]
+    if [name for name, _ in gathered] != [name for name, _, _ in policy.weights.metadata()]:
+        wrong.append(("gathered", "order"))
     value = policy.weights.from_rank_0("of rank 0" if mesh.rank == 0 else None)
     everyone: list = [None] * mesh.world
-    dist.all_gather_object(everyone, (wrong, read, value, sorted(policy.weights.held_names())), group=mesh.control)
+    dist.all_gather_object(everyone, (wrong, read, value), group=mesh.control)
     if mesh.rank == 0:
         out.write_text(json.dumps(everyone))
     stop_process_group()

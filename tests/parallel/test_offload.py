@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 
-from or1_megatron.parallel.offload import HostCopy, HostCopyDamaged
+from or1_megatron.parallel.offload import HostCopy
 
 CASES = ["float32, replicated", "float32, distributed", "bfloat16, replicated", "bfloat16, distributed"]
 THINGS = ["gradients", "optimizer", "parameters"]
@@ -98,17 +98,9 @@ def test_use_while_away_is_refused(seen: Any) -> None:
     assert rank["refused when back"] == ""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_bit_that_flips_on_the_host_is_found(seen: Any, case: str) -> None:
-    for rank in seen[case]:
-        for said in rank["damaged"].values():
-            assert "1 of" in said and "pieces came back from the host with other bits" in said
-
-
 @pytest.mark.parametrize("slab_bytes", [16, 24, 1024])
 def test_storages_of_any_size(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that are no whole words, one after another and over several slabs: read, back to the bit, and each one's
-    last byte is watched on the host and on the way back."""
+    """Sizes that are no whole words, one after another and over several slabs: read, and back to the bit."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (5, 16, 3, 40, 1, 8)]
@@ -119,16 +111,4 @@ def test_storages_of_any_size(slab_bytes: int, monkeypatch: pytest.MonkeyPatch) 
     for tensor, expected in zip(tensors, before, strict=True):
         held = host.read(tensor)
         assert held is not None and torch.equal(held, expected)
-        assert host.intact()
-        if slab_bytes > 73:  # then what is read is the slab itself
-            held[-1] ^= 1
-            assert not host.intact()
-            held[-1] ^= 1
     assert host.give_back() == 73 and all(map(torch.equal, tensors, before))
-    host.take(storages)
-    if slab_bytes > 73:
-        held = host.read(tensors[4])
-        assert held is not None
-        held[0] ^= 128
-        with pytest.raises(HostCopyDamaged, match="1 of 6 pieces"):
-            host.give_back()

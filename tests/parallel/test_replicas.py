@@ -1,4 +1,4 @@
-"""A flipped bit in weights or optimizer state, and a rank that the others wait for, are found and named.
+"""A flipped bit in a replica's weights, and a rank that the others wait for, are found and named.
 
 Real policies of three ranks in bf16 with a distributed optimizer. Not proven here: flips while an update runs, of which
 no sum can know.
@@ -24,12 +24,6 @@ def test_a_flipped_bit_and_a_slow_rank_are_named(tiny_qwen2: Path, tmp_path: Pat
     for line in told[0]["said"]:
         assert "step 2: 1 parameters are not the same" in line
         assert "0.embedding.word_embeddings.weight (rank 1 against 0, 2)" in line
-    nothing, optimizer, parameter, host = told[0]["idle"]
-    assert nothing == ""
-    assert "after step 4, bits changed" in optimizer
-    assert "(rank 1: the optimizer; rank 2: the optimizer)" in optimizer
-    assert "(rank 0: the parameters)" in parameter
-    assert "(rank 0: the optimizer)" in host
 
 
 def test_ranks_of_one_place_are_compared() -> None:

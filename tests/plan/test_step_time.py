@@ -1,4 +1,4 @@
-"""Steps of a plan against figures worked by hand: deferred prompts, stale roll-outs, refill.
+"""Steps of a plan against figures worked by hand: stale rollouts, refill.
 
 Not proven here: the engine's own times (test_rollout_time) and the trainer's (test_update_time).
 """
@@ -51,29 +51,6 @@ def step_of(
     monkeypatch.setattr(step_time, "engine_clock", lambda *_: clock)
     when = Moment(config.stages, 0, 0)
     return config, step_time.step_time(config, MACHINE, lengths, when, 0.0, np.random.default_rng(1))
-
-
-def test_deferred_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fifth prompt has 100 tokens, the others 10. A step asks 5, which are decoded together, and takes 4. Four
-    steps of 10 iterations defer the long ones, and the fifth takes them in 100: 28 on average."""
-    keys = ("rollout.tail=defer", "rollout.tail_share=0.25", "rollout.max_concurrent=16")
-    lengths = Pattern((10, 10, 10, 10, 100))
-    _, found = step_of(monkeypatch, lengths, 2.0, *keys)
-    assert found.verbs["roll_out"] == pytest.approx(2.0 * 28)
-    _, waiting = step_of(monkeypatch, lengths, 2.0)
-    assert waiting.verbs["roll_out"] == pytest.approx(2.0 * 10)
-    assert found.rollout.iterations == 28 and found.response_tokens == (4 * 8 * 10 + 8 * 100) // 5
-
-
-def test_continued_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third prompt has 100 tokens, the others 10. The first step asks 6 and takes the four of 10 tokens; the two
-    others have 10 tokens then. The second asks those and 4 new ones, and takes 90 iterations; the new long one has 90
-    tokens then, of which the third needs 10 more. So steps of 90 and 10 take turns. Four count: three of them
-    train one prompt of 100 tokens and one trains two."""
-    keys = ("rollout.tail=defer", "rollout.tail_share=0.5", "rollout.continued=train", "rollout.max_concurrent=16")
-    _, found = step_of(monkeypatch, Pattern((10, 10, 100)), 2.0, *keys)
-    assert found.verbs["roll_out"] == pytest.approx(2.0 * 50)
-    assert found.rollout.iterations == 50 and found.response_tokens == (3 * 2 * 130 + 2 * 220) // 4
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
     Completion,
-    DeferRule,
     EvaluationResult,
     Group,
     HandoffReport,
     Message,
     MicroBatch,
-    Place,
     Problem,
     Prompt,
     RefillRule,
@@ -72,12 +69,6 @@ def completion(tokens: Sequence[int], j: int = 0, sample: int = 0, **changes: An
     return Completion(**{**fields, **changes})
 
 
-def begin(made: Completion, tokens: int) -> Completion:
-    """Return the first ``tokens`` of a response."""
-    spans = tuple(span for span in made.versions if span.first_token < tokens)
-    return replace(made, token_ids=made.token_ids[:tokens], log_probs=made.log_probs[:tokens], versions=spans)
-
-
 def verdict(status: VerdictStatus) -> Verdict:
     return Verdict(float(status == "right"), status, "", "made so by the test", 0.0)
 
@@ -104,7 +95,7 @@ class Clock:
 
 
 Asked = tuple[int, tuple[str, ...], int, Sampling]
-"""(seed, ids of the problems, group size, sampling) of a roll-out."""
+"""(seed, ids of the problems, group size, sampling) of a rollout."""
 
 
 def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int) -> Asked:
@@ -112,7 +103,7 @@ def asked_by(prompts: Sequence[Prompt], group_size: int, sampling: Sampling, see
 
 
 class TableRollouts:
-    """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that roll-out."""
+    """Engines and verifier. ``status_of`` may overrule verdicts, ``stop_at`` raises Stopped in that rollout."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -122,15 +113,10 @@ class TableRollouts:
         self.stop_at: int | None = None
         self.on_stop: Callable[[], None] = lambda: None
         self.overrule: Callable[[int, Verdict], Verdict] = lambda _call, verdict: verdict
-        self.under_way: dict[int, tuple[list[Group], list[int]]] = {}
-        """(groups, which prompts they are of) by ticket."""
+        self.under_way: dict[int, list[Group]] = {}  # by ticket
         self.asked: dict[int, Asked] = {}  # by ticket, those under way that are not urgent
-        self.collected: dict[Asked, tuple[list[Group], list[int]]] = {}  # and not trained
-        self.reused: dict[Asked, tuple[list[Group], list[int]]] = {}  # for a roll-out that asks the same
-        self.kept: dict[Place, list[Completion | None]] = {}
-        """Beginnings of the responses to deferred prompts, by place."""
-        self.jitter = np.random.default_rng()
-        """Adds to the time that a response takes for its length: no two runs have the same."""
+        self.collected: dict[Asked, list[Group]] = {}  # and not trained
+        self.reused: dict[Asked, list[Group]] = {}  # for a rollout that asks the same
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version
@@ -141,8 +127,7 @@ class TableRollouts:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        rule: RefillRule | DeferRule | None = None,
-        places: Sequence[Place] | None = None,
+        rule: RefillRule | None = None,
         urgent: bool = False,
     ) -> int:
         self.calls += 1
@@ -154,51 +139,20 @@ class TableRollouts:
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         rng = np.random.default_rng(seed)
-        rngs = [rng] * len(prompts) if places is None else [np.random.default_rng(place) for place in places]
-        begun = [self.kept.pop(place, [None] * group_size) for place in places or [(seed, -1)] * len(prompts)]
-        groups = [
-            self._group(prompt, group_size, log_probs, sampling, each, before)
-            for prompt, each, before in zip(prompts, rngs, begun, strict=True)
-        ]
-        taken = list(range(len(prompts)))
-        if isinstance(rule, RefillRule):
+        groups = [self._group(prompt, group_size, log_probs, sampling, rng) for prompt in prompts]
+        if rule is not None:
             kept = np.cumsum([rule.keeps(group) for group in groups])
-            taken = taken[: int(np.searchsorted(kept, rule.kept)) + 1]
-        if isinstance(rule, DeferRule):
-            sizes = [[0 if each is None else each.token_ids.size for each in before] for before in begun]
-            lengths = [
-                max(made.token_ids.size - old for made, old in zip(group.completions, before, strict=True))
-                for group, before in zip(groups, sizes, strict=True)
-            ]
-            times = np.array(lengths) + self.jitter.uniform(0, 2, len(prompts))
-            times[: rule.first] = -1.0
-            taken = sorted(np.argsort(times, kind="stable")[: rule.groups].tolist())
-            if rule.keep:
-                assert places is not None
-                spent = max(lengths[index] for index in taken)
-                for index in sorted(set(range(len(prompts))) - set(taken)):
-                    self.kept[places[index]] = [begin(made, spent) for made in groups[index].completions]
-        self.under_way[self.calls] = ([groups[index] for index in taken], taken)
+            groups = groups[: int(np.searchsorted(kept, rule.kept)) + 1]
+        self.under_way[self.calls] = groups
         return self.calls
 
     def _group(
-        self,
-        prompt: Prompt,
-        size: int,
-        log_probs: np.ndarray,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        begun: Sequence[Completion | None],
+        self, prompt: Prompt, size: int, log_probs: np.ndarray, sampling: Sampling, rng: np.random.Generator
     ) -> Group:
-        """``begun``: for each response what it is continued from."""
         j = int(prompt.token_ids[0]) - SAMPLED
         completions, verdicts = [], []
-        for sample, before in zip(range(size), begun, strict=True):
-            last, tokens, scores, versions = SAMPLED + j, [], [], ()
-            if before is not None:
-                tokens, scores, versions = before.token_ids.tolist(), before.log_probs.tolist(), before.versions
-                last = tokens[-1]
-            old = len(tokens)
+        for sample in range(size):
+            last, tokens, scores = SAMPLED + j, [], []
             while len(tokens) < sampling.max_response_tokens and (not tokens or tokens[-1] != END):
                 last_log_probs = log_probs[last]
                 last = int(np.searchsorted(np.exp(last_log_probs).cumsum(), rng.random() * (1 - 1e-12)))
@@ -210,7 +164,7 @@ class TableRollouts:
                 j,
                 sample,
                 log_probs=np.array(scores, dtype=np.float32),
-                versions=versions if versions and len(tokens) == old else (*versions, VersionSpan(self.version, old)),
+                versions=(VersionSpan(self.version, 0),),
             )
             right = not made.truncated and tokens[0] == 1 + j % 4
             status: VerdictStatus = "truncated" if made.truncated else "right" if right else "wrong"
@@ -227,11 +181,11 @@ class TableRollouts:
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         self.clock.now_s += 0.25
         ticket = ticket or min(self.under_way)
-        groups, taken = self.under_way.pop(ticket)
+        groups = self.under_way.pop(ticket)
         if asked := self.asked.pop(ticket, None):
-            self.collected[asked] = groups, taken
+            self.collected[asked] = groups
         tokens = sum(completion.token_ids.size for group in groups for completion in group.completions)
-        report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0, prompts=tuple(taken))
+        report = RolloutReport(3.0, (3.0, 1.5), 3.25, len(groups), tokens, 0.25, 0)
         return groups, report
 
     def trained(self) -> None:
@@ -243,17 +197,16 @@ class TableRollouts:
         return (0, 0)
 
     def finished_responses(self) -> bytes:
-        """Return all that is under way or not trained, and what is kept. A response is finished when it is asked."""
+        """Return all that is under way or not trained. A response is finished when it is asked."""
         under_way = {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
         finished = self.reused | self.collected | under_way
-        return pickle.dumps((finished, self.kept)) if finished or self.kept else b""
+        return pickle.dumps(finished) if finished else b""
 
     def reuse(self, responses: bytes, version: int | None = None) -> None:
-        finished, self.kept = pickle.loads(responses)
-        for asked, (groups, taken) in finished.items():
+        for asked, groups in pickle.loads(responses).items():
             of = {span.version for group in groups for made in group.completions for span in made.versions}
             if version is None or of == {version}:
-                self.reused[asked] = groups, taken
+                self.reused[asked] = groups
 
 
 class TablePolicy:
@@ -394,9 +347,6 @@ class RiddleStream:
     @property
     def left(self) -> int:
         return self.problems - len(self.excluded)
-
-    def find(self, problem_id: str) -> Prompt:
-        return problem(int(problem_id[1:]))
 
     def mix(self, repeats: Sequence[int]) -> None:
         self.mixtures.append(repeats)

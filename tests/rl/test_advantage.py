@@ -8,7 +8,6 @@ from fakes import group_of
 
 from or1_megatron.config.schema import AdvantageConfig
 from or1_megatron.rl.advantage import assign_advantages, group_advantages, reject
-from or1_megatron.types import AdvantagedGroup
 
 EXACT = AdvantageConfig(eps=0.0)
 
@@ -61,16 +60,6 @@ def test_rejects_uniform_groups_in_order() -> None:
     assert [g.group.prompt.problem.id for g in rejected] == ["p0", "p2"]
     everything = AdvantageConfig(reject_uniform_groups=False)
     assert reject(advantaged, everything) == (advantaged, [])
-
-
-def test_a_group_without_a_new_token_is_rejected_where_old_ones_are_masked() -> None:
-    """The responses are of version 0. Also where uniform groups are kept."""
-    mixed, uniform = (
-        AdvantagedGroup(group, group_advantages(group, EXACT)) for group in (group_of([1, 0]), group_of([1, 1]))
-    )
-    for config, kept in ((EXACT, [mixed]), (AdvantageConfig(reject_uniform_groups=False), [mixed, uniform])):
-        assert reject([mixed, uniform], config, since=0)[0] == kept
-        assert reject([mixed, uniform], config, since=1) == ([], [mixed, uniform])
 
 
 def test_a_truncated_response_may_be_right() -> None:

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from or1_megatron.rl.aggregation import weigh
-from or1_megatron.rl.batch import make_batches, pack, real_tokens, sampled_since, split, to_samples
+from or1_megatron.rl.batch import make_batches, pack, real_tokens, split, to_samples
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.types import AdvantagedGroup, Aggregation, MicroBatch, Sample, VersionSpan
+from or1_megatron.types import AdvantagedGroup, Aggregation, MicroBatch, Sample
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 0.0, mask: list[bool] | None = None) -> Sample:
@@ -231,19 +231,6 @@ def test_to_samples_counts_truncated_responses_too() -> None:
     assert (first.advantage, second.advantage) == (1.0, 0.0)
     assert second.loss_mask.all() and second.loss_mask.size == 2
     np.testing.assert_array_equal(second.engine_log_probs, completion([5, 5]).log_probs)
-
-
-def test_tokens_by_the_version_that_sampled_them() -> None:
-    """The docstring's example; of three versions; of one; and of one that has a span twice."""
-    for spans, version, expected in (
-        ([(3, 0), (4, 2)], 4, [0, 0, 1, 1, 1]),
-        ([(3, 0), (4, 2)], 3, [1, 1, 1, 1, 1]),
-        ([(3, 0), (4, 2), (5, 3)], 5, [0, 0, 0, 1, 1]),
-        ([(4, 0)], 5, [0, 0, 0, 0, 0]),
-        ([(4, 0), (4, 1)], 4, [1, 1, 1, 1, 1]),
-    ):
-        made = completion([5] * 5, versions=tuple(VersionSpan(*span) for span in spans))
-        assert sampled_since(made, version).tolist() == expected
 
 
 def test_refusals() -> None:

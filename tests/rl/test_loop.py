@@ -38,7 +38,6 @@ from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
 from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
-from or1_megatron.runtime.tail_record import TailRecord
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_megatron.types import Batch, UpdateReport, Verdict, VersionSpan
@@ -118,7 +117,6 @@ class World:
                 ),
                 timer=StepTimer(self.clock),
                 stop=lambda: self.stopped,
-                tail_record=TailRecord(self.folder / "tail.jsonl"),
                 dumps=DumpStore(self.folder / "dumps", self.safety.keep_dumps, {"versions": {}}),
             ),
         )
@@ -165,8 +163,7 @@ def test_learns_and_filters_and_reports(tmp_path: Path) -> None:
     assert result.before.accuracy < 0.2 and result.after.accuracy > 0.9
     rows = world.diary.rows
     assert sorted(rows) == list(range(31))
-    elsewhere = ("tail/", "continued/", "faults/")  # the first two refuse a refill (test_tail), the run adds the third
-    known = {metric.name for metric in METRICS if not metric.name.startswith(elsewhere)}
+    known = {metric.name for metric in METRICS if not metric.name.startswith("faults/")}  # which the run adds
     seen = {name.replace("/two/", f"/{ANY_SET}/").replace("/one/", f"/{ANY_SET}/") for r in rows.values() for name in r}
     assert seen == known - {
         "policy/cov_fraction",  # of other objectives
@@ -218,7 +215,7 @@ def test_order_of_verbs(tmp_path: Path) -> None:
 
 
 def test_times_add_up_and_other_is_what_remains(tmp_path: Path) -> None:
-    """The fakes' clock gives roll-out 3, tail 0.25, update 1, handoff 0.25; row 2 also has the save after step 1 (0.5).
+    """The fakes' clock gives rollout 3, tail 0.25, update 1, handoff 0.25; row 2 also has the save after step 1 (0.5).
     Row 0 has the handoff and an evaluation of 3.25."""
     world = World(tmp_path, [STAGE], every_steps=1, evaluate_every=0)
     result = world.loop.run()
@@ -292,7 +289,7 @@ def compare(resumed: World, whole: World) -> None:
 
 @pytest.mark.parametrize("stop_at", range(1, 12))
 def test_resumed_after_a_stop_equals_uninterrupted(tmp_path: Path, stop_at: int) -> None:
-    """It is stopped in each of its roll-outs, those of evaluations too (before training, after steps 2, 4 and 6)."""
+    """It is stopped in each of its rollouts, those of evaluations too (before training, after steps 2, 4 and 6)."""
     whole = World(tmp_path / "whole")
     whole.loop.run()
     assert whole.rollouts.calls == 10
@@ -411,7 +408,7 @@ def test_resumed_after_a_stop_between_verbs(tmp_path: Path, verb: str, staleness
     ("asked_at", "staleness"), [*((at, 0) for at in range(1, 12)), *((at, 1) for at in range(3, 8))]
 )
 def test_engines_that_go_with_their_node_stop_the_run(tmp_path: Path, asked_at: int, staleness: int) -> None:
-    """From the ``asked_at``-th use of the engines on (roll-outs, evaluations, handoffs) all of them fail, and the stop
+    """From the ``asked_at``-th use of the engines on (rollouts, evaluations, handoffs) all of them fail, and the stop
     is asked for just then: the run is saved, and goes on to the same end."""
     changes = {"max_staleness": staleness}
     first = World(tmp_path / "run", evaluate_every=3, changes=changes)
@@ -426,7 +423,7 @@ def test_engines_that_go_with_their_node_stop_the_run(tmp_path: Path, asked_at: 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5])
 def test_engines_that_are_lost_without_a_stop_end_the_run(tmp_path: Path, at: int) -> None:
-    """They are lost in the handoff, the roll-out and the evaluation; and while the next step is sampled."""
+    """They are lost in the handoff, the rollout and the evaluation; and while the next step is sampled."""
     world = World(tmp_path, evaluate_every=1, changes={"max_staleness": at % 2})
     lose_engines(world, at, lambda: None)
     with pytest.raises(EnginesLost, match="gone with their node"):

@@ -75,7 +75,7 @@ def test_rollout_metrics() -> None:
 
 def test_speculation_is_counted_over_responses_that_one_request_sampled() -> None:
     """8 drafted, 2 of them sampled; 9 tokens, 2 of which took no pass of their own. The third response had no draft. A
-    fourth was continued, and the drafts of its first request are not known."""
+    fourth is of two versions, and is left out."""
     first = group_of([1, 0], length=3)
     drafted = tuple(
         replace(each, drafted_tokens=given, accepted_tokens=taken)
@@ -83,8 +83,8 @@ def test_speculation_is_counted_over_responses_that_one_request_sampled() -> Non
     )
     again = group_of([0], length=3)
     versions = (VersionSpan(0, 0), VersionSpan(1, 2))
-    continued = replace(again, completions=(replace(again.completions[0], versions=versions, drafted_tokens=9),))
-    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3), continued], REPORT)
+    stale = replace(again, completions=(replace(again.completions[0], versions=versions, drafted_tokens=9),))
+    found = rollout_metrics([replace(first, completions=drafted), group_of([0], length=3), stale], REPORT)
     assert found["speculation/acceptance"] == pytest.approx(2 / 8)
     assert found["speculation/tokens_per_pass"] == pytest.approx(9 / 7)
 

@@ -7,7 +7,7 @@ Not proven here: anything of Megatron, vLLM or Ray (parallel/test_next_stage, ro
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -481,15 +481,33 @@ def test_times_of_stale_rollouts(tmp_path: Path) -> None:
         assert rows[k]["time/step"] - rows[k]["time/other"] == pytest.approx(3)
 
 
-def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
-    World(tmp_path, [STAGE], evaluated=False).loop.run()
-    file = tmp_path / "checkpoints" / "step_000003" / "state.json"
+def change_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the loop's state in the checkpoint of step 3."""
+    file = folder / "checkpoints" / "step_000003" / "state.json"
     state = json.loads(file.read_text())
-    del state["schedule"]
+    change(state)
     file.write_text(json.dumps(state))
     write_manifest(file.parent)
+
+
+def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
+    World(tmp_path, [STAGE], evaluated=False).loop.run()
+    change_state(tmp_path, lambda state: state.pop("schedule"))
     with pytest.raises(ResumeError, match=r"of step 3 was written by an older version: its loop.json lacks schedule\."):
         World(tmp_path, [STAGE], evaluated=False).loop.run()
+
+
+def test_a_checkpoint_with_deferred_prompts(tmp_path: Path) -> None:
+    """It is of a version with rollout.tail. Where it holds none, the run goes on; else it is refused, also by the next
+    stage."""
+    World(tmp_path, evaluated=False, changes={"stage_count": 1}).loop.run()
+    change_state(tmp_path, lambda state: state.update(deferred=[], not_asked=[]))
+    assert World(tmp_path, evaluated=False, changes={"stage_count": 1}).loop.run().steps == 3
+    change_state(tmp_path, lambda state: state.update(deferred=[["p1", 77, 4, 2]], not_asked=["p2", "p3"]))
+    for folder, changes in ((tmp_path, {"stage_count": 1}), (tmp_path / "second", begin(tmp_path, 3, 1))):
+        said = r"step 3 holds 3 prompts that rollout\.tail=defer left .*: finish the stage with the version that wrote"
+        with pytest.raises(ResumeError, match=said):
+            World(folder, evaluated=False, changes=changes).loop.run()
 
 
 @pytest.mark.parametrize("depth", [2, 3])

@@ -106,7 +106,7 @@ def batch(seed: int) -> bytes:
 
 async def collect(manager: RolloutManager, seed: int) -> dict[int, tuple[int, ...]]:
     """Return the versions of each response's tokens, by the seed of its request; they are those of the plan."""
-    groups, report, _ = unpack(await manager.collect(None))
+    groups, report = unpack(await manager.collect(None))
     made = [completion for group in groups for completion in group.completions]
     assert [group.prompt.problem.id for group in groups] == [each.problem.id for each in PROMPTS]
     assert report.surplus_responses == 0 and report.response_tokens == sum(c.token_ids.size for c in made)
@@ -118,7 +118,7 @@ async def collect(manager: RolloutManager, seed: int) -> dict[int, tuple[int, ..
 
 @pytest.mark.parametrize("again", ["at once", "later, with more tokens", "by the other engine"])
 def test_an_answer_that_is_given_twice_ends_the_roll_out(ray_cluster: None, again: str) -> None:
-    """The first of engine 0's three requests is answered twice, before or after a handoff: the roll-out fails and
+    """The first of engine 0's three requests is answered twice, before or after a handoff: the rollout fails and
     names it. What a checkpoint takes along has the first answer, once."""
 
     async def run() -> None:
@@ -163,7 +163,7 @@ async def has_ended(manager: RolloutManager, drains: int) -> bool:
 def test_an_engine_is_lost_over_a_handoff(ray_cluster: None, how: str) -> None:
     """Engine 0 has answered none, some or all of its three requests when it dies, or stalls and is replaced; then the
     others take over version 5. What it has not answered they sample, once each. An engine that had only stalled answers
-    all of it after its successor has come: nothing of that is used. Four roll-outs, each with another engine 0."""
+    all of it after its successor has come: nothing of that is used. Four rollouts, each with another engine 0."""
 
     async def run() -> None:
         engines = [start_engine() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Whole roll-outs through the real manager, two real engines and the real math verifier, on Ray.
+"""Whole rollouts through the real manager, two real engines and the real math verifier, on Ray.
 
 The engines' model is random, so the problems' gold answers are made to be right by chance: one digit each.
 """
@@ -26,10 +26,9 @@ from or1_megatron.rollout.engine_group import lost_engines
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.pool import EnginePool
-from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import Completion, DeferRule, Group, RefillRule, Sampling, Unfinished
+from or1_megatron.types import Group, RefillRule, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]
@@ -122,90 +121,8 @@ def test_refill_ends_with_the_group_that_was_still_wanted(rollouts: RolloutsClie
     assert len(rollouts.collect()[0]) == 3  # all that there are
 
 
-def test_deferring_gives_up_whole_prompts_and_asks_them_again(
-    rollouts: RolloutsClient, engine_pool: EnginePool
-) -> None:
-    """The first 3 of 5 prompts that are whole; then the other two, with the seeds that they had. That which are first
-    depends on lengths: test_scheduler. In another batch a seed may rarely give other tokens: one in ten is let pass."""
-    rollouts.roll_out(PROMPTS, 8, SAMPLING, seed=6)
-    plain, _ = rollouts.collect()
-    rollouts.roll_out(PROMPTS, 8, SAMPLING, 6, DeferRule(3))
-    rollouts.wait_decoded()
-    groups, report = rollouts.collect()
-    assert len(groups) == len(report.prompts) == 3
-    assert [group.prompt.problem.id for group in groups] == [f"problem{index}" for index in report.prompts]
-    assert idle(engine_pool)
-    left = [index for index in range(5) if index not in report.prompts]
-    rollouts.roll_out([PROMPTS[index] for index in left], 8, SAMPLING, 7, None, [(6, index) for index in left])
-    again, _ = rollouts.collect()
-    same = []
-    for index, group in zip([*report.prompts, *left], [*groups, *again], strict=True):
-        for found, expected in zip(group.completions, plain[index].completions, strict=True):
-            assert found.seed == expected.seed
-            same.append(found.token_ids.tolist() == expected.token_ids.tolist())
-    assert np.mean(same) > 0.9
-
-
-def cut(made: Completion, tokens: int) -> Unfinished:
-    """What an engine would have kept of a response after so many tokens."""
-    ids, log_probs = made.token_ids[:tokens], made.log_probs[:tokens]
-    return Unfinished(made.seed, ids, log_probs, made.versions, made.started_s, made.request_digest)
-
-
-def test_deferred_responses_are_continued_though_an_engine_dies(tiny_model: TinyModel, ray_cluster: None) -> None:
-    """3 of 5 prompts are taken, and what was sampled of the two others is kept: here as a rule whole responses, so fast
-    are the engines. Half of them are cut to 5 tokens, as if from a checkpoint. Every response begins with what is
-    known of it in the next roll-out, of which an engine dies, and has the log-probs of transformers from end to end. A
-    checkpoint's file holds what is kept, also of requests under way. What an engine gives up: test_engine."""
-    run_id = f"{RUN_ID}-continued"
-    config, verify = rollout_config(), VerifyConfig(workers=1)
-    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
-    client = start_rollouts(pool, config, verify, frozenset({"math"}), run_id)
-    pool.wait_ready()
-    client.revive_with(lambda: None)
-    sampling = Sampling(1.0, 1.0, 100)
-    client.roll_out(PROMPTS, 8, sampling, 6, DeferRule(3, keep=True))
-    groups, report = client.collect()
-    finished, kept = unpack(client.finished_responses())
-    assert {each.seed for each in finished} == {each.seed for group in groups for each in group.completions}
-    client.trained()
-    finished, kept = unpack(client.finished_responses())
-    left = [index for index in range(5) if index not in report.prompts]
-    wanted = {r.seed for (index, _), r in plan_requests(PROMPTS, 8, sampling, 6).items() if index in left}
-    assert finished == [] and len(groups) == 3 and {each.seed for each in kept} <= wanted
-    assert len({each.seed for each in kept}) == len(kept) == 16 - report.surplus_responses
-    for number, each in enumerate(kept):
-        if number % 2 and each.token_ids.size > 5:
-            kept[number] = cut(each, 5)
-    known = {each.seed: each for each in kept}
-    assert any(isinstance(each, Unfinished) for each in kept)
-    for deadly in (True, False):
-        client.reuse(pack(([], kept)))
-        client.roll_out([PROMPTS[index] for index in left], 8, sampling, 7, None, [(6, index) for index in left])
-        saved = [each.seed for part in unpack(client.finished_responses()) for each in part]
-        assert known.keys() <= set(saved) and len(set(saved)) == len(saved)
-        if deadly:
-            ray.kill(pool.handles[0], no_restart=True)
-        groups, report = client.collect()
-        made = {completion.seed: completion for group in groups for completion in group.completions}
-        assert made.keys() == wanted and report.surplus_responses == 0
-        for seed, each in known.items():
-            assert made[seed].token_ids[: each.token_ids.size].tolist() == each.token_ids.tolist()
-            assert made[seed].log_probs[: each.token_ids.size].tolist() == each.log_probs.tolist()
-        for group in groups:
-            for completion in group.completions:
-                expected = tiny_model.log_probs(group.prompt.token_ids.tolist(), completion.token_ids.tolist())
-                np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
-        finished, _ = unpack(client.finished_responses())
-        assert {each.seed for each in finished} == wanted  # until they are trained
-        client.trained()
-        assert client.finished_responses() == b""
-    client.close()
-    pool.close()
-
-
 def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
-    with pytest.raises(RolloutError, match="collect: no roll-out is under way"):
+    with pytest.raises(RolloutError, match="collect: no rollout is under way"):
         rollouts.collect()
     with pytest.raises(ValueError, match="0 prompts"):
         rollouts.roll_out([], 4, SAMPLING, seed=1)
@@ -225,7 +142,7 @@ def kept(engine: Any) -> list[Any]:
 
 
 def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
-    """In a roll-out, and between two: the successor gives the groups of an undisturbed roll-out of the same seed, and
+    """In a rollout, and between two: the successor gives the groups of an undisturbed rollout of the same seed, and
     has nothing sampled again that was finished.
 
     That the very same tokens come out holds for this batch; vLLM promises no more than equal random numbers.
@@ -234,7 +151,7 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     tokens = []
     finished, died_s = 0, 0.0
     sampling = Sampling(1.0, 1.0, 100)
-    with pytest.raises(RolloutError, match="no roll-out is under way"):
+    with pytest.raises(RolloutError, match="no rollout is under way"):
         rollouts.wait_decoded()
     rollouts.revive_with(lambda: None, reasons.append)
     for deadly in (False, True):
@@ -272,7 +189,7 @@ def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
 
 
 def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
-    """Two roll-outs under way, of which the first is finished; those of a checkpoint's file, for another client or the
+    """Two rollouts under way, of which the first is finished; those of a checkpoint's file, for another client or the
     same. Bytes that are no such file are let pass with a warning."""
     rollouts.revive_with(lambda: None)
     assert rollouts.finished_responses() == b""
@@ -280,7 +197,7 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
     rollouts.wait_decoded()
     rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
     kept_responses = rollouts.finished_responses()
-    finished, _ = unpack(kept_responses)
+    finished = unpack(kept_responses)
     assert len(finished) >= 20
     before = [rollouts.collect()[0] for _ in range(2)]
     began_s = time.time()
@@ -308,17 +225,17 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
 
 
 def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint's responses, finished ones or their first tokens, and roll-outs whose requests have their seeds: of
-    other prompts, of other tokens for the same problem, of the same tokens for another problem, at another temperature,
-    with another T. All is sampled anew, and so is what does not say of which request it is. The same requests get
-    them. The digest that is compared: test_request_plan."""
+    """A checkpoint's responses, and rollouts whose requests have their seeds: of other prompts, of other tokens for the
+    same problem, of the same tokens for another problem, at another temperature, with another T. All is sampled anew,
+    and so is what does not say of which request it is. The same requests get them. The digest that is compared:
+    test_request_plan."""
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=41)
     rollouts.wait_decoded()
     saved = rollouts.finished_responses()
     rollouts.collect()
     rollouts.trained()
-    finished, _ = unpack(saved)
-    of_older_version = pack(([replace(each, request_digest=b"") for each in finished], []))
+    finished = unpack(saved)
+    of_older_version = pack([replace(each, request_digest=b"") for each in finished])
     kinds = [
         ([*PROMPTS[1:], PROMPTS[0]], SAMPLING),
         ([prompt([3, 5 + index, 27], name=f"problem{index}") for index in range(5)], SAMPLING),
@@ -326,7 +243,7 @@ def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, ca
         (PROMPTS, Sampling(1.5, 1.0, 48)),
         (PROMPTS, Sampling(1.0, 1.0, 47)),
     ]
-    cases = [(*kind, kept) for kind in kinds for kept in (saved, pack(([], [cut(each, 1) for each in finished])))]
+    cases = [(*kind, saved) for kind in kinds]
     for asked, sampling, kept in [*cases, (PROMPTS, SAMPLING, of_older_version)]:
         began_s = time.time()
         caplog.clear()
@@ -353,23 +270,23 @@ def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts
     saved = rollouts.finished_responses()
     rollouts.collect()
     rollouts.trained()
-    finished = {each.seed: each.finished_s for each in unpack(saved)[0]}
+    finished = {each.seed: each.finished_s for each in unpack(saved)}
     assert len(finished) == 10
     rollouts.reuse(saved)
     began_s = time.time()
     ticket = rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=51, urgent=True)
     rollouts.wait_decoded(ticket)
-    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())[0]} == finished
+    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())} == finished
     evaluated, _ = rollouts.collect(ticket)
     assert all(each.started_s >= began_s for group in evaluated for each in group.completions)
     step = rollouts.roll_out(PROMPTS[:4], 2, SAMPLING, seed=51)
     ticket = rollouts.roll_out(PROMPTS[4:], 2, SAMPLING, seed=52, urgent=True)
     rollouts.wait_decoded(ticket)
-    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())[0]} == finished
+    assert {each.seed: each.finished_s for each in unpack(rollouts.finished_responses())} == finished
     rollouts.collect(ticket)
     groups, _ = rollouts.collect(step)
     assert all(each.finished_s == finished[each.seed] for group in groups for each in group.completions)
-    assert len(unpack(rollouts.finished_responses())[0]) == 10  # the step's, and two that may yet be asked
+    assert len(unpack(rollouts.finished_responses())) == 10  # the step's, and two that may yet be asked
     rollouts.trained()
     assert rollouts.finished_responses() == b""
 
@@ -415,7 +332,7 @@ def test_dead_engine_ends_the_roll_out_with_its_name(tiny_model: TinyModel, ray_
     pool.wait_ready()
     client.roll_out(PROMPTS, 40, Sampling(1.0, 1.0, 100), seed=3)
     ray.kill(pool.handles[0], no_restart=True)
-    with pytest.raises(RolloutError, match="engine 0 died during the roll-out"):
+    with pytest.raises(RolloutError, match="engine 0 died during the rollout"):
         client.collect()
     with pytest.raises(RolloutError, match="engine 0 died"):
         client.roll_out(PROMPTS, 1, SAMPLING, seed=4)

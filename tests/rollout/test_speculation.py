@@ -1,7 +1,7 @@
 """Drafted tokens change nothing in what is sampled: real vLLM engines on CPU, fp32, against transformers and engines
 that draft nothing, and the sampler alone against an exact distribution.
 
-The method ``suffix`` is tried where its package is installed. Not proven: anything about time, or about GPUs.
+The drafts are vLLM's n-grams. Not proven: anything about time, other methods, or GPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -20,29 +19,22 @@ import torch
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
 from rigs import in_engine
 
-from or1_megatron.config.schema import RolloutConfig
-from or1_megatron.rollout import speculation
 from or1_megatron.rollout.engine import _accepted as of_response
 from or1_megatron.rollout.kv_cache_update import forget
-from or1_megatron.rollout.pool import EngineError, EnginePool
+from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.rollout.speculation import DraftSampler
 from or1_megatron.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 7, 9], [2, 27, 11, 28, 13, 3], [2, 8, 8, 8, 27, 20, 28, 3]]
-METHODS = [
-    "ngram",
-    pytest.param("suffix", marks=pytest.mark.skipif(find_spec("arctic_inference") is None, reason="no such package")),
-]
 TINY_P = 1e-4  # seeds are fixed: a test that passes once passes always
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def drafting(request: pytest.FixtureRequest, tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
+@pytest.fixture(scope="module")
+def drafting(tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
     """One engine that drafts from a single token's earlier occurrence: often wrong, and sometimes right."""
-    match = {"match_tokens": 1} if request.param == "ngram" else {}
-    config = rollout_config(engines=1, speculation={"method": request.param, "draft_tokens": 3, **match})
-    run_id = f"{RUN_ID}-{request.param}"
-    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    config = rollout_config(engines=1, engine_args={"speculative_config": drafts, "max_num_batched_tokens": 9000})
+    pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, f"{RUN_ID}-drafts", on_cpu=True)
     pool.wait_ready()
     yield pool
     pool.close()
@@ -86,6 +78,13 @@ def test_the_same_tokens_and_log_probs_as_without_drafts(
         assert (plain.drafted_tokens, plain.accepted_tokens) == (0, 0)
     drafted, accepted = (sum(map(of, with_drafts)) for of in (drafted_tokens, accepted_tokens))
     assert 0 < accepted < drafted, "the test needs drafts of both kinds"
+
+
+def test_an_argument_of_the_run_is_in_the_place_of_the_engines_own(drafting: EnginePool) -> None:
+    def budget(engine: Any) -> int:
+        return int(engine._engine.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    assert in_engine(drafting.handles[0], budget) == 9000
 
 
 def drafted_tokens(completion: Completion) -> int:
@@ -234,13 +233,3 @@ def test_the_sampler_draws_a_chain_as_it_is_and_as_without_drafts() -> None:
         observed = np.array([seen[each] for each in walks])
         assert chi_square_p(observed, exact) > TINY_P
         assert chi_square_p(observed, exact[::-1]) < TINY_P
-
-
-def test_a_method_without_its_package_is_refused(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "find_spec", lambda name: None if name == "arctic_inference" else object())
-    for method, refused in (("suffix", True), ("ngram", False)):
-        config = RolloutConfig(kv_cache_bytes=1 << 20, speculation={"method": method})
-        assert (speculation.missing_package(config.speculation) is not None) == refused
-    config = rollout_config(speculation={"method": "suffix"})
-    with pytest.raises(EngineError, match=r"rollout.speculation needs the package arctic_inference, which is not inst"):
-        EnginePool(config, tiny_model.folder, "float32", 64, "none", on_cpu=True)

@@ -82,10 +82,9 @@ def test_a_run_outlives_its_engines(
 def test_bits_that_flip_in_memory_are_found_before_they_train(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """A sign bit of a replica after the handoff of step 1: an update would hide it, since the distributed optimizer
-    writes every replica anew. Later an exponent bit of an engine's norm, a bit of a batch on its way to rank 1 and one
-    of the responses on their way to rank 0. Each time the ranks start again from the newest checkpoint. Not shown:
-    flips during a forward or backward pass."""
+    """An exponent bit of an engine's norm, later a bit of a batch on its way to rank 1 and one of the responses on
+    their way to rank 0. Each time the ranks start again from the newest checkpoint. Not shown: flips in the trainer's
+    own memory."""
     run = tmp_path / "run"
     config = small_config(run)
     (tmp_path / "done").mkdir()
@@ -95,7 +94,7 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
         "rollout.engines=1",
         "evaluate.data=[]",
         "evaluate.every_steps=0",
-        "run.max_restarts=4",
+        "run.max_restarts=3",
         "parallel.offload=never",
         "stages.0.steps=2",
         "stages.1.steps=1",
@@ -105,11 +104,10 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     status, output = training.finish()
     assert status == 0, output[-3000:]
     flipped = {path.name.removeprefix("flipped in ") for path in (tmp_path / "done").iterdir()}
-    assert flipped == {"replica", "engine", "batch", "responses"}
-    assert "after step 1, bits changed although nothing wrote to them (rank 1: the parameters)" in output
+    assert flipped == {"engine", "batch", "responses"}
     assert "engine 0 does not compute what the policy computes" in output
     assert len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with", output)) >= 2
-    assert output.count("The ranks start again") == 4
+    assert output.count("The ranks start again") == 3
     rows = [row for row in read_rows(run / "metrics.jsonl") if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert training.survivors() == []

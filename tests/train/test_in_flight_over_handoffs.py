@@ -2,7 +2,7 @@
 
 Real trainer ranks, engines, Ray. The faults are brought in by tests/train/sabotage (in_flight), which also sees to it
 that requests of two steps ahead are in flight at every handoff, however fast the machine is. Not tried: GPUs, refill,
-deferred prompts, a manager that dies meanwhile (test_keeps_running).
+a manager that dies meanwhile (test_keeps_running).
 """
 
 from __future__ import annotations

@@ -79,14 +79,14 @@ class ShardTrainer:
             try:
                 self._transfer = transfer = self._transfer or self._connect()
                 self._handoffs += 1
-                receiving = None if self._engines is None else self._start_receiving(self._engines, version)
+                receiving = None if self._engines is None else self._start_receiving(self._engines)
                 stats = transfer.send(read, self._handoffs, receiving)
                 transfer.status.publish(f"sent/{self._handoffs}/{self._rank}", stats)
                 if self._engines is None or receiving is None:
                     return stats.bytes_sent
                 transfer.status.wait(receiving, f"{self._engines.engines} engines to load the weights")
                 self._compare(transfer)
-                self._engines.finish_weight_update()
+                self._engines.finish_weight_update(version)
                 return sum(each.bytes_sent for each in self.stats[: self._senders])
             except BaseException as error:
                 if self._status is not None:
@@ -170,9 +170,8 @@ class ShardTrainer:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def _start_receiving(self, engines: EngineControl, version: int) -> Future[None]:
+    def _start_receiving(self, engines: EngineControl) -> Future[None]:
         """Have the engines receive; what this rank packs first can wait for them."""
-        engines.next_version = version
         info = {"handoff": self._handoffs}
 
         def receive() -> None:

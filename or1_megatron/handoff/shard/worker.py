@@ -15,7 +15,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-from or1_megatron.handoff.backend_check import OURS
 from or1_megatron.handoff.message.buckets import Slice
 from or1_megatron.handoff.message.message import unpack
 from or1_megatron.handoff.shard.direct_copy import DirectCopy
@@ -169,6 +168,6 @@ class ShardWeightTransferEngine(WeightTransferEngine[ShardInitInfo, ShardUpdateI
 
 def register() -> None:
     """Make our backends known to vLLM's factory in this process; a second call does nothing."""
-    for backend in OURS:
+    for backend in ("shard", "gloo"):
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, ShardWeightTransferEngine)

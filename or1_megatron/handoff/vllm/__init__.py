@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM's workers, and vLLM's own backends."""
+"""Code that runs inside vLLM's workers."""

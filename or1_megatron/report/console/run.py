@@ -63,7 +63,7 @@ class RunConsole:
         entropy_target: float | None,
         progress: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """``progress`` returns (responses finished, requested) of the current roll-out. A thread calls it while the bar
+        """``progress`` returns (responses finished, requested) of the current rollout. A thread calls it while the bar
         is live; it must not block."""
         self._console = console
         self._total_steps = total_steps
@@ -102,7 +102,7 @@ class RunConsole:
         """Ignore: the step's metrics say enough."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line. Metrics without a roll-out (step 0) have none."""
+        """Print the step's line. Metrics without a rollout (step 0) have none."""
         if "reward/mean" not in metrics:
             return
         if self._lines % _HEADER_EVERY_LINES == 0:

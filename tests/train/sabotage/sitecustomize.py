@@ -3,9 +3,8 @@
 flip: trainer rank 0 flips a bit on its way to the engines, in its second handoff.
 kill: engines kill themselves, each way once: while receiving, when they have loaded, while decoding. SABOTAGE_FOLDER
 holds what has happened.
-memory: a bit of one of rank 1's parameters flips, when its replicas have been compared for handoff 1; later a bit of an
-engine's final norm, when its tensors have been compared with what it received; then of a batch on its way to rank 1,
-and of the responses on their way to rank 0.
+memory: a bit of an engine's final norm flips, when its tensors have been compared with what it received; later of a
+batch on its way to rank 1, and of the responses on their way to rank 0.
 turns: as kill, with engines that take turns with the trainer as on its GPUs. Files in SABOTAGE_FOLDER/device stand for
 who holds the device; an engine that sleeps loses its weights to NaN. One dies before it sleeps, too, and so does the
 RolloutManager.
@@ -30,9 +29,6 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-replicas: list[Any] = []
-"""The parameter of this rank in which a bit is to flip."""
 
 
 def once(what: str) -> bool:
@@ -180,38 +176,16 @@ def kill_manager(scheduler: Any) -> None:
     scheduler.Scheduler.end = end_some
 
 
-def flip_in_replica(trainer: Any) -> None:
-    send = trainer.ShardTrainer.send
-
-    def send_and_flip(self: Any, version: int) -> int:
-        total: int = send(self, version)
-        if version == 1 and os.environ["RANK"] == "1" and once("flipped in replica"):
-            replicas[0].data.view(-1)[7] *= -1
-        return total
-
-    trainer.ShardTrainer.send = send_and_flip
-
-
-def note_replicas(module: Any) -> None:
-    check = module.check_replicas
-
-    def check_replicas(policy: Any, version: int) -> None:
-        replicas[:] = [dict(policy.networks[0].named_parameters())["embedding.word_embeddings.weight"]]
-        check(policy, version)
-
-    module.check_replicas = check_replicas
-
-
 def flip_in_engine(worker: Any) -> None:
-    """At the second handoff of the engine that comes after the replica's restart."""
-    finish, flipped = worker.ShardWeightTransferEngine.finish_weight_update, "flipped in replica"
-    handoffs, after = 0, happened(flipped)
+    """At the engine's second handoff."""
+    finish = worker.ShardWeightTransferEngine.finish_weight_update
+    handoffs = 0
 
     def finish_and_flip(self: Any) -> None:
         nonlocal handoffs
         finish(self)
         handoffs += 1
-        if after and handoffs == 2 and once("flipped in engine"):
+        if handoffs == 2 and once("flipped in engine"):
             weight = dict(self.model.named_parameters())["model.norm.weight"]
             weight.data.view(worker.torch.int32)[3] ^= 1 << 30
 
@@ -338,7 +312,7 @@ def keep_in_flight(loop: Any) -> None:
         roll_out = derive_seed(self.config.seed, "rollout", self.steps_done + self.supply.asked - 1)
         places = [(p, s) for p in range(stage.prompts_per_step) for s in range(stage.group_size)]
         seeds = {request_seed(roll_out, *place) for place in places}
-        return bool(packed) and any(each.seed in seeds for each in unpack(packed)[0])
+        return bool(packed) and any(each.seed in seeds for each in unpack(packed))
 
     def hand_off_in_flight(self: Any) -> Any:
         if self.supply.asked:
@@ -378,8 +352,6 @@ FAULTS: dict[str, dict[str, Any]] = {
         "or1_megatron.rollout.engine": strike_in_handoffs,
     },
     "memory": {
-        "or1_megatron.parallel.replicas": note_replicas,
-        "or1_megatron.handoff.shard.trainer": flip_in_replica,
         "or1_megatron.handoff.shard.worker": flip_in_engine,
         "or1_megatron.parallel.lockstep": flip_in_batch,
         "or1_megatron.rollout.client": flip_in_responses,
