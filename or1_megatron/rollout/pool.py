@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import check_ray, namespace
+from or1_megatron.rollout.engine_args import refusals
 from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
@@ -145,7 +146,7 @@ class EnginePool:
             on_restart: called with (engine, why) when one is replaced.
 
         Raises:
-            EngineError: engines on CPU without ``kv_cache_bytes``.
+            EngineError: engines on CPU without ``kv_cache_bytes``; ``engine_args`` holds what is refused.
         """
         from or1_megatron.rollout.engine import EngineSettings
 
@@ -156,6 +157,8 @@ class EnginePool:
                 "kv_cache_bytes of the engines is not set; on CPU vLLM needs it (67108864, 64 MiB, does for a tiny "
                 "model), and would otherwise claim a fraction of all memory"
             )
+        if refused := refusals(config.engine_args):  # ranks that torchrun has started come here unchecked
+            raise EngineError("\n".join(refused.values()))
         if config.placement == "colocated" and not on_cpu and places is None:
             raise ValueError("colocated engines on GPUs need places: the trainer ranks' nodes and devices")
         self._config, self._run_id, self._on_cpu, self._on_restart = config, run_id, on_cpu, on_restart

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout import engine
 from or1_megatron.rollout.engine_args import REFUSED, check_engine_args, faults, refusals
+from or1_megatron.rollout.pool import EngineError, EnginePool
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
@@ -72,6 +74,12 @@ def test_what_vllm_would_not_take_is_named(arguments: dict[str, Any], line: str)
 def test_drafts_of_a_model_are_refused() -> None:
     (found,) = refusals({"speculative_config": {"method": "eagle", "model": "a"}}).values()
     assert 'speculative_config.method: found "eagle", expected one of ngram, suffix: a model that drafts' in found
+
+
+def test_engines_do_not_start_with_what_is_refused(tmp_path: Path) -> None:
+    config = RolloutConfig(kv_cache_bytes=1 << 20, engine_args={"seed": 3})
+    with pytest.raises(EngineError, match=r"engine_args.seed: refused: each request has a seed of its own"):
+        EnginePool(config, tmp_path, "float32", 64, "none", on_cpu=True)
 
 
 def test_all_faults_are_found_in_one_pass() -> None:
