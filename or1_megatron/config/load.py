@@ -29,6 +29,7 @@ from or1_megatron.config.algorithm import PRESETS
 from or1_megatron.config.base import ConfigError as ConfigError
 from or1_megatron.config.keys import did_you_mean, unknown_key
 from or1_megatron.config.recipes import named
+from or1_megatron.config.removed import pass_over_defaults
 from or1_megatron.config.schema import Config
 from or1_megatron.config.yaml_reader import Origins, dump, read_file, read_value
 
@@ -63,6 +64,7 @@ def load_as[Schema: BaseModel](schema: type[Schema], path: Path | None, override
             _make_room(data, origins, read_value(text, f"--set {override}"))
     for override in overrides:
         _override(data, origins, override)
+    pass_over_defaults(data)
     try:
         return schema.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
