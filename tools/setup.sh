@@ -159,7 +159,7 @@ has_cpu_torch() {
 }
 
 install_gpu_lock() {
-  say "installing requirements/gpu.lock: .venv takes 11 GB"
+  say "installing requirements/gpu.lock: .venv takes 9 GB"
   install_pins "$(cat requirements/gpu.lock)"
 }
 
