@@ -3,14 +3,14 @@
     from result import figure, write_result
 
     write_result(
-        "batching",
+        "packing",
         {"padding": figure(0.013, "share", at_most=0.02), "planning time": figure(0.41, "s", at_most=1.0)},
         {"responses": 4096, "data-parallel ranks": 32},
     )
 
-writes benchmarks/results/batching.json: ``name``, ``command``, ``commit``, ``date``, ``device``, ``versions``,
+writes benchmarks/results/packing.json: ``name``, ``command``, ``commit``, ``date``, ``device``, ``versions``,
 ``settings`` (name to value) and ``figures`` (name to {``value``, ``unit``, and where there is one ``limit`` and
-whether it is ``met``}). docs/performance.md is drawn from these files by benchmarks/performance.py.
+whether it is ``met``}). docs/performance.md takes its claims from these files.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(outcome: dict[str, Any]) -> dict[str, str]:
-    """Return how a check ended that has not passed, which the page shows beside its figures."""
+    """Return how a check ended that has not passed, to stand beside its figures."""
     return {} if outcome["status"] == "passed" else {"result": f"{outcome['status']}: {outcome['reason']}"}
 
 

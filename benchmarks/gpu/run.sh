@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # `or1 selftest` with longer timings, in one call of under ten minutes and without a network, on a machine that need not have
 # all of the project's packages: what they are missing for is reported as not possible there. The figures go to
-# benchmarks/results/gpu.json, in the place of those that the same checks had there, and from there
-# `python benchmarks/performance.py` draws docs/performance.md; the whole report goes to benchmarks/results/gpu_selftest/
-# (or both to --out FOLDER).
+# benchmarks/results/gpu.json, in the place of those that the same checks had there; the whole report goes to
+# benchmarks/results/gpu_selftest/ (or both to --out FOLDER). docs/performance.md takes its claims from them.
 #
 #   benchmarks/gpu/run.sh [--wheels FOLDER] [--out FOLDER] [--minutes N] [--tiny] [CHECK ...]
 #

@@ -21,8 +21,8 @@ BUDGET_BYTES: Mapping[tuple[str, Mode], int] = {
     # takes 11% longer by ``estimate``.
     ("cuda", "recompute"): 345_000_000,
     ("cuda", "one_pass"): 2_560_000_000,
-    # Tiles of 1,024 x 1,024, 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py). One pass
-    # needs whole rows of logits: 128 MiB of them, and as much scratch.
+    # Tiles of 1,024 x 1,024, 1 MiB at a time: larger and smaller ones were slower (benchmarks/head_cpu.py at d9f6202).
+    # One pass needs whole rows of logits: 128 MiB of them, and as much scratch.
     ("cpu", "recompute"): 5 << 20,
     ("cpu", "one_pass"): 129 << 20,
 }

@@ -1,7 +1,7 @@
 """HF to Megatron and back, byte for byte; in between, each Megatron tensor as an oracle without the table makes it.
 
 Not proven here: that Megatron's loader reads it at any layout and other writers' checkpoints (test_layouts), kills
-(test_killed_conversions), memory and speed (benchmarks/convert.py), real models' files.
+(test_killed_conversions), memory, speed, real models' files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``or1 data build`` on the example's sets against the ledger known from how they are made; caching, kills, bad input.
 
-Difficulty and judges are in test_pipeline_models.py. How well near-duplicates are found is measured by
-benchmarks/data_quality.py.
+Difficulty and judges are in test_pipeline_models.py, how well near-duplicates are found in test_pipeline_text.py.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import json
 import random
 from pathlib import Path
 
-import data_quality
 import numpy as np
 import pytest
+from labelled_variants import judged, labelled_set, scores
 
 from or1_megatron.data.pipeline.contamination import Decontamination
 from or1_megatron.data.pipeline.duplicates import _groups
@@ -116,9 +116,9 @@ def test_a_candidate_is_the_same_after_a_shard(tmp_path: Path) -> None:
     assert [row.messages[0].content for row in rows] == ["You will: Do it. Now.", "Count."]
 
 
-def test_recall_and_precision_on_a_labelled_set_of_another_seed_than_the_published() -> None:
-    labelled = data_quality.labelled_set(5, each=16)
-    recall, precision = data_quality.scores(labelled, data_quality.judged(labelled, DuplicatesConfig()))
+def test_near_duplicates_on_a_labelled_set_of_another_seed_than_the_published() -> None:
+    labelled = labelled_set(5, each=16)
+    recall, precision = scores(labelled, judged(labelled, DuplicatesConfig()))
     assert recall >= 0.95 and precision >= 0.95
 
 

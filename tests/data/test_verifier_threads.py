@@ -1,6 +1,6 @@
 """Verdicts on threads: their order, what a failure leaves, and that processes start before they are needed.
 
-Not shown: how fast; benchmarks/evaluation.py measures that.
+Not shown: how fast.
 """
 
 from __future__ import annotations

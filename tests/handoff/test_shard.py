@@ -1,7 +1,7 @@
 """Handoffs by slices from trainers of several layouts to real engines; transformers is the oracle.
 
-The trainer's ranks are threads with shards cut by the table: a real Megatron policy hands off in tests/parallel and in
-benchmarks/handoff.py. Not tried here: several nodes, CUDA, mixtures of experts.
+The trainer's ranks are threads with shards cut by the table: a real Megatron policy hands off in tests/parallel.
+Not tried here: several nodes, CUDA, mixtures of experts.
 """
 
 from __future__ import annotations

@@ -377,7 +377,7 @@ def test_transport_is_chosen_by_where_ranks_run() -> None:
 
 @pytest.mark.parametrize("transport", ["gloo", "shared_memory", "gloo+shared_memory"])
 def test_messages_through_host_memory_are_small(transport: str) -> None:
-    """However large a bucket may be; a smaller one is kept. That it is faster is for benchmarks/handoff_large.py."""
+    """However large a bucket may be; a smaller one is kept. Not shown: that it is faster."""
     assert round_bytes(transport, 512 << 20) == 32 << 20
     assert round_bytes(transport, 40_000) == 40_000
 

@@ -2,7 +2,7 @@
 over two ranks.
 
 Not proven here: anything on a GPU (`or1 selftest kernels`), where Triton compiles its kernels and GEMMs take bf16
-factors; speed and memory (test_head_plan.py, benchmarks).
+factors; speed; memory (test_head_plan.py).
 """
 
 from __future__ import annotations

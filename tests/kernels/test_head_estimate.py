@@ -74,7 +74,7 @@ def test_a_small_call_by_hand() -> None:
     ("one_pass", "h200", 218.9, 225.2),
 ])  # fmt: skip
 def test_a_second_buffer_within_the_budget(mode: Any, gpu: str, one_ms: float, two_ms: float) -> None:
-    """The times of docs/performance.md: two buffers in the memory of one, with every epilogue hidden behind a product.
+    """Why the head has one buffer: two in the memory of one gain 1% at most, each epilogue hidden behind a product.
 
     The times are the estimate's own: this does not prove what a GPU would take.
     """

@@ -1,7 +1,7 @@
 """Token weights of each aggregation, by hand and against the steps that the released code takes.
 
 That micro-batches are cut as the released code cuts them (largest differencing, by tokens, the same number of responses
-on each GPU) is not shown here: `python benchmarks/released_cut.py` compares with its own functions.
+on each GPU) is not shown here; docs/recipe.md says how it was compared with its own functions.
 """
 
 from __future__ import annotations

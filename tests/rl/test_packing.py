@@ -1,6 +1,6 @@
 """The plan of rows: hand-worked placements, the bounds on padding and balance, small cases against all placements.
 
-Not proven: how long planning takes (benchmarks/batching.py measures it), and that FLOPs predict the seconds of a GPU.
+Not proven: how long planning takes, and that FLOPs predict the seconds of a GPU.
 """
 
 from __future__ import annotations

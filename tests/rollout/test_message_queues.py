@@ -1,4 +1,4 @@
-"""vLLM's own queue between two threads; how many cores it leaves to others is for benchmarks/handoff.py to show."""
+"""vLLM's own queue between two threads; not shown: how many cores it leaves to others."""
 
 from __future__ import annotations
 

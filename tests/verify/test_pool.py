@@ -21,7 +21,7 @@ import psutil
 import pytest
 import ray
 from math_table import HANGS
-from verify_soak import MAY_BE, judged, sample
+from mixed_samples import MAY_BE, sample
 from waiting import PATIENCE_S
 
 from or1_megatron.config.schema import VerifyConfig
@@ -98,16 +98,17 @@ def with_pool(
     timeout_s: float = 200.0,
     call_timeout_s: float = 200.0,
     kind: str = "local",
+    abilities: frozenset[str] = frozenset({"math"}),
     **options: Any,
 ) -> None:
     async def main() -> None:
         config = VerifyConfig(workers=workers, timeout_s=timeout_s, **options)
-        abilities = frozenset({"math", *config.custom})
-        make = local_workers(config, abilities)
+        judged = abilities | config.custom.keys()
+        make = local_workers(config, judged)
         if kind == "ray":
             place = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-            make = ray_workers(config, abilities, {"runtime_env": {"env_vars": place}} if config.custom else None)
-        pool = VerifierPool(config, abilities, make, call_timeout_s)
+            make = ray_workers(config, judged, {"runtime_env": {"env_vars": place}} if config.custom else None)
+        pool = VerifierPool(config, judged, make, call_timeout_s)
         try:
             await pool.start()
             await body(pool)
@@ -141,11 +142,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
-    """Math and code, right, wrong, cut off, without an answer and hostile, as in the soak."""
-    tallies = {workers: asyncio.run(judged(24, workers, "auto", frozenset(), 20.0)) for workers in (1, 2, 4)}
-    statuses = {workers: tally.statuses for workers, tally in tallies.items()}
-    assert statuses[1] == statuses[2] == statuses[4]
-    assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[1]))
+    """Math and code, right, wrong, cut off, without an answer and hostile."""
+    statuses: dict[int, list[str]] = {}
+
+    async def body(pool: VerifierPool) -> None:
+        calls = [pool.verify(*sample(number)[:2], number // 8, 8) for number in range(24)]
+        statuses[len(statuses)] = [verdict.status for verdict in await asyncio.gather(*calls)]
+
+    for workers in (1, 2, 4):
+        options = {"memory_bytes": 512 << 20, "max_pending": 64, "processes": 32}
+        with_pool(body, workers, 20.0, abilities=frozenset({"math", "code"}), **options)
+    assert statuses[0] == statuses[1] == statuses[2]
+    assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

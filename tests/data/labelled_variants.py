@@ -1,6 +1,4 @@
-"""How well near-duplicates are found: recall and precision on a labelled set of our own.
-
-    python benchmarks/data_quality.py [--seed 1]
+"""A labelled set for near-duplicates: statements, and for each one a variant that is the same problem or another one.
 
 Every base statement (the example's mathematics and programs) gets one variant. Half of the variants are the same
 problem in other words: formatting, commands, boilerplate, typing errors, other names, synonyms, one to three of them at
@@ -10,7 +8,6 @@ meaning, another quantity asked for. The bases stand first, so what is excluded 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
@@ -19,19 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from result import ROOT, figure, write_result
-
 from or1_megatron.data.pipeline.duplicates import DuplicateStep, ExactDuplicates, NearDuplicates
 from or1_megatron.data.pipeline.recipe import DuplicatesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, write_candidates
 
-sys.path.insert(0, str(ROOT / "examples" / "data"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "data"))
 from code_problems import FUNCTIONS, STDIN
 from exam_problems import EXAM
 from math_problems import draw
-
-EACH = 24
-"""Base statements of each of the example's 24 kinds."""
 
 Edit = Callable[[str, random.Random], str]
 
@@ -139,11 +131,10 @@ class Labelled:
     base: str
     variant: str
     same: bool
-    edits: str
 
 
-def labelled_set(seed: int, each: int = EACH) -> list[Labelled]:
-    """A variant for every base statement, half of them of the same problem."""
+def labelled_set(seed: int, each: int) -> list[Labelled]:
+    """Return a variant for every base statement, ``each`` of every kind of the example's; half are the same problem."""
     rng = random.Random(seed)
     bases = [problem.statement for problem in (*draw(seed, each), *EXAM)]
     bases += [problem.statement for problem in (*STDIN, *FUNCTIONS)]
@@ -151,21 +142,17 @@ def labelled_set(seed: int, each: int = EACH) -> list[Labelled]:
     for number, base in enumerate(bases):
         others = [edit for edit, weight in OTHER for _ in range(weight)]
         rng.shuffle(others)
-        changed = [(edit, text) for edit in others if (text := edit(base, rng)) != base] if number % 2 == 0 else []
+        changed = [text for edit in others if (text := edit(base, rng)) != base] if number % 2 == 0 else []
         if changed:
-            pairs.append(Labelled(base, changed[0][1], False, _name(changed[0][0])))
+            pairs.append(Labelled(base, changed[0], False))
             continue
-        variant, edits = base, []
+        variant = base
         while variant == base:
             variant, edits = base, rng.sample(SAME, rng.randint(1, 3))
             for edit in sorted(edits, key=lambda edit: edit is dress):  # numbering stands before all else
                 variant = edit(variant, rng)
-        pairs.append(Labelled(base, variant, True, "+".join(map(_name, edits))))
+        pairs.append(Labelled(base, variant, True))
     return pairs
-
-
-def _name(edit: Edit) -> str:
-    return edit.__qualname__.split(".")[0]
 
 
 def judged(pairs: list[Labelled], config: DuplicatesConfig) -> list[bool]:
@@ -193,29 +180,3 @@ def scores(pairs: list[Labelled], found: list[bool]) -> tuple[float, float]:
     """(recall, precision)."""
     right = sum(pair.same and hit for pair, hit in zip(pairs, found, strict=True))
     return right / sum(pair.same for pair in pairs), right / max(sum(found), 1)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--show", action="store_true", help="print what is judged wrongly")
-    arguments = parser.parse_args()
-    pairs, config = labelled_set(arguments.seed), DuplicatesConfig()
-    found = judged(pairs, config)
-    if arguments.show:
-        for pair, hit in zip(pairs, found, strict=True):
-            if pair.same != hit:
-                print(f"{'missed' if pair.same else 'taken'} ({pair.edits}):\n  {pair.base}\n  {pair.variant}")
-    recall, precision = scores(pairs, found)
-    figures = {
-        "recall": figure(recall, at_least=0.95),
-        "precision": figure(precision, at_least=0.95),
-        "pairs": figure(len(pairs)),
-    }
-    print(figures)
-    settings = {"seed": arguments.seed, "threshold": config.threshold, "shingle, characters": config.shingle_chars}
-    write_result("data_quality", figures, settings)
-
-
-if __name__ == "__main__":
-    main()
