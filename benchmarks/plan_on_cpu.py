@@ -1,6 +1,6 @@
 """Measures this machine, calibrates the plan on two runs of the quickstart, and predicts five other runs.
 
-    python benchmarks/plan_on_cpu.py --folder runs/plan_on_cpu            # prints the tables of docs/planning.md
+    python benchmarks/plan_on_cpu.py --folder runs/plan_on_cpu            # prints tables of each verb
     python benchmarks/plan_on_cpu.py --folder runs/plan_on_cpu --write    # writes configs/hardware/cpu.yaml, too
 
 Run it on a machine of two cores that does nothing else: it measures seconds. All runs are made by turns, ``ROUNDS``
