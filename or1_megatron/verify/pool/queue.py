@@ -197,8 +197,6 @@ class VerifierPool:
             batch = await self._take(slot)
             limit_s = self._call_timeout_s or len(batch) * (self._config.budget_s + _GRACE_S)
             try:
-                # Not asyncio.wait_for: Python 3.11's drops a cancellation where the answer has just come, and ``close``
-                # would wait for ever.
                 if slot in self._unready:  # its start does not count as the call's time
                     async with asyncio.timeout(_START_TIMEOUT_S):
                         await self._workers[slot].ready()
