@@ -242,7 +242,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     import torch
 
-    from or1_megatron.commands.plan_handoff import expected_wants
+    from or1_megatron.handoff.shard.forecast import expected_wants
     from or1_megatron.weights.families import family_of, read_hf_config
 
     with tempfile.TemporaryDirectory() as name:

@@ -18,9 +18,9 @@ from typing import Any
 
 from result import ROOT, figure, write_result
 
-from or1_megatron.commands.plan_handoff import HandoffForecast, forecast, forecast_of
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.handoff.shard.forecast import HandoffForecast, forecast, forecast_of
 
 GIGABITS_PER_S = 400.0
 NVLINK_GIGABITS_PER_S = 3600.0
