@@ -18,7 +18,6 @@ from or1_megatron.commands.cli_eval import evaluate
 from or1_megatron.commands.cli_plan import plan
 from or1_megatron.commands.cli_replay import replay
 from or1_megatron.commands.cli_selftest import selftest
-from or1_megatron.commands.cli_verify import verify
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
 from or1_megatron.commands.doctor import doctor
@@ -28,6 +27,7 @@ from or1_megatron.commands.recipes import recipes
 from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.train import train
+from or1_megatron.commands.verify import verify
 
 app = typer.Typer(
     name="or1",
