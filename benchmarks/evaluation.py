@@ -32,7 +32,8 @@ import ray
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.commands import eval as or1_eval
+from or1_megatron.commands import asked_model
+from or1_megatron.commands.eval import evaluate_model
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.data.chat import chat_seed
 from or1_megatron.data.problems import load_problems
@@ -89,7 +90,7 @@ def bare_s(engines: Sequence[Any], batches: Sequence[bytes]) -> float:
 
 
 def evaluation(data: Path, samples: int, how: EvaluationSettings, out: Path) -> None:
-    or1_eval.evaluate_model(str(MODEL), str(data), samples, out, how, QUIET, Path("none"))
+    evaluate_model(str(MODEL), str(data), samples, out, how, QUIET, Path("none"))
 
 
 def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: EvaluationSettings, out: Path) -> float:
@@ -102,7 +103,7 @@ def evaluation_s(sampler: EngineSampler, data: Path, samples: int, how: Evaluati
         up_s.append(time.perf_counter())
         yield sampler
 
-    with mock.patch.object(or1_eval, "open_model", running):
+    with mock.patch.object(asked_model, "open_model", running):
         evaluation(data, samples, how, out)
     return time.perf_counter() - up_s[0]
 
@@ -123,7 +124,7 @@ def engines_cpu_s() -> float:
 def measure_running(data: Path, samples: int, rounds: int, out: Path) -> Measured:
     """Seconds (bare, evaluation) of each round, and CPU beside the engines, verifiers' starts included, per theirs."""
     bare, whole, shares = [], [], []
-    with or1_eval.open_model(str(MODEL), settings(0), load_problems(data), 512, out, QUIET) as sampler:
+    with asked_model.open_model(str(MODEL), settings(0), load_problems(data), 512, out, QUIET) as sampler:
         assert isinstance(sampler, EngineSampler)
         for turn in range(rounds + 1):  # the first warms up
             batches = packed_requests(data, samples, turn)
@@ -148,7 +149,7 @@ def measure_starting(data: Path, samples: int, rounds: int, out: Path) -> Measur
     for turn in range(rounds):
         batches = packed_requests(data, samples, turn)
         started_s = time.perf_counter()
-        with or1_eval.open_model(str(MODEL), settings(turn), load_problems(data), 512, out, QUIET) as sampler:
+        with asked_model.open_model(str(MODEL), settings(turn), load_problems(data), 512, out, QUIET) as sampler:
             assert isinstance(sampler, EngineSampler)
             bare_s(sampler.engines, batches)
         between_s = time.perf_counter()

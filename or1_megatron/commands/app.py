@@ -13,13 +13,13 @@ import typer
 
 from or1_megatron.commands.ablate import ablate
 from or1_megatron.commands.cli_check_parity import check_parity
-from or1_megatron.commands.cli_data import data
-from or1_megatron.commands.cli_eval import evaluate
 from or1_megatron.commands.cli_replay import replay
 from or1_megatron.commands.cli_selftest import selftest
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
+from or1_megatron.commands.data import data
 from or1_megatron.commands.doctor import doctor
+from or1_megatron.commands.eval import evaluate
 from or1_megatron.commands.picture import picture
 from or1_megatron.commands.plan import plan
 from or1_megatron.commands.plan_handoff import plan_handoff
