@@ -15,7 +15,7 @@ from pathlib import Path
 from result import ROOT, figure, write_result
 from rich.console import Console
 
-from or1_megatron.commands.check_parity import TOLERANCE, check_parity, default_layouts
+from or1_megatron.commands.check_parity import TOLERANCE, default_layouts, measure_layouts
 from or1_megatron.config.schema import ModelConfig
 
 MODEL = ROOT / "examples" / "quickstart" / "base_model"
@@ -27,7 +27,7 @@ def main() -> int:
     layouts = (*default_layouts(longest=48), *MORE)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
-        status = check_parity(ModelConfig(hf=MODEL, dtype="float32"), layouts, Console(), out=out)
+        status = measure_layouts(ModelConfig(hf=MODEL, dtype="float32"), layouts, Console(), out=out)
         rows = json.loads(out.read_text())
     bounds = TOLERANCE["float32"]
     figures = {

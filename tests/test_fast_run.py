@@ -54,3 +54,18 @@ def test_what_starts_a_process_is_skipped(tmp_path: Path) -> None:
         "import_that_asks_the_system": "PASSED",
         "fails": "FAILED",
     }, done.stdout
+
+
+def test_a_skipped_test_ends_without_an_error() -> None:
+    """In the files with processes, and fixtures that clean up after them: what a skipped test never made is not there.
+
+    The session of its own looks for processes that it has left behind itself, not for those of this one.
+    """
+    root = Path(__file__).parents[1]
+    texts = {file: file.read_text() for file in root.glob("tests/*/test_*.py")}
+    files = [file for file, text in texts.items() if "subprocess" in text and "\n    yield" in text]
+    assert root / "tests/runtime/test_monitor.py" in files
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--fast", "-m", "not slow and not gpu", *files]
+    environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

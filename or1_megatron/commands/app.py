@@ -12,22 +12,22 @@ from typing import Annotated
 import typer
 
 from or1_megatron.commands.ablate import ablate
-from or1_megatron.commands.cli_check_parity import check_parity
-from or1_megatron.commands.cli_data import data
-from or1_megatron.commands.cli_eval import evaluate
-from or1_megatron.commands.cli_plan import plan
-from or1_megatron.commands.cli_plan_handoff import plan_handoff
-from or1_megatron.commands.cli_replay import replay
-from or1_megatron.commands.cli_selftest import selftest
-from or1_megatron.commands.cli_verify import verify
+from or1_megatron.commands.check_parity import check_parity
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
+from or1_megatron.commands.data import data
 from or1_megatron.commands.doctor import doctor
+from or1_megatron.commands.eval import evaluate
 from or1_megatron.commands.picture import picture
+from or1_megatron.commands.plan import plan
+from or1_megatron.commands.plan_handoff import plan_handoff
 from or1_megatron.commands.recipes import recipes
+from or1_megatron.commands.replay import replay
 from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
+from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.train import train
+from or1_megatron.commands.verify import verify
 
 app = typer.Typer(
     name="or1",

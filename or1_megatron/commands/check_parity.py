@@ -9,29 +9,21 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from or1_megatron.config.schema import ModelConfig
-from or1_megatron.rl.objectives.check import faults, probe_objective
-from or1_megatron.runtime.launch import run_ranks
-from or1_megatron.sizing.conflicts import layout_conflicts
-from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
-from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.files import check_weight_files
-from or1_megatron.weights.shape import Shape
+from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
 
-
-def default_layouts(longest: int) -> tuple[str, ...]:
-    """Return each kind of parallelism, two mixtures, other rows and another order; ``longest`` is in tokens."""
-    kinds = ("1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt", "TP2 PP2", "TP2 CP2")
-    return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
+if TYPE_CHECKING:
+    from or1_megatron.config.schema import ModelConfig
 
 
 TOLERANCE: Final = {
@@ -59,6 +51,75 @@ than bf16 can show, so it is left out, and their losses and norms show only that
 _GRACE_S: Final = 10.0
 
 
+def check_parity(
+    model: Annotated[Path, typer.Argument(help="An HF folder.")],
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            metavar="LAYOUT",
+            help="E.g. 'TP2 PP2 SP', repeatable; without any: all kinds of parallelism. Words: TPn PPn VPPn CPn DPn SP "
+            "distopt full selective one_pass overlap overlap_gather bucketsN layers=3+1 rowsN shuffled; 1 for none.",
+        ),
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the model.")] = "float32",
+    sequences: Annotated[int, typer.Option(min=1, help="How many sequences the probe has.")] = 24,
+    longest: Annotated[int, typer.Option(min=4, help="Tokens of the probe's longest sequence, at most.")] = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the probe.")] = 1,
+    tolerance: Annotated[float, typer.Option(help="Multiplies the bounds, for a model deep enough to need it.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Write the differences as JSON too.")] = None,
+    objective: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="As algorithm.objective.name; your own: package.module:Name."),
+    ] = "clipped",
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="NAME=VALUE", help="A parameter of the objective, repeatable; VALUE is YAML."),
+    ] = None,
+) -> None:
+    """Compare layouts of MODEL with transformers + torch: log-probs, entropies, loss, gradients, three optimizer steps.
+
+    Exits with 1 and names what differs when a layout computes something else.
+    """
+    with explained():
+        check_driver()
+        from or1_megatron.config.schema import ModelConfig
+
+        code = measure_layouts(
+            ModelConfig(hf=model, dtype=dtype),
+            layouts or (),
+            Console(),
+            sequences=sequences,
+            longest=longest,
+            seed=seed,
+            tolerance=tolerance,
+            out=out,
+            objective=objective,
+            args=parameters(args or ()),
+        )
+    raise typer.Exit(code)
+
+
+def parameters(given: Iterable[str]) -> dict[str, Any]:
+    """Return the objective's parameters from NAME=VALUE. Raises ConfigError."""
+    from or1_megatron.config.base import ConfigError
+    from or1_megatron.config.yaml_reader import read_value
+
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--arg {text}: expected NAME=VALUE")
+        found[name] = read_value(value, f"--arg {text}")
+    return found
+
+
+def default_layouts(longest: int) -> tuple[str, ...]:
+    """Return each kind of parallelism, two mixtures, other rows and another order; ``longest`` is in tokens."""
+    kinds = ("1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2", "DP2 distopt", "TP2 PP2", "TP2 CP2")
+    return (*kinds, f"1 rows{2 * longest}", f"1 rows{3 * longest + longest // 3} shuffled")
+
+
 @dataclass(frozen=True)
 class LayoutResult:
     """One line of the table."""
@@ -71,7 +132,7 @@ class LayoutResult:
     """A sentence for each difference that exceeds its bound."""
 
 
-def check_parity(
+def measure_layouts(
     model: ModelConfig,
     layouts: Sequence[str],
     console: Console,
@@ -97,6 +158,13 @@ def check_parity(
     Raises:
         ConfigError, LayoutError, ModelError: before any rank starts.
     """
+    from or1_megatron.rl.objectives.check import faults, probe_objective
+    from or1_megatron.sizing.conflicts import layout_conflicts
+    from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
+    from or1_megatron.weights.families import read_hf_config
+    from or1_megatron.weights.files import check_weight_files
+    from or1_megatron.weights.shape import Shape
+
     wrong = list(faults(probe_objective(model.dtype, objective, args)))
     for line in wrong:
         console.print(f"objective {objective}: {line}", style="red", soft_wrap=True)
@@ -132,6 +200,8 @@ def check_parity(
 
 def _measure(task: Mapping[str, Any], ranks: int) -> tuple[int, list[dict[str, Any]]]:
     """Run the ranks; return (their exit status, what they measured before they ended)."""
+    from or1_megatron.runtime.launch import run_ranks
+
     with tempfile.TemporaryDirectory(prefix="or1-parity-") as folder:
         todo, found = Path(folder, "task.json"), Path(folder, "found.json")
         todo.write_text(json.dumps(task))

@@ -1,27 +1,120 @@
-"""``or1 data build``: the pipeline joined to verifiers, engines and endpoints."""
+"""``or1 data ...``: ``data.pipeline`` joined to verifiers, engines and endpoints."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from or1_megatron.config.load import load_as
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.data.pipeline.build import Done, build
-from or1_megatron.data.pipeline.recipe import Recipe, SampledModel
-from or1_megatron.data.pipeline.steps import Say
-from or1_megatron.data.rows import DataError
-from or1_megatron.interfaces import Sampler, Verifier
-from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
-from or1_megatron.types import Sampling
-from or1_megatron.verify.registry import build_verifiers
+import typer
+
+from or1_megatron.commands.errors import explained
+
+if TYPE_CHECKING:
+    from or1_megatron.data.pipeline.build import Done
+    from or1_megatron.data.pipeline.recipe import SampledModel
+    from or1_megatron.data.pipeline.steps import Say
+    from or1_megatron.interfaces import Verifier
+
+data = typer.Typer(no_args_is_help=True, help="Build a training set from published ones, and look into it.")
+
+_FOLDER = typer.Option("--build", help="The build's folder: 'out' of its recipe.")
+_DEFAULT = Path("runs/dataset")
+
+
+@data.command()
+def build(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set out=runs/mine. Repeatable."),
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this step, e.g. decontaminate.")] = None,
+) -> None:
+    """Run RECIPE's steps; steps that are done and have not changed are skipped. Killed, it resumes."""
+    with explained():
+        build_dataset(recipe, tuple(overrides or ()), _say, until)
+
+
+@data.command()
+def why(
+    problem: Annotated[str, typer.Argument(help="Its id or the first digits of it, or where it was: file:line.")],
+    folder: Annotated[Path, _FOLDER] = _DEFAULT,
+) -> None:
+    """Print which step excluded a problem, the reason and the evidence; or that it was kept."""
+    with explained():
+        from or1_megatron.data.pipeline.ledger import ExcludedProblem
+        from or1_megatron.data.pipeline.ledger import why as look_up
+
+        for row in look_up(folder, problem):
+            print(f"{row.id}  {row.source}  ({row.ability}, {row.origin})")
+            print(f"  {' '.join(row.statement.split())[:200]}")
+            if isinstance(row, ExcludedProblem):
+                print(f"  excluded by step '{row.step}': {row.reason}")
+                for name, value in row.evidence.items():
+                    print(f"    {name}: {value if isinstance(value, str) else json.dumps(value)}")
+            else:
+                print("  kept" + (f"; failures in 16: {row.difficulty}" if row.difficulty else ""))
+                if row.notes.get("votes"):
+                    print(f"    votes: {json.dumps(row.notes['votes'])}")
+
+
+@data.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT,
+    out: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder.")] = None,
+) -> None:
+    """Draw the build as one HTML page: the funnel, the sources, lengths and difficulty."""
+    with explained():
+        from or1_megatron.data.pipeline.page import write_page
+
+        path = out or folder / "report.html"
+        write_page(folder, path)
+        print(path)
+
+
+@data.command()
+def prune(folder: Annotated[Path, typer.Argument(help="The build's folder.")] = _DEFAULT) -> None:
+    """Delete results of steps that the newest build does not use. Models' answers and votes stay."""
+    with explained():
+        from or1_megatron.data.pipeline.build import prune as delete
+
+        for name in delete(folder):
+            print(f"deleted {name}")
+
+
+@data.command()
+def benchmark(
+    names: Annotated[list[str], typer.Argument(help="aime24, livecodebench, math500, ...: docs/evaluation.md.")],
+    out: Annotated[Path, typer.Option(help="Folder for NAME.jsonl: EVAL of the recipes.")] = Path("data/eval"),
+    sets: Annotated[Path, typer.Option(help="Where files of these sets lie; else they come from the hub.")] = Path(
+        "data/benchmarks"
+    ),
+) -> None:
+    """Write evaluation sets: prompts as published, AIME24's ending, LiveCodeBench's window."""
+    with explained():
+        from or1_megatron.evaluate.benchmarks import write_set
+
+        for name in names:
+            path, loaded = write_set(name, out, sets)
+            print(f"{path}: {loaded}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def build_dataset(path: Path, overrides: tuple[str, ...], say: Say, until: str | None = None) -> list[Done]:
     """Build as the recipe at ``path`` says. Raises ConfigError, and what ``pipeline.build.build`` raises."""
+    from or1_megatron.commands.asked_model import open_sampler
+    from or1_megatron.config.load import load_as
+    from or1_megatron.data.pipeline.build import build
+    from or1_megatron.data.pipeline.recipe import Recipe
+
     recipe = load_as(Recipe, path, overrides)
     for section in (recipe.difficulty, recipe.judges):
         for model in () if section is None else section.models:
@@ -30,35 +123,16 @@ def build_dataset(path: Path, overrides: tuple[str, ...], say: Say, until: str |
 
 
 def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, Verifier]:
+    from or1_megatron.config.schema import VerifyConfig
+    from or1_megatron.verify.registry import build_verifiers
+
     return build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities)
-
-
-@contextmanager
-def open_sampler(
-    model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
-) -> Iterator[Sampler]:
-    """Open an endpoint, which judges itself what prompt is too long, or engines that end with the context."""
-    if model.endpoint is not None:
-        key = os.environ.get(model.api_key_variable) if model.api_key_variable else None
-        name = model.model or model.name
-        yield OpenAISampler(
-            Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries), sampling
-        )
-        return
-    assert model.hf is not None
-    from or1_megatron.commands.local_model import LocalModel
-
-    local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
-    requests = model.engines.engines * model.engines.max_concurrent
-    engines, chosen = local.fit_kv_cache(model.dtype, model.engines, longest, requests)
-    if chosen:
-        say(f"{model.name}: {chosen}")
-    with local.sampler(model.dtype, engines, longest, sampling, max_prompt_tokens) as sampler:
-        yield sampler
 
 
 def _check_model(model: SampledModel) -> None:
     """Refuse at once what would otherwise be found after hours of other steps."""
+    from or1_megatron.data.rows import DataError
+
     if model.hf is not None and not (model.hf / "config.json").is_file():
         raise DataError(f"model '{model.name}': {model.hf} is not an HF model folder (no config.json)")
     if model.api_key_variable is not None and not os.environ.get(model.api_key_variable):

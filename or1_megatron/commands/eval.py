@@ -5,42 +5,86 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from or1_megatron.commands.local_model import load_local_model
-from or1_megatron.config.schema import MathConfig
-from or1_megatron.convert.to_hf import megatron_to_hf
-from or1_megatron.data.problems import check_ground_truths
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.unusable import FILE_NAME, UnusableRows
-from or1_megatron.data.verifier_threads import VerifierThreads
-from or1_megatron.evaluate.benchmarks import BENCHMARKS, load_set, published
-from or1_megatron.evaluate.comparison import compare
-from or1_megatron.evaluate.outcome import check_verdicts, summarise
-from or1_megatron.evaluate.responses import RESULTS, EvaluationError, Response, ResponseStore, settings_begun_with
-from or1_megatron.evaluate.run import evaluate, missing_count
-from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
-from or1_megatron.interfaces import Sampler
+from or1_megatron.commands.errors import explained
+from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.comparison import comparison_page, show_comparison
 from or1_megatron.report.console.evaluation import show_evaluation
 from or1_megatron.report.figures.evaluation import draw_evaluation
-from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
+from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
-from or1_megatron.types import Problem, Sampling
-from or1_megatron.verify.registry import build_verifiers, known_abilities
 
-_LIST_TIMEOUT_S = 10.0
+if TYPE_CHECKING:
+    from or1_megatron.data.verifier_threads import VerifierThreads
+    from or1_megatron.evaluate.responses import Response
+    from or1_megatron.evaluate.settings import EvaluationSettings
+    from or1_megatron.interfaces import Sampler
+    from or1_megatron.types import Problem
+
+_DAY = "%Y-%m-%d"
+
+
+def evaluate(
+    model: Annotated[str, typer.Option(help="An HF folder, a Megatron checkpoint, or http://host:port/v1.")] = "",
+    data: Annotated[
+        str, typer.Option(help="aime24, livecodebench, math500, ..., a problem file or folder, a hub id.")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Responses, results, picture; the same command resumes it. --compare: its page."),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option(min=1, help="Samples per problem; the report's for its sets, else 1.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of configs/eval; else the paper's settings.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="E.g. --set max_response_tokens=8192.")
+    ] = None,
+    since: Annotated[
+        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems from this day on.")
+    ] = None,
+    until: Annotated[
+        datetime.datetime | None, typer.Option(formats=[_DAY], help="Only problems up to this day's midnight.")
+    ] = None,
+    sets: Annotated[Path, typer.Option(help="Where known sets are looked for before the hub.")] = Path("data/eval"),
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two finished evaluations instead.")
+    ] = None,
+) -> None:
+    """Measure avg@k and pass@k of MODEL on DATA, with intervals, by response length and by context budget."""
+    with explained():
+        if compare is not None:
+            given = {"model": model, "data": data, "k": k, "config": config, "set": overrides}
+            _refuse({**given, "since": since, "until": until})
+            compare_evaluations(*compare, out, Console())
+            return
+        missing = [f"--{name}" for name, value in (("model", model), ("data", data), ("out", out)) if not value]
+        if missing or out is None:
+            raise typer.BadParameter(f"expected {', '.join(missing)} (or --compare A B)")
+        if not model.startswith(("http://", "https://")):  # engines of our own
+            check_driver()
+        from or1_megatron.config.load import load_as
+        from or1_megatron.evaluate.settings import EvaluationSettings
+
+        settings = load_as(EvaluationSettings, config, overrides or ())
+        days = [None if day is None else day.date() for day in (since, until)]
+        evaluate_model(model, data, k, out, settings, Console(), sets, *days)
+
+
+def _refuse(others: Mapping[str, object]) -> None:
+    """Raise BadParameter for options that say nothing about a comparison."""
+    if given := [f"--{name}" for name, value in others.items() if value]:
+        raise typer.BadParameter(f"--compare takes no {', '.join(given)}; expected --out alone beside it")
 
 
 def evaluate_model(
@@ -64,6 +108,13 @@ def evaluate_model(
         DataError, ModelError, ConvertError, EngineError: the set, the model or an engine cannot be used.
         EvaluationError: the folder holds another evaluation, requests failed, or too many verdicts failed.
     """
+    from or1_megatron.commands.asked_model import open_model, with_length
+    from or1_megatron.data.problems import check_ground_truths
+    from or1_megatron.data.rows import DataError
+    from or1_megatron.data.unusable import FILE_NAME, UnusableRows
+    from or1_megatron.evaluate.benchmarks import load_set, published
+    from or1_megatron.evaluate.run import evaluate, missing_count
+
     unusable = UnusableRows()
     loaded = load_set(data, sets, since, until, unusable)
     name, problems = loaded.name, loaded.problems
@@ -101,6 +152,8 @@ def evaluate_model(
 
 def compare_evaluations(first: Path, second: Path, out: Path | None, console: Console) -> None:
     """Print how two finished evaluations differ, and write ``out``/comparison.md. Raises EvaluationError."""
+    from or1_megatron.evaluate.comparison import compare
+
     found = asdict(compare(first, second))
     show_comparison(found, console)
     if out is not None:
@@ -111,6 +164,8 @@ def compare_evaluations(first: Path, second: Path, out: Path | None, console: Co
 
 def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
     """Return how many samples to take. Raises EvaluationError for several where all would be the same."""
+    from or1_megatron.evaluate.benchmarks import BENCHMARKS
+
     greedy = settings.temperature == 0.0
     if greedy and given is not None and given > 1:
         raise EvaluationError(
@@ -122,115 +177,12 @@ def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
 
 
 def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
+    from or1_megatron.data.verifier_threads import VerifierThreads
+    from or1_megatron.verify.registry import build_verifiers, known_abilities
+
     config = settings.verify
     abilities = frozenset(problem.ability for problem in problems) & known_abilities(config)
     return VerifierThreads(lambda: build_verifiers(config, abilities), config.workers)
-
-
-def with_length(
-    settings: EvaluationSettings, model: str, problems: Sequence[Problem], out: Path, console: Console
-) -> tuple[EvaluationSettings, str]:
-    """Return the settings with ``max_response_tokens``, and what was chosen.
-
-    If none is given it is that of the evaluation in ``out``, else the paper's, or what the longest prompt leaves of the
-    model's context if that is less.
-    """
-    if settings.max_response_tokens is not None:
-        return settings, ""
-    tokens, chosen = PAPER_RESPONSE_TOKENS, ""
-    if (begun := settings_begun_with(out)) is not None:
-        tokens = begun.get("max_response_tokens", tokens)
-    elif not _is_endpoint(model):
-        local = load_local_model(_hf_folder(Path(model), out, console))
-        context = local.shape.positions
-        prompt = local.longest_prompt(problems, min(settings.max_prompt_tokens, context - 1))
-        if context - prompt < tokens:
-            tokens = context - prompt
-            chosen = (
-                f"responses of up to {tokens} tokens, the model's context of {context} less the longest prompt's "
-                f"{prompt} (max_response_tokens)"
-            )
-    return settings.model_copy(update={"max_response_tokens": tokens}), chosen
-
-
-@contextmanager
-def open_model(
-    model: str,
-    settings: EvaluationSettings,
-    problems: Sequence[Problem],
-    requests: int,
-    out: Path,
-    console: Console,
-    chosen: str = "",
-) -> Iterator[Sampler]:
-    """Open a sampler over the model for so many requests; it ends with the context.
-
-    Args:
-        chosen: what else was chosen for the user, to be printed with the size of the KV cache.
-    """
-    assert settings.max_response_tokens is not None
-    sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
-    if _is_endpoint(model):
-        yield OpenAISampler(_endpoint(model, settings), sampling)
-        return
-    local = load_local_model(_hf_folder(Path(model), out, console))
-    limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
-    if limit < 1:
-        raise EvaluationError(
-            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
-            f"max_position_embeddings = {local.shape.positions}; lower it (--set max_response_tokens=...)"
-        )
-    longest = max(1, local.longest_prompt(problems, limit)) + settings.max_response_tokens
-    engines, cache = local.fit_kv_cache(settings.dtype, settings.engines, longest, requests)
-    if chosen or cache:
-        console.print("; ".join(filter(None, (chosen, cache))), highlight=False, soft_wrap=True)
-    with local.sampler(settings.dtype, engines, longest, sampling, limit) as sampler:
-        yield sampler
-
-
-def _is_endpoint(model: str) -> bool:
-    return model.startswith(("http://", "https://"))
-
-
-def _hf_folder(model: Path, out: Path, console: Console) -> Path:
-    """Return the folder itself, or one made of a Megatron checkpoint, which is kept for the next call."""
-    if (model / "config.json").is_file():
-        return model
-    if not model.is_dir():
-        raise EvaluationError(
-            f"--model {model}: no such folder; expected an HF folder, a Megatron checkpoint, or the URL of an "
-            "OpenAI-compatible server (http://host:8000/v1)"
-        )
-    made = out / "model"
-    if not (made / "config.json").is_file():
-        megatron_to_hf(model, made, console)
-    return made
-
-
-def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
-    key = None
-    if settings.api_key_variable is not None:
-        key = os.environ.get(settings.api_key_variable)
-        if not key:
-            raise EvaluationError(
-                f"environment variable {settings.api_key_variable}, which should hold the key, is not set"
-            )
-    name = settings.model or _first_model(url, key)
-    return Endpoint(url, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
-
-
-def _first_model(url: str, key: str | None) -> str:
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=_LIST_TIMEOUT_S) as reply:
-            return str(json.loads(reply.read())["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise EvaluationError(
-            f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
-            "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
-        ) from None
 
 
 def _digest(problems: Sequence[Problem]) -> str:
@@ -240,6 +192,8 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
     """Return what a response and its verdict depend on: not how many engines or requests serve it."""
+    from or1_megatron.config.schema import MathConfig
+
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
     fields = settings.model_dump(mode="json", include=names)
     if settings.verify.math != MathConfig():
@@ -258,6 +212,8 @@ def _results(
     release: str,
     wall_s: float,
 ) -> dict[str, Any]:
+    from or1_megatron.evaluate.outcome import check_verdicts, summarise
+
     assert settings.max_response_tokens is not None
     outcome = summarise(responses, settings.max_response_tokens)
     check_verdicts(outcome, settings.verify.max_error_fraction)

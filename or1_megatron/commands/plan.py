@@ -4,73 +4,109 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from or1_megatron.commands.options import config_file, note, shape_folder
-from or1_megatron.config.hardware import Hardware, hardware_of, read_hardware
-from or1_megatron.config.load import ConfigError, load_config
-from or1_megatron.config.recipes import find
-from or1_megatron.config.schema import Config
+from or1_megatron.commands.errors import explained
+from or1_megatron.commands.options import Overrides, config_file, note, shape_folder
 from or1_megatron.errors import USER_ERROR
-from or1_megatron.plan.lengths import Lengths, read_lengths
-from or1_megatron.plan.nearest import Change, nearest_fit
-from or1_megatron.plan.picture import picture, svg
-from or1_megatron.plan.run_time import RunTime, run_time
-from or1_megatron.plan.step_time import Machine
-from or1_megatron.plan.tables import as_dict, time_tables
 from or1_megatron.runtime.files import write_atomically
-from or1_megatron.runtime.host_memory import host_memory
-from or1_megatron.sizing.conflicts import Device
-from or1_megatron.sizing.dry_run import plan_run
-from or1_megatron.sizing.memory import gib, needed
-from or1_megatron.sizing.plan_tables import render
-from or1_megatron.sizing.run_plan import Plan
-from or1_megatron.sizing.storage import disk_short, node_memory
+
+if TYPE_CHECKING:
+    from or1_megatron.config.hardware import Hardware
+    from or1_megatron.config.schema import Config
+    from or1_megatron.plan.nearest import Change
+    from or1_megatron.plan.outcome import PlanRequest
+    from or1_megatron.sizing.conflicts import Device
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a plan is asked for."""
+def plan(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="CONFIG", help="A YAML file or a recipe; with --calibrate, run folders.")
+    ],
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Hardware: h800, h100, h200, a100, a800, cpu, or a hardware file."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs for --search. Unset: those of CONFIG.")] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|RUN", help="Response lengths: a file, or a past run's rollouts. Unset: the recipe's."
+        ),
+    ] = None,
+    shape: Annotated[
+        Path | None, typer.Option(metavar="NAME|FOLDER", help="Plan for this model shape; reads no data.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", metavar="KEY=VALUE", help="A second plan beside. Repeatable.")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the layouts that fit, and rank them by hours.")
+    ] = False,
+    fix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write CONFIG with the nearest change that fits in memory.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where --search writes the best layout, --calibrate its file.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the constants of --gpu to the metrics of run folders.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write who is busy when in one step, an .svg file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what CONFIG will need and how long it will take. Starts nothing.
 
-    path: Path
-    overrides: tuple[str, ...]
-    config: Config
-    folder: Path | None
-    """The model shape to plan with where the model is not there."""
-    hardware: Hardware
-    device: Device
-    lengths: Lengths
+    Exits with status 2 if it does not fit in memory, or on the disk of this machine.
+    """
+    with explained():
+        if calibrate:
+            _calibrate_runs(paths, gpu or "cpu", out)
+            return
+        if len(paths) != 1:
+            raise typer.BadParameter("expected one CONFIG", param_hint="CONFIG")
+        given = _asked(paths[0], overrides or (), gpu, lengths, shape)
+        if search:
+            _search_layouts(given, gpus, out, as_json)
+        elif what_if:
+            _compare(given, what_if, as_json)
+        else:
+            _show(given, fix, picture, as_json)
 
-    def with_overrides(self, more: Sequence[str]) -> PlanRequest:
-        overrides = (*self.overrides, *more)
-        config = _with_memory(load_config(self.path, overrides), self.hardware, self.device)
-        return PlanRequest(self.path, overrides, config, self.folder, self.hardware, self.device, self.lengths)
 
-    def planned(self) -> Plan:
-        return plan_run(self.config, self.device, self.folder)
-
-
-def asked(
+def _asked(
     config: Path, overrides: Sequence[str], gpu: str | None, lengths: Path | None, shape: Path | None
 ) -> PlanRequest:
     """Read what the options name. Raises ConfigError, LengthsError and ModelError for what cannot be read."""
+    from or1_megatron.config.hardware import read_hardware
+    from or1_megatron.config.load import load_config
+    from or1_megatron.config.recipes import find
+    from or1_megatron.plan.lengths import read_lengths
+    from or1_megatron.plan.outcome import PlanRequest, with_gpu_memory
+
     path = config_file(config)
     loaded = load_config(path, overrides)
     hardware = read_hardware(gpu) if gpu else _hardware_for(loaded)
     device: Device = "cuda" if hardware.match else "cpu"
     folder = find("shape", shape) if shape else shape_folder(loaded)
-    loaded = _with_memory(loaded, hardware, device)
+    loaded = with_gpu_memory(loaded, hardware, device)
     return PlanRequest(path, tuple(overrides), loaded, folder, hardware, device, read_lengths(lengths))
 
 
 def _hardware_for(config: Config) -> Hardware:
     """Return this machine's GPU; without one, a GPU with the memory that the layout names, else the CPU."""
+    import torch
+
+    from or1_megatron.config.hardware import hardware_of, read_hardware
+    from or1_megatron.config.load import ConfigError
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         found = hardware_of(name)
@@ -85,79 +121,13 @@ def _hardware_for(config: Config) -> Hardware:
     return read_hardware(named)
 
 
-def _with_memory(config: Config, hardware: Hardware, device: Device) -> Config:
-    """Return ``config`` with the hardware's GPU memory where it names none."""
-    if device == "cpu" or config.cluster.gpu_memory_gb is not None:
-        return config
-    cluster = config.cluster.model_copy(update={"gpu_memory_gb": hardware.memory_bytes.value / 1e9})
-    return config.model_copy(update={"cluster": cluster})
-
-
-@dataclass(frozen=True)
-class PlanOutcome:
-    """A plan with its time, and why it does not fit."""
-
-    plan: Plan
-    time: RunTime
-    lacks: tuple[str, ...]
-    """What is lacking, in words."""
-    there: int
-    """Bytes that a GPU has, or that are free on the host."""
-
-    def nearest_fit(self) -> Change | None:
-        """Return the nearest change that fits in this memory; None if it fits already, or nothing does."""
-        config, device = self.plan.config, self.plan.device
-        if needed(config, self.plan.memory, device) <= self.there:
-            return None
-        return nearest_fit(config, self.plan.shape, device, self.there)
-
-
-def outcome(given: PlanRequest) -> PlanOutcome:
-    """Plan ``given``. Raises PlanError for a configuration that cannot work at all."""
-    planned, config = given.planned(), given.config
-    machine = Machine.of(given.hardware, planned.shape, given.device)
-    there = _there(given)
-    return PlanOutcome(
-        planned, run_time(config, machine, given.lengths, planned.held_out), tuple(_lacks(given, planned, there)), there
-    )
-
-
-def _there(given: PlanRequest) -> int:
-    """Return the bytes that a GPU has, or that are free on the host."""
-    if given.device == "cpu":
-        return host_memory().free
-    assert given.config.cluster.gpu_memory_gb is not None
-    return int(given.config.cluster.gpu_memory_gb * 1e9)
-
-
-def _lacks(given: PlanRequest, planned: Plan, there: int) -> list[str]:
-    """Return what is lacking: memory of a GPU or the host, of a node, disk."""
-    config, shape, found = given.config, planned.shape, []
-    if (wanted := needed(config, planned.memory, given.device)) > there:
-        of = "a GPU has" if given.device == "cuda" else "this machine has free"
-        found.append(f"the run needs about {gib(wanted)} of memory, and {of} {gib(there)}")
-    if given.device == "cuda":
-        has = int(given.hardware.node_memory_bytes.value)
-        node = node_memory(config, shape, int(given.hardware.node_devices.value))
-        if node.each > has:
-            found.append(
-                f"a node needs about {gib(node.each)} of host memory, and has {gib(has)}; "
-                "checkpoint.asynchronous=false saves the copies"
-            )
-    if _runs_here(given) and (short := disk_short(config, shape)):
-        found.append(short)
-    return found
-
-
-def _runs_here(given: PlanRequest) -> bool:
-    """Return whether the plan is for this machine, as far as its GPU tells: then its disk is the run's."""
-    if given.device == "cpu":
-        return True
-    return torch.cuda.is_available() and hardware_of(torch.cuda.get_device_name()) == given.hardware
-
-
-def show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
+def _show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
     """Print one plan, and draw a step of it to ``drawn``; exit with USER_ERROR if it does not fit."""
+    from or1_megatron.plan.outcome import outcome, runs_here
+    from or1_megatron.plan.picture import picture, svg
+    from or1_megatron.plan.tables import as_dict, time_tables
+    from or1_megatron.sizing.plan_tables import render
+
     found = outcome(given)
     change, typical = found.nearest_fit(), found.time.longest.typical
     if drawn is not None:
@@ -170,7 +140,7 @@ def show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool
     else:
         console = Console()
         console.print(render(found.plan))
-        here = _runs_here(given)
+        here = runs_here(given)
         console.print(time_tables(given.config, found.plan, found.time, given.hardware, given.lengths, here))
         console.print(picture(typical))
     if found.lacks:
@@ -184,7 +154,7 @@ def _refuse(given: PlanRequest, lacks: Sequence[str], change: Change | None, fix
         if change is not None:
             note(f"the nearest change that fits: {_set(change)}")
     if fix is not None and change is not None:
-        write_fix(given, change, fix)
+        _write_fix(given, change, fix)
         note(f"wrote {fix}")
         return
     raise typer.Exit(USER_ERROR)
@@ -194,7 +164,7 @@ def _set(change: Mapping[str, Any]) -> str:
     return " ".join(f"--set {key}={json.dumps(value)}" for key, value in change.items())
 
 
-def write_fix(given: PlanRequest, change: Change, path: Path) -> None:
+def _write_fix(given: PlanRequest, change: Change, path: Path) -> None:
     """Write a configuration that changes ``given`` so; its base is the file that was planned."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in change.items():
@@ -205,9 +175,10 @@ def write_fix(given: PlanRequest, change: Change, path: Path) -> None:
     write_atomically(path, ("\n".join(lines) + "\n").encode(), "the fixed configuration")
 
 
-def compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
+def _compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
     """Print two plans side by side."""
-    from or1_megatron.plan.tables import side_by_side
+    from or1_megatron.plan.outcome import outcome
+    from or1_megatron.plan.tables import as_dict, side_by_side
 
     sides = {"as it is": outcome(given), " ".join(what_if): outcome(given.with_overrides(what_if))}
     if as_json:
@@ -220,9 +191,11 @@ def compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
     Console().print(side_by_side({name: (each.time, each.lacks) for name, each in sides.items()}))
 
 
-def search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_json: bool) -> None:
+def _search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_json: bool) -> None:
     """Print the layouts that fit, fastest first, and write the best to ``out``."""
+    from or1_megatron.config.load import ConfigError
     from or1_megatron.plan.search import layout_yaml, search
+    from or1_megatron.plan.step_time import Machine
     from or1_megatron.plan.tables import ranking
     from or1_megatron.weights.families import read_hf_config
     from or1_megatron.weights.shape import Shape
@@ -244,9 +217,9 @@ def search_layouts(given: PlanRequest, gpus: int | None, out: Path | None, as_js
         note(f"wrote {out}")
 
 
-def calibrate_runs(runs: Sequence[Path], gpu: str, out: Path | None) -> None:
+def _calibrate_runs(runs: Sequence[Path], gpu: str, out: Path | None) -> None:
     """Fit the constants of ``gpu`` to finished runs; print what is left, and write the file."""
-    from or1_megatron.config.hardware import hardware_yaml
+    from or1_megatron.config.hardware import hardware_yaml, read_hardware
     from or1_megatron.plan.calibrate import calibrate, read_run
     from or1_megatron.plan.tables import residuals
 

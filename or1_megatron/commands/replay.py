@@ -11,20 +11,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from or1_megatron.config.schema import ModelConfig, ParallelConfig
-from or1_megatron.rl.dump import WEIGHTS, DumpError, UpdateDump, first_not_finite, read_dump
-from or1_megatron.runtime.launch import run_ranks
-from or1_megatron.sizing.conflicts import layout_conflicts
-from or1_megatron.sizing.parallel_layouts import LayoutError, parse_layout
-from or1_megatron.types import UpdateReport
-from or1_megatron.weights.families import read_hf_config
-from or1_megatron.weights.files import check_weight_files
-from or1_megatron.weights.shape import Shape
+from or1_megatron.commands.errors import explained
+from or1_megatron.runtime.driver import check_driver
+
+if TYPE_CHECKING:
+    from or1_megatron.config.schema import ModelConfig, ParallelConfig
+    from or1_megatron.rl.dump import UpdateDump
+    from or1_megatron.types import UpdateReport
 
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference of loss and gradient norm between layouts, relative to the value (a loss below 1: to 1)."""
@@ -32,6 +31,27 @@ AS_IN_THE_RUN: Final = "run"
 """Names the layout of the run that wrote the dump."""
 _GRACE_S: Final = 10.0
 _SHOWN_SAMPLES: Final = 20
+
+
+def replay(
+    dump: Annotated[Path, typer.Argument(help="A folder in a run's dumps/.")],
+    layout: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="E.g. 'TP2 PP2'; 1: one process; run: as in the run that dumped it.")
+    ] = "1",
+    model: Annotated[Path | None, typer.Option(help="HF folder of the weights, if not those in the dump.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Relative, of loss and gradient norm; by default what the dtype needs.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the results as JSON too.")] = None,
+) -> None:
+    """Repeat a dumped SGD step at any layout: loss, gradient norm, and where log-probs are not finite.
+
+    Exits with 1, and says what differs, when the results are not those of the run.
+    """
+    with explained():
+        check_driver()
+        code = repeat_update(dump, layout, model, tolerance, Console(), out)
+    raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Replayed:
     """Largest difference of a log-prob from the dump's, over tokens that are finite in both; nats."""
 
 
-def replay(
+def repeat_update(
     folder: Path, layout: str, model: Path | None, tolerance: float | None, console: Console, out: Path | None = None
 ) -> int:
     """Repeat the update and show it beside the dump's; return the exit status: 0 if it is the same, 1 if not.
@@ -59,6 +79,14 @@ def replay(
     Raises:
         DumpError, LayoutError, ModelError: before any rank starts.
     """
+    from or1_megatron.rl.dump import read_dump
+    from or1_megatron.runtime.launch import run_ranks
+    from or1_megatron.sizing.conflicts import layout_conflicts
+    from or1_megatron.sizing.parallel_layouts import LayoutError
+    from or1_megatron.weights.families import read_hf_config
+    from or1_megatron.weights.files import check_weight_files
+    from or1_megatron.weights.shape import Shape
+
     dump = read_dump(folder)
     settings = model_of(dump, folder, model)
     parallel = layout_of(dump, layout)
@@ -99,6 +127,9 @@ def replay(
 
 def model_of(dump: UpdateDump, folder: Path, model: Path | None) -> ModelConfig:
     """Return weights and dtype. Raises DumpError if there are no weights."""
+    from or1_megatron.config.schema import ModelConfig
+    from or1_megatron.rl.dump import WEIGHTS, DumpError
+
     weights = model or folder / WEIGHTS
     if model is None and not weights.is_dir():
         raise DumpError(
@@ -114,6 +145,9 @@ def layout_of(dump: UpdateDump, layout: str) -> ParallelConfig:
     Raises:
         LayoutError: the name cannot be read.
     """
+    from or1_megatron.config.schema import ParallelConfig
+    from or1_megatron.sizing.parallel_layouts import parse_layout
+
     if layout == AS_IN_THE_RUN:
         return ParallelConfig.model_validate(dump.context["parallel"])
     longest = max(sample.prompt_ids.size + sample.response_ids.size for sample in dump.samples)
@@ -135,6 +169,8 @@ def differ(before: UpdateReport, now: UpdateReport, tolerance: float) -> Iterato
 
 def show(dump: UpdateDump, now: Replayed, layout: str, console: Console) -> None:
     """Print both side by side, and the samples with log-probs that are not finite."""
+    from or1_megatron.rl.dump import first_not_finite
+
     tokens = dump.token_count
     title = f"Step {dump.step}, SGD step {dump.update}: {len(dump.samples)} samples, {tokens} tokens"
     headings = ("in the run", f"now ({layout})", "difference")
@@ -168,6 +204,8 @@ def _loss(report: UpdateReport) -> float:
 
 
 def _read(found: Mapping[str, Any], token_count: int) -> Replayed:
+    from or1_megatron.types import UpdateReport
+
     return Replayed(
         report=UpdateReport(
             sums={name: float(value) for name, value in found["sums"].items()},

@@ -1,234 +1,66 @@
-"""``or1 verify``: judge recorded responses, a file of rows in and the same rows with their verdicts out."""
+"""``or1 verify``: prints what ``data.recorded_responses`` finds."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.data.files import parquet_rows
-from or1_megatron.data.problems import check_ground_truth, no_verifier, read_problem
-from or1_megatron.data.rows import DataError, RowError, shown
-from or1_megatron.data.unusable import Policy, UnusableRows
-from or1_megatron.data.verifier_threads import VerifierThreads, judged
-from or1_megatron.types import Problem, Verdict, VerdictStatus
-from or1_megatron.verify.registry import build_verifiers, known_abilities
+from or1_megatron.commands.errors import explained
+from or1_megatron.commands.options import config_file
 
-_ADDED = ("reward", "status", "detail")
+if TYPE_CHECKING:
+    from or1_megatron.data.recorded_responses import RecordedRow
+    from or1_megatron.types import Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRow:
-    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none."""
+def verify(
+    file: Annotated[Path, typer.Argument(help="Rows of problems (.jsonl, .parquet), each with a 'response'.")],
+    out: Annotated[Path, typer.Option(help="The same rows with reward, status and detail; resumed, if begun.")],
+    config: Annotated[Path | None, typer.Option(help="A YAML file or a recipe, for its verify section.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Rows judged at once.")] = 1,
+    unusable: Annotated[
+        Literal["refuse", "drop"],
+        typer.Option(help="Rows that cannot be used. refuse: list them and stop; drop: give them the status error."),
+    ] = "refuse",
+    explain: Annotated[bool, typer.Option("--explain", help="Print why, row by row.")] = False,
+) -> None:
+    """Score recorded responses: ground truths as in training, 'truncated' optional. Prints a table by source."""
+    with explained(IsADirectoryError):
+        from or1_megatron.config.load import load_config
+        from or1_megatron.config.schema import VerifyConfig
+        from or1_megatron.data.recorded_responses import verify_file
+        from or1_megatron.verify.registry import build_verifiers, known_abilities
 
-    row: Mapping[str, Any]
-    origin: str
-    source: str
+        settings = VerifyConfig() if config is None else load_config(config_file(config)).verify
+        make = partial(build_verifiers, settings.model_copy(update={"workers": workers}))
+        console = Console()
 
+        def tell(row: RecordedRow, verdict: Verdict) -> None:
+            if explain:
+                _explain(console, row, verdict)
 
-@dataclass(frozen=True, slots=True)
-class RecordedResponse(RecordedRow):
-    """A row with what a verifier needs of it."""
-
-    problem: Problem
-    response: str
-    truncated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UnusableRow(RecordedRow):
-    """A row that cannot be judged."""
-
-    error: RowError
-
-
-def verify_file(
-    path: Path, out: Path, config: VerifyConfig, workers: int, unusable: Policy, explain: bool, console: Console
-) -> Mapping[str, Counter[str]]:
-    """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; return counts by source and status.
-
-    All rows are checked before the first verdict. Rows that cannot be used are refused, or get the status ``error``
-    when ``unusable`` is drop. If ``out`` holds the first verdicts of the same rows, it is resumed. Verdicts are written
-    in the order of the rows, each as soon as those before it are.
-
-    Raises:
-        DataError: unusable rows, no rows, or an ``out`` that is the input, of another file, or in no folder.
-    """
-    if path.exists() and out.exists() and out.samefile(path):
-        raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")
-    if not out.parent.is_dir():
-        raise DataError(f"{out}: there is no folder {out.parent}; expected one that exists (--out)")
-    rows = list(read_recorded(path, known_abilities(config)))
-    if not rows:
-        raise DataError(f"{path}: holds no rows; expected problems with a 'response' each")
-    abilities = {row.problem.ability for row in rows if isinstance(row, RecordedResponse)}
-    tally: dict[str, Counter[str]] = {}
-    of_workers = config.model_copy(update={"workers": workers})
-    with closing(_KeepGoing(lambda: build_verifiers(of_workers, abilities), workers)) as threads:
-        rows = _checked(rows, threads)
-        faults = UnusableRows()
-        for row in rows:
-            if isinstance(row, UnusableRow):
-                faults.add(row.error)
-        faults.settle(unusable, out.with_name(f"{out.stem}.unusable_rows.jsonl"), "--unusable drop")
-        done = _resumed(out, rows)
-        with out.open("a", encoding="utf-8") as file:
-            for row, written in zip(rows, done, strict=False):
-                _count(tally, row, written["status"])
-            for row, verdict in judged(rows[len(done) :], threads.start_row):
-                added = {"reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
-                file.write(_as_json({**row.row, **added}) + "\n")
-                file.flush()
-                _count(tally, row, verdict.status)
-                if explain:
-                    _explain(console, row, verdict)
-    console.print(_table(tally))
-    return tally
-
-
-def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
-    """Yield the rows of a .jsonl or .parquet file. Raises DataError when the file cannot be read.
-
-    Args:
-        known: abilities that can be verified.
-    """
-    for origin, raw in _rows(path):
-        try:
-            row = _recorded(raw, origin, path.stem)
-            if row.problem.ability not in known:
-                raise no_verifier(row.problem, known)
-            yield row
-        except RowError as error:
-            found = raw if isinstance(raw, dict) else {"not_json": str(error) if isinstance(raw, RowError) else raw}
-            source = found.get("data_source") or found.get("source")
-            yield UnusableRow(found, origin, source if isinstance(source, str) else path.stem, error)
-
-
-def _recorded(row: Any, origin: str, default_source: str) -> RecordedResponse:
-    problem = read_problem(row, origin, default_source)
-    response, truncated = row.get("response"), row.get("truncated", False)
-    if not isinstance(response, str):
-        detail = f"field 'response': found {shown(response)}, expected the response's text"
-        raise RowError(origin, "no response", detail)
-    if not isinstance(truncated, bool | None):
-        detail = f"field 'truncated': found {shown(truncated)}, expected true or false"
-        raise RowError(origin, "field 'truncated' has a wrong type", detail)
-    return RecordedResponse(row, origin, problem.source, problem, response, bool(truncated))
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
-    if path.suffix == ".parquet":
-        yield from parquet_rows(path)
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                origin = f"{path}:{number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    found = shown(line[:80])
-                    row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {found}")
-                yield origin, row
-
-
-class _KeepGoing(VerifierThreads):
-    """Gives every row a verdict, whatever its verifier raises, so that one row never ends the rest."""
-
-    def start_row(self, row: RecordedRow) -> Future[Verdict]:
-        if isinstance(row, RecordedResponse):
-            return self.verdict(row.problem, row.response, row.truncated)
-        assert isinstance(row, UnusableRow)
-        verdict: Future[Verdict] = Future()
-        verdict.set_result(Verdict(0.0, "error", "", str(row.error), 0.0))
-        return verdict
-
-    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        try:
-            return super().verify(problem, response, truncated)
-        except Exception as error:
-            return Verdict(0.0, "error", "", f"the verifier raised {type(error).__name__}: {error}"[:1000], 0.0)
-
-
-def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[RecordedRow]:
-    """Replace the responses whose ground truth cannot be used; each ground truth is checked once."""
-    faults: dict[tuple[str, str], RowError | None] = {}
-    checked: list[RecordedRow] = []
-    with threads.borrowed() as verifiers:
-        for row in rows:
-            if isinstance(row, RecordedResponse):
-                key = row.problem.ability, row.problem.ground_truth
-                if key not in faults:
-                    faults[key] = None
-                    try:
-                        check_ground_truth(row.problem, verifiers)
-                    except RowError as error:
-                        faults[key] = error
-                if (fault := faults[key]) is not None:
-                    row = UnusableRow(row.row, row.origin, row.source, fault.at(row.origin))
-            checked.append(row)
-    return checked
-
-
-def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the verdicts that ``out`` already holds; a torn last line is cut off. Raises DataError."""
-    if not out.exists():
-        return []
-    content = out.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    done = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            found = json.loads(line)
-            fits = number <= len(rows) and _same_row(found, rows[number - 1].row)
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            fits = False
-        if not fits:
-            raise DataError(
-                f"{out}:{number}: is no verdict on row {number} of the input; name another --out, or delete it"
-            )
-        done.append(found)
-    if len(whole) < len(content):
-        os.truncate(out, len(whole))
-    return done
-
-
-def _same_row(found: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    kept = {name: value for name, value in found.items() if name not in _ADDED}
-    given = {name: value for name, value in row.items() if name not in _ADDED}
-    return _as_json(kept) == _as_json(given) and found.get("status") in get_args(VerdictStatus)
-
-
-def _as_json(row: Mapping[str, Any]) -> str:
-    """Return a row as one line. What JSON does not have (a date or bytes of a Parquet file) is written as text."""
-    return json.dumps(row, default=str)
-
-
-def _count(tally: dict[str, Counter[str]], row: RecordedRow, status: str) -> None:
-    tally.setdefault(row.source, Counter())[status] += 1
+        tally = verify_file(file, out, make, known_abilities(settings), workers, unusable, tell)
+        console.print(_table(tally))
 
 
 def _explain(console: Console, row: RecordedRow, verdict: Verdict) -> None:
+    from or1_megatron.data.rows import shown
+
     answer = shown(verdict.answer) if verdict.answer else "no answer"
     text = f"{row.origin}  {verdict.status}  {row.source}  {verdict.detail}  [{answer}]"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(tally: Mapping[str, Counter[str]]) -> Table:
+    from or1_megatron.types import VerdictStatus
+
     statuses = [status for status in get_args(VerdictStatus) if any(counts[status] for counts in tally.values())]
     figures = [Column(name, justify="right", no_wrap=True) for name in ("rows", "reward", *statuses)]
     table = Table("source", *figures, box=None, padding=(0, 2, 0, 0))

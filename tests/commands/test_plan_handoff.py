@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
-from or1_megatron.commands.plan_handoff import expected_wants, forecast
 from or1_megatron.config.schema import ParallelConfig
+from or1_megatron.handoff.shard.forecast import expected_wants, forecast
 from or1_megatron.weights.families import family_of
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from or1_megatron.commands.app import app
-from or1_megatron.commands.data import make_verifiers, open_sampler
+from or1_megatron.commands.asked_model import open_sampler
+from or1_megatron.commands.data import make_verifiers
 from or1_megatron.config.load import load_as
 from or1_megatron.data.pipeline.build import steps_of
 from or1_megatron.data.pipeline.ledger import entries, kept

@@ -17,7 +17,8 @@ import pytest
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, rollout_config
 from openai_server import Reply, completion, serving
 
-from or1_megatron.commands.data import make_verifiers, open_sampler
+from or1_megatron.commands.asked_model import open_sampler
+from or1_megatron.commands.data import make_verifiers
 from or1_megatron.data.pipeline.build import build
 from or1_megatron.data.pipeline.judges import NO_VOTE, Judges, read_vote
 from or1_megatron.data.pipeline.ledger import entries, kept

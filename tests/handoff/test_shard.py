@@ -18,10 +18,10 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, rollout_config
 from rigs import in_engine
 from sharded_trainer import Grid, Trainer
 
-from or1_megatron.commands.plan_handoff import expected_wants
 from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.errors import HandoffError, SendError
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
+from or1_megatron.handoff.shard.forecast import expected_wants
 from or1_megatron.handoff.transport.base import GlooTransport
 from or1_megatron.handoff.transport.shared_memory import SharedMemoryTransport
 from or1_megatron.rollout.pool import EngineError, EnginePool

@@ -22,9 +22,7 @@ import ranks
 import torch
 from rich.console import Console
 
-from or1_megatron.commands.check_parity import TOLERANCE, beyond
-from or1_megatron.commands.check_parity import check_parity as measure_layouts
-from or1_megatron.commands.cli_check_parity import parameters
+from or1_megatron.commands.check_parity import TOLERANCE, beyond, measure_layouts, parameters
 from or1_megatron.config.base import ConfigError
 from or1_megatron.config.schema import ModelConfig
 from or1_megatron.interfaces import Sequences, TokenInputs

@@ -20,7 +20,7 @@ import pytest
 import ranks
 from rich.console import Console
 
-from or1_megatron.commands.replay import differ, replay
+from or1_megatron.commands.replay import differ, repeat_update
 from or1_megatron.rl.dump import DumpError, read_dump, write_dump
 from or1_megatron.sizing.parallel_layouts import LayoutError
 from or1_megatron.types import UpdateReport
@@ -128,9 +128,9 @@ def test_what_cannot_be_replayed_is_refused(made: tuple[Path, Any], tmp_path: Pa
     bare = tmp_path / "bare"
     shutil.copytree(made[0] / "step_000008_update_1", bare, ignore=shutil.ignore_patterns("weights"))
     with pytest.raises(DumpError, match=r"holds no weights.*as it was after step 7"):
-        replay(bare, "1", None, None, Console())
+        repeat_update(bare, "1", None, None, Console())
     with pytest.raises(LayoutError, match="layout 'TP3' cannot work"):
-        replay(made[0] / "step_000008_update_1", "TP3", None, None, Console())
+        repeat_update(made[0] / "step_000008_update_1", "TP3", None, None, Console())
 
 
 def test_differ() -> None:

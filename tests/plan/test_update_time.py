@@ -141,7 +141,7 @@ def test_moves() -> None:
 
 def test_the_rule_of_a_handoff_against_the_plan_that_sends_it() -> None:
     """TP 2 and DP 2 to two engines of TP 2: the plan's busiest link carries about one shard."""
-    from or1_megatron.commands.plan_handoff import forecast
+    from or1_megatron.handoff.shard.forecast import forecast
 
     hf: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,9 +100,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
-    for file in beats_folder(watched.run).glob("*"):
-        file.unlink()
-    beats_folder(watched.run).rmdir()
+    shutil.rmtree(beats_folder(watched.run), ignore_errors=True)  # no heart has beaten in a test that was skipped
 
 
 def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
@@ -193,7 +192,6 @@ def test_stopped_children_and_orphans_are_found(watched: Watched) -> None:
         time.sleep(0.3)
     assert f"'sleep' (pid {orphan})" in watched.said[0]
     assert "stopped (state T)" in watched.said[0]
-    beats_folder(watched.run).mkdir()  # for the fixture, which removes it
 
 
 def test_as_a_process_of_its_own(tmp_path: Path) -> None:

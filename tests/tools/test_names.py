@@ -13,19 +13,20 @@ ROOT = Path(__file__).parents[2]
 OF = re.compile(r"(?:\A|[.:]\s)\s*Of\s")
 
 
-def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yield each node of the folders' files, and its place."""
+def located[Node: ast.stmt](kind: type[Node], *folders: str) -> Iterator[tuple[str, Node]]:
+    """Yield each node of that kind in the folders' files, and its place."""
     for folder in folders:
         for file in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+            name = file.relative_to(ROOT)
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, kind):
+                    yield f"{name}:{node.lineno}", node
 
 
 def test_a_class_name_is_used_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for where, node in nodes("or1_megatron"):
-        if isinstance(node, ast.ClassDef):
-            places[node.name].append(where)
+    for where, node in located(ast.ClassDef, "or1_megatron"):
+        places[node.name].append(where)
     assert len(places) > 500  # it looked at the package
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
@@ -33,8 +34,8 @@ def test_a_class_name_is_used_once() -> None:
 def test_no_sentence_of_a_docstring_begins_with_of() -> None:
     docstrings = {
         where: node.value.value
-        for where, node in nodes("or1_megatron", "tests", "tools", "benchmarks")
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for where, node in located(ast.Expr, "or1_megatron", "tests", "tools", "benchmarks")
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     }
     assert len(docstrings) > 3000  # it looked at all folders
     assert [where for where, text in docstrings.items() if OF.search(text)] == []

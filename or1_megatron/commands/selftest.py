@@ -1,4 +1,4 @@
-"""``or1 selftest``: its options, and what it prints. ``selftest.run`` does the work, in processes of its own."""
+"""``or1 selftest``: its options, and what it prints. ``or1_megatron.selftest`` does the work, in its own processes."""
 
 from __future__ import annotations
 

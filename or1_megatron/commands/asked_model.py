@@ -1,0 +1,235 @@
+"""A model that ``or1 eval`` or ``or1 data build`` asks: an endpoint, or a folder on engines of our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from or1_megatron.config.schema import RolloutConfig
+from or1_megatron.convert.to_hf import megatron_to_hf
+from or1_megatron.data.pipeline.recipe import SampledModel
+from or1_megatron.data.pipeline.steps import Say
+from or1_megatron.data.template import ChatTemplate, load_tokenizer
+from or1_megatron.evaluate.responses import EvaluationError, settings_begun_with
+from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
+from or1_megatron.interfaces import Sampler
+from or1_megatron.rollout.engine_sampler import EngineSampler, start_engine_sampler
+from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
+from or1_megatron.rollout.pool import EngineError
+from or1_megatron.runtime.driver import check_driver
+from or1_megatron.runtime.host_memory import host_memory
+from or1_megatron.types import Problem, Sampling
+from or1_megatron.weights.families import read_hf_config
+from or1_megatron.weights.shape import BYTES, Shape
+
+Dtype = Literal["float32", "bfloat16"]
+
+_BLOCK_TOKENS = 32  # of vLLM's KV cache on CPU
+_LIST_TIMEOUT_S = 10.0
+
+
+class LocalModel:
+    """An HF folder with its tokenizer. Raises DriverTooOld, ModelError, DataError."""
+
+    def __init__(self, folder: Path) -> None:
+        check_driver()
+        self._folder = folder
+        self.shape = Shape.of(read_hf_config(folder))
+        self._tokenise = ChatTemplate(load_tokenizer(folder)).token_ids
+
+    def longest_prompt(self, problems: Sequence[Problem], limit: int) -> int:
+        """Return the tokens of the longest prompt among those of at most ``limit``; 0 without any."""
+        lengths = (len(self._tokenise(problem.messages)) for problem in problems)
+        return max((length for length in lengths if length <= limit), default=0)
+
+    def fit_kv_cache(
+        self, dtype: Dtype, engines: RolloutConfig, longest: int, requests: int
+    ) -> tuple[RolloutConfig, str]:
+        """Return engines with a KV cache, and what was chosen; without a GPU vLLM needs a size, if none is given.
+
+        Args:
+            longest: tokens of the longest prompt + response that will come.
+            requests: how many will come; more at once need no KV cache.
+        """
+        if torch.cuda.is_available() or engines.kv_cache_bytes is not None:
+            return engines, ""
+        places = min(engines.max_concurrent, -(-requests // engines.engines))
+        size = cpu_kv_cache_bytes(self.shape, dtype, engines, longest, places, host_memory().free)
+        said = f"KV cache of {size / (1 << 20):,.0f} MiB per engine, as there is no GPU (engines.kv_cache_bytes)"
+        return engines.model_copy(update={"kv_cache_bytes": size}), said
+
+    def sampler(
+        self, dtype: Dtype, engines: RolloutConfig, longest: int, sampling: Sampling, max_prompt_tokens: int
+    ) -> AbstractContextManager[EngineSampler]:
+        """Start engines for prompts + responses of ``longest`` tokens; they end with the context."""
+        return start_engine_sampler(self._folder, dtype, engines, longest, self._tokenise, sampling, max_prompt_tokens)
+
+
+@cache
+def load_local_model(folder: Path) -> LocalModel:
+    return LocalModel(folder)
+
+
+def cpu_kv_cache_bytes(
+    shape: Shape, dtype: Dtype, engines: RolloutConfig, longest: int, places: int, free_bytes: int
+) -> int:
+    """Return the KV cache of one engine rank on CPU: ``places`` sequences of ``longest`` tokens, if memory allows.
+
+    All engines together take at most half of the memory that is free beside their weights: vLLM decodes fewer
+    sequences at once when the cache is full.
+
+    Raises:
+        EngineError: not even one sequence fits.
+    """
+    ranks = engines.engines * engines.tensor_parallel
+    per_token = shape.kv_bytes_per_token(dtype) // max(1, min(engines.tensor_parallel, shape.kv_heads))
+    sequence = -(-longest // _BLOCK_TOKENS) * _BLOCK_TOKENS * per_token
+    block = _BLOCK_TOKENS * per_token  # vLLM keeps one empty
+    weights = shape.parameters * BYTES[dtype] * engines.engines
+    room = (free_bytes - weights) // 2 // ranks
+    if room < sequence + block:
+        raise EngineError(
+            f"{free_bytes / 1e9:.1f} GB of memory are free; the weights of {engines.engines} engines take "
+            f"{weights / 1e9:.1f} GB, and the KV cache of one response of {longest} tokens with its prompt "
+            f"{sequence / 1e9:.1f} GB in each of {ranks} engine ranks, for which half of the rest is used: lower "
+            "max_response_tokens or engines.engines, or set engines.kv_cache_bytes"
+        )
+    return min(places * sequence + block, room)
+
+
+def with_length(
+    settings: EvaluationSettings, model: str, problems: Sequence[Problem], out: Path, console: Console
+) -> tuple[EvaluationSettings, str]:
+    """Return the settings with ``max_response_tokens``, and what was chosen.
+
+    If none is given it is that of the evaluation in ``out``, else the paper's, or what the longest prompt leaves of the
+    model's context if that is less.
+    """
+    if settings.max_response_tokens is not None:
+        return settings, ""
+    tokens, chosen = PAPER_RESPONSE_TOKENS, ""
+    if (begun := settings_begun_with(out)) is not None:
+        tokens = begun.get("max_response_tokens", tokens)
+    elif not _is_endpoint(model):
+        local = load_local_model(_hf_folder(Path(model), out, console))
+        context = local.shape.positions
+        prompt = local.longest_prompt(problems, min(settings.max_prompt_tokens, context - 1))
+        if context - prompt < tokens:
+            tokens = context - prompt
+            chosen = (
+                f"responses of up to {tokens} tokens, the model's context of {context} less the longest prompt's "
+                f"{prompt} (max_response_tokens)"
+            )
+    return settings.model_copy(update={"max_response_tokens": tokens}), chosen
+
+
+@contextmanager
+def open_model(
+    model: str,
+    settings: EvaluationSettings,
+    problems: Sequence[Problem],
+    requests: int,
+    out: Path,
+    console: Console,
+    chosen: str = "",
+) -> Iterator[Sampler]:
+    """Open a sampler over the model for so many requests; it ends with the context.
+
+    Args:
+        chosen: what else was chosen for the user, to be printed with the size of the KV cache.
+    """
+    assert settings.max_response_tokens is not None
+    sampling = Sampling(settings.temperature, settings.top_p, settings.max_response_tokens)
+    if _is_endpoint(model):
+        yield OpenAISampler(_endpoint(model, settings), sampling)
+        return
+    local = load_local_model(_hf_folder(Path(model), out, console))
+    limit = min(settings.max_prompt_tokens, local.shape.positions - settings.max_response_tokens)
+    if limit < 1:
+        raise EvaluationError(
+            f"max_response_tokens = {settings.max_response_tokens} leaves no room for a prompt within the model's "
+            f"max_position_embeddings = {local.shape.positions}; lower it (--set max_response_tokens=...)"
+        )
+    longest = max(1, local.longest_prompt(problems, limit)) + settings.max_response_tokens
+    engines, cache = local.fit_kv_cache(settings.dtype, settings.engines, longest, requests)
+    if chosen or cache:
+        console.print("; ".join(filter(None, (chosen, cache))), highlight=False, soft_wrap=True)
+    with local.sampler(settings.dtype, engines, longest, sampling, limit) as sampler:
+        yield sampler
+
+
+@contextmanager
+def open_sampler(
+    model: SampledModel, sampling: Sampling, max_prompt_tokens: int, say: Say = print
+) -> Iterator[Sampler]:
+    """Open an endpoint, which judges itself what prompt is too long, or engines that end with the context."""
+    if model.endpoint is not None:
+        key = os.environ.get(model.api_key_variable) if model.api_key_variable else None
+        name = model.model or model.name
+        yield OpenAISampler(
+            Endpoint(model.endpoint, name, key, model.concurrent, model.timeout_s, model.tries), sampling
+        )
+        return
+    assert model.hf is not None
+    local, longest = LocalModel(model.hf), max_prompt_tokens + sampling.max_response_tokens
+    requests = model.engines.engines * model.engines.max_concurrent
+    engines, chosen = local.fit_kv_cache(model.dtype, model.engines, longest, requests)
+    if chosen:
+        say(f"{model.name}: {chosen}")
+    with local.sampler(model.dtype, engines, longest, sampling, max_prompt_tokens) as sampler:
+        yield sampler
+
+
+def _is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+def _hf_folder(model: Path, out: Path, console: Console) -> Path:
+    """Return the folder itself, or one made of a Megatron checkpoint, which is kept for the next call."""
+    if (model / "config.json").is_file():
+        return model
+    if not model.is_dir():
+        raise EvaluationError(
+            f"--model {model}: no such folder; expected an HF folder, a Megatron checkpoint, or the URL of an "
+            "OpenAI-compatible server (http://host:8000/v1)"
+        )
+    made = out / "model"
+    if not (made / "config.json").is_file():
+        megatron_to_hf(model, made, console)
+    return made
+
+
+def _endpoint(url: str, settings: EvaluationSettings) -> Endpoint:
+    key = None
+    if settings.api_key_variable is not None:
+        key = os.environ.get(settings.api_key_variable)
+        if not key:
+            raise EvaluationError(
+                f"environment variable {settings.api_key_variable}, which should hold the key, is not set"
+            )
+    name = settings.model or _first_model(url, key)
+    return Endpoint(url, name, key, settings.concurrent, settings.request_timeout_s, settings.tries)
+
+
+def _first_model(url: str, key: str | None) -> str:
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_LIST_TIMEOUT_S) as reply:
+            return str(json.loads(reply.read())["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise EvaluationError(
+            f"--model {url}: its /models names no model ({type(error).__name__}: {error}); expected an "
+            "OpenAI-compatible server, the URL up to /chat/completions (http://host:8000/v1), or --set model=NAME"
+        ) from None
