@@ -37,7 +37,7 @@ test-slow: setup  ## the tests that take minutes, a whole quickstart among them
 	@tools/browser.sh || echo "without a browser: its tests are skipped"
 	@$(PYTEST) -q -m "slow and not gpu" --timeout 1800 $(WORKERS)
 
-lint: setup  ## ruff, import rules, mypy; changes nothing
+lint: setup  ## ruff, import rules, mypy, the budget of lines and words; changes nothing
 	@.venv/bin/pre-commit run --all-files --color never
 
 format: setup  ## let ruff format and fix what it can

@@ -1,0 +1,38 @@
+"""Print how large the project is beside its budget: lines of Python by room, words of docs.
+
+    python tools/budget.py
+
+Counted are the files that git tracks. Generated reference (docs/schemas.md) and results are left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+BUDGET: Final = {
+    "packages": (("or1_megatron/*.py",), "lines", 46_000),
+    "tests": (("tests/*.py",), "lines", 32_000),
+    "benchmarks": (("benchmarks/*.py",), "lines", 3_500),
+    "docs": (("README.md", "docs/*.md", ":!docs/schemas.md"), "words", 40_000),
+}
+"""Of each room: the files, what is counted, and the largest number that it may reach."""
+
+
+def tracked(patterns: tuple[str, ...]) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", "--", *patterns], cwd=ROOT, check=True, capture_output=True)
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def main() -> None:
+    for room, (patterns, unit, most) in BUDGET.items():
+        texts = [path.read_text(encoding="utf-8") for path in tracked(patterns)]
+        count = sum(len(text.splitlines() if unit == "lines" else text.split()) for text in texts)
+        over = f", {count - most:,} over" if count > most else ""
+        print(f"{room}: {count:,} {unit} of {most:,}{over}")
+
+
+if __name__ == "__main__":
+    main()
