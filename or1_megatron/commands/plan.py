@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from or1_megatron.config.hardware import Hardware
     from or1_megatron.config.schema import Config
     from or1_megatron.plan.nearest import Change
-    from or1_megatron.plan.outcome import PlanRequest
+    from or1_megatron.plan.request import PlanRequest
     from or1_megatron.sizing.conflicts import Device
 
 
@@ -89,7 +89,7 @@ def _asked(
     from or1_megatron.config.load import load_config
     from or1_megatron.config.recipes import find
     from or1_megatron.plan.lengths import read_lengths
-    from or1_megatron.plan.outcome import PlanRequest, with_gpu_memory
+    from or1_megatron.plan.request import PlanRequest, with_gpu_memory
 
     path = config_file(config)
     loaded = load_config(path, overrides)
@@ -123,8 +123,8 @@ def _hardware_for(config: Config) -> Hardware:
 
 def _show(given: PlanRequest, fix: Path | None, drawn: Path | None, as_json: bool) -> None:
     """Print one plan, and draw a step of it to ``drawn``; exit with USER_ERROR if it does not fit."""
-    from or1_megatron.plan.outcome import outcome, runs_here
     from or1_megatron.plan.picture import picture, svg
+    from or1_megatron.plan.request import outcome, runs_here
     from or1_megatron.plan.tables import as_dict, time_tables
     from or1_megatron.sizing.plan_tables import render
 
@@ -177,7 +177,7 @@ def _write_fix(given: PlanRequest, change: Change, path: Path) -> None:
 
 def _compare(given: PlanRequest, what_if: Sequence[str], as_json: bool) -> None:
     """Print two plans side by side."""
-    from or1_megatron.plan.outcome import outcome
+    from or1_megatron.plan.request import outcome
     from or1_megatron.plan.tables import as_dict, side_by_side
 
     sides = {"as it is": outcome(given), " ".join(what_if): outcome(given.with_overrides(what_if))}
