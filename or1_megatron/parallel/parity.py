@@ -211,7 +211,8 @@ class Deviation:
     """The largest differences between one layout's numbers and the reference's, and the tensors that have them."""
 
     log_prob: float
-    """Largest absolute difference over tokens; likewise ``entropy``, and ``loss`` over steps."""
+    """Largest absolute difference over tokens; likewise ``entropy``, and ``loss`` over steps. A loss beyond 1 is compared
+    relative to its size: the steps of a model that is trained already can make it thousands."""
     entropy: float
     loss: float
     grad_norm: float
@@ -229,7 +230,7 @@ def compare(found: Numbers, expected: Numbers) -> Deviation:
     return Deviation(
         log_prob=_largest(found.log_probs, expected.log_probs),
         entropy=_largest(found.entropies, expected.entropies),
-        loss=_maximum(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        loss=_maximum(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, expected.losses, strict=True)),
         grad_norm=_maximum(abs(a - b) / b for a, b in zip(found.grad_norms, expected.grad_norms, strict=True)),
         gradient=gradient,
         gradient_at=gradient_at,

@@ -433,6 +433,7 @@ def test_compare_names_the_tensor_and_the_kind() -> None:
     assert (found.gradient, found.gradient_at) == (pytest.approx(0.0025, rel=1e-4), "b")
     said = list(beyond(asdict(found), "float32", 1.0))
     assert [line.split(" differs")[0] for line in said] == ["loss", "gradient of b"]
+    assert compare(numbers(losses=[1000.004]), numbers(losses=[1000.0])).loss == pytest.approx(4e-6)
     unscored = numbers(log_probs=[np.zeros(2, np.float32), np.array([np.nan], np.float32)])
     whole = numbers(log_probs=[np.zeros(2, np.float32), np.zeros(1, np.float32)])
     assert next(beyond(asdict(compare(unscored, whole)), "float32", 1.0)).startswith("log-prob differs by nan")
