@@ -6,7 +6,7 @@ The figures are those of docs/about/performance-summary.md of NVIDIA-NeMo/RL (v0
 on-policy rows of known architectures). Assumed: 32 responses per prompt, prompts of 128 tokens, log-normal lengths with
 sigma 1 and the published mean, selective recompute, no rejected group, a reference; EP 8 for the 235B, where EP 16
 spans TP too. Each plan is made three times: with the constants of configs/hardware/h100.yaml, which are those fitted to
-the paper's H800 runs; without ``other``; and with the lighter engine that docs/scaling.md assumes.
+the paper's H800 runs; without ``other``; and with the lighter engine that docs/planning.md assumes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fits the plan's constants for H800 to tables 7 and 9 of the paper, and compares the plan with table 8.
 
-    python benchmarks/plan_paper.py            # prints the tables of docs/planning.md
+    python benchmarks/plan_paper.py            # prints the tables behind docs/planning.md
     python benchmarks/plan_paper.py --write    # writes the constants into the hardware file too
 
 The paper does not tell lengths, engines or layouts of these runs. Assumed: the recipe's shape of lengths, engines of TP

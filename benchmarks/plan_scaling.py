@@ -1,6 +1,6 @@
 """What 1,000 steps of the 32B recipe on 256 H800 would cost, as written and with what could be changed.
 
-    python benchmarks/plan_scaling.py                       # prints the tables of docs/scaling.md
+    python benchmarks/plan_scaling.py                       # prints the tables behind docs/planning.md
     python benchmarks/plan_scaling.py --figure docs/scaling.svg
 
 The plan's constants are fitted to the paper's run of 309 h (benchmarks/plan_paper.py), so the first row is no
