@@ -2,7 +2,7 @@
 
     python tools/budget.py
 
-Counted are the files that git tracks. Generated reference (docs/schemas.md) and results are left out.
+Counted are the files that git tracks. Generated reference (docs/schemas.md, docs/config.md) and results are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BUDGET: Final = {
     "packages": (("or1_megatron/*.py",), "lines", 46_000),
     "tests": (("tests/*.py",), "lines", 32_000),
     "benchmarks": (("benchmarks/*.py",), "lines", 3_500),
-    "docs": (("README.md", "docs/*.md", ":!docs/schemas.md"), "words", 40_000),
+    "docs": (("README.md", "docs/*.md", ":!docs/schemas.md", ":!docs/config.md"), "words", 40_000),
 }
 """Of each room: the files, what is counted, and the largest number that it may reach."""
 
