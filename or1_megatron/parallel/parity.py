@@ -28,11 +28,11 @@ STEPS = 3
 def trained_by(dtype: str) -> OptimizerConfig:
     """Return the optimizer of the three steps.
 
-    A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of a
-    trained model grows to thousands. In bfloat16 a step's effect must be smaller
-    than rounding's: the reference's fp32 weights follow each step, rounded ones do not, and after steps as large as
-    those of fp32 the losses differ at random. So in bfloat16 the three steps show only that an update takes a gradient
-    and leaves finite weights; float32 compares them.
+    A smaller eps would turn the rounding of gradients into whole steps, and with steps three times as large the loss of
+    a trained model grows to thousands. In bfloat16 a step's effect must be smaller than rounding's: the reference's
+    fp32 weights follow each step, rounded ones do not, and after steps as large as those of fp32 the losses differ at
+    random. So in bfloat16 the three steps show only that an update takes a gradient and leaves finite weights; float32
+    compares them.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
