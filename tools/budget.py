@@ -18,7 +18,7 @@ BUDGET: Final = {
     "benchmarks": (("benchmarks/*.py",), "lines", 3_500),
     "docs": (("README.md", "docs/*.md", ":!docs/schemas.md", ":!docs/config.md"), "words", 40_000),
 }
-"""Of each room: the files, what is counted, and the largest number that it may reach."""
+"""The files of each room, what is counted, and the largest number that it may reach."""
 
 
 def tracked(patterns: tuple[str, ...]) -> list[Path]:
