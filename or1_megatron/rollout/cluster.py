@@ -8,6 +8,7 @@ makes sure at the next start.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from or1_megatron.errors import PartLost, UserError
@@ -97,7 +99,7 @@ def start_ray(address: str | None, run_id: str) -> None:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         options |= {"address": address}
     try:
-        context = ray.init(**options)
+        context = ray.init(**options) if address else _start_here(options)
     except Exception as error:  # Ray raises many types here; none says what to do
         if address is None:
             raise RayDidNotStart(
@@ -115,6 +117,20 @@ def start_ray(address: str | None, run_id: str) -> None:
         _start_reaper(context.address_info["session_dir"])
     else:
         reap_run(run_id)
+
+
+def _start_here(options: dict[str, Any]) -> Any:
+    """Start Ray; once more when its raylet died at the start or was too slow, without what the first start left."""
+    driver = psutil.Process()
+    others = driver.children(recursive=True)
+    try:
+        return ray.init(**options)
+    except Exception as error:
+        logger.warning("Ray did not start (%s); another try", error)
+    for process in set(driver.children(recursive=True)) - set(others):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return ray.init(**options)
 
 
 def check_ray(every_s: float = 0.0) -> None:

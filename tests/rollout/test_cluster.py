@@ -121,6 +121,35 @@ def test_a_start_may_take_longer_than_ray_allows_by_itself() -> None:
     assert ended.returncode == 0 and "up" in ended.stdout, ended.stderr
 
 
+FIRST_RAYLET_DIES = """
+import threading, time
+import psutil
+from or1_megatron.rollout import cluster
+
+def end():
+    while not (raylets := [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]):
+        time.sleep(0.01)
+    raylets[0].kill()
+
+threading.Thread(target=end, daemon=True).start()
+cluster.start_ray(None, "again")
+print("up", sum(child.name() == "gcs_server" for child in psutil.Process().children()))
+cluster.stop_ray()
+"""
+
+
+@pytest.mark.slow
+def test_ray_is_started_once_more_when_its_first_raylet_dies() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FIRST_RAYLET_DIES],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "RAY_raylet_start_wait_time_s": "30"},
+    )
+    assert ended.returncode == 0 and "up 1" in ended.stdout, ended.stderr
+
+
 def test_any_failure_to_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_options: object) -> None:
         raise OSError("No space left on device")
