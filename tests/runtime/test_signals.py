@@ -142,7 +142,7 @@ import os, subprocess, sys, time
 print("ready", flush=True)
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
-from or1_megatron.runtime.signals import die_with_parent
+from or1_verify.child_process import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)
