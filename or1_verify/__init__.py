@@ -3,7 +3,7 @@ r"""Rule-based verifiers of math and code: responses in, verdicts out. They need
     from or1_verify import Message, Problem, VerifyConfig, verify, verify_file, verify_many
 
     verify("math", '["12"]', r"... </think> \boxed{12}").status  # "right"
-    verify("code", '{"inputs": ["1\n"], "outputs": ["2\n"]}', "</think>\n```python\nprint(2)\n```").reward  # 1.0
+    verify("code", '{"inputs": ["1\\n"], "outputs": ["2"]}', "</think>\n```python\nprint(2)\n```").reward  # 1.0
 
     problem = Problem("p1", "mine", "math", (Message("user", "1 + 1?"),), '["2"]', {}, "mine.jsonl:1")
     verdicts = list(verify_many([(problem, r"</think> \boxed{2}", False)], VerifyConfig(workers=8)))
