@@ -47,10 +47,10 @@ def _braced(text: str, start: int) -> str:
 def closing_brace(text: str, start: int) -> int | None:
     r"""Return the index of the brace that closes the one at ``start``, or None. ``\{`` and ``\}`` are not braces."""
     depth = 0
-    for found in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0 and found[0] == "}":
-            return found.start()
+    for match in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0 and match[0] == "}":
+            return match.start()
     return None
 
 

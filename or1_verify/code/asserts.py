@@ -188,7 +188,7 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
     """Raise ValueError when the program calls no submission, or would let it judge itself."""
     if not any(isinstance(node, ast.Name) and node.id in remote for node in ast.walk(module)):
         raise ValueError(f"{where}: uses nothing of the submission's; expected tests that call it")
-    results = _results(module, lambda value, found: _has_result(value, remote, found))
+    results = _results(module, lambda value, known: _has_result(value, remote, known))
     for node in ast.walk(module):
         if isinstance(node, ast.Assert) and _judged_inside(node.test, remote, results):
             raise ValueError(
@@ -226,15 +226,15 @@ def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None
         if id(node) not in nested and not any(_has_result(item, own, results) for item in _arguments(node))
     }
     wrong = [node for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in judges]
-    found = [node.id for node in wrong if id(node) not in safe]
-    found += [
+    judging = [node.id for node in wrong if id(node) not in safe]
+    judging += [
         ast.unparse(node.test)[:200]
         for node in asserts
         if _has_result(node.test, own, results) and _is_judged(node.test, own, judges, judged)
     ]
-    if found:
+    if judging:
         raise ValueError(
-            f"helpers: '{found[0]}': a function of the submission would judge the entry point's result; expected "
+            f"helpers: '{judging[0]}': a function of the submission would judge the entry point's result; expected "
             "import_prefix to define what test_code judges by, and helpers that only make the entry point's arguments"
         )
 
@@ -246,31 +246,31 @@ def _is_nested(node: ast.AST) -> bool:
     return isinstance(node, ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
 
 
-def _is_judged(node: ast.AST, own: set[str], judges: set[str], found: set[str]) -> bool:
+def _is_judged(node: ast.AST, own: set[str], judges: set[str], known: set[str]) -> bool:
     """Whether a value holds a helper's result, other than in the entry point's arguments."""
     if isinstance(node, ast.Call) and _is_remote(node.func, own):
         return False
     if isinstance(node, ast.Name):
-        return node.id in judges | found
-    return any(_is_judged(part, own, judges, found) for part in ast.iter_child_nodes(node))
+        return node.id in judges | known
+    return any(_is_judged(part, own, judges, known) for part in ast.iter_child_nodes(node))
 
 
 def _results(module: ast.Module, holds: Callable[[ast.expr, set[str]], bool], known: Collection[str] = ()) -> set[str]:
     """Return ``known`` and the variables that are assigned, whole or in part, a value that ``holds`` something, which
     it may do through the variables found so far."""
-    found = set(known)
+    variables = set(known)
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
         more = {
             part.id
             for target, value in bindings
-            if holds(value, found)
+            if holds(value, variables)
             for part in ast.walk(target)
             if isinstance(part, ast.Name)
         }
-        if more <= found:
-            return found
-        found |= more
+        if more <= variables:
+            return variables
+        variables |= more
 
 
 def _bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:

@@ -87,9 +87,9 @@ class CheckerPrograms:
 
     def _accepts(self, checker: Checker, given: Any, output: Any, expected: Any) -> bool:
         if checker.kind == "python":
-            found = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
+            text = output.decode("utf-8", "replace") if isinstance(output, bytes) else output
             try:
-                arguments = json.dumps([encode(given), found, encode(expected)])
+                arguments = json.dumps([encode(given), text, encode(expected)])
             except RecursionError:  # of the three only the output can be nested too deeply
                 return False
             return self._python(checker.parameters["source"], arguments)

@@ -83,12 +83,12 @@ def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
     return check(output.decode("utf-8", "replace"), expected, checker.parameters)
 
 
-def value_matches(found: Any, expected: Any, checker: Checker) -> bool:
+def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
     """Whether a call's result, encoded (``code.codec``), is the expected one."""
     try:
         if checker.of is not None:
-            return any(value_matches(found, one, checker.of) for one in expected)
-        return _CALL_CHECKS[checker.kind](found, expected, checker.parameters)
+            return any(value_matches(result, one, checker.of) for one in expected)
+        return _CALL_CHECKS[checker.kind](result, expected, checker.parameters)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
         return False
 
@@ -102,16 +102,17 @@ def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
         return False
     found_lines, expected_lines = text.strip().split("\n"), expected.strip().split("\n")
     return all(
-        _tokens_match(found.split(), wanted.split()) for found, wanted in zip(found_lines, expected_lines, strict=True)
+        _tokens_match(result.split(), wanted.split())
+        for result, wanted in zip(found_lines, expected_lines, strict=True)
     )
 
 
-def _tokens_match(found: list[str], expected: list[str]) -> bool:
-    return len(found) == len(expected) and (found == expected or all(map(_decimals_equal, found, expected)))
+def _tokens_match(result: list[str], expected: list[str]) -> bool:
+    return len(result) == len(expected) and (result == expected or all(map(_decimals_equal, result, expected)))
 
 
-def _decimals_equal(found: str, expected: str) -> bool:
-    left, right = _decimal(found), _decimal(expected)
+def _decimals_equal(result: str, expected: str) -> bool:
+    left, right = _decimal(result), _decimal(expected)
     return left is not None and right is not None and left == right
 
 
@@ -129,8 +130,8 @@ def _decimal(token: str) -> Decimal | None:
 def _floats_match(text: str, expected: str, parameters: Mapping[str, Any]) -> bool:
     found_tokens, expected_tokens = text.split(), expected.split()
     return len(found_tokens) == len(expected_tokens) and all(
-        found == wanted or _close(_float(found), _float(wanted), parameters)
-        for found, wanted in zip(found_tokens, expected_tokens, strict=True)
+        token == wanted or _close(_float(token), _float(wanted), parameters)
+        for token, wanted in zip(found_tokens, expected_tokens, strict=True)
     )
 
 
@@ -139,14 +140,14 @@ def _float(token: str) -> float | None:
     return None if number is None else float(number)
 
 
-def _close(found: float | int | None, expected: float | int | None, parameters: Mapping[str, Any]) -> bool:
-    if found is None or expected is None or not math.isfinite(found):
+def _close(result: float | int | None, expected: float | int | None, parameters: Mapping[str, Any]) -> bool:
+    if result is None or expected is None or not math.isfinite(result):
         return False
     default = parameters.get("tolerance", FLOAT_TOLERANCE)
     if {"absolute", "relative"} & set(parameters):
         default = 0.0
     absolute, relative = parameters.get("absolute", default), parameters.get("relative", default)
-    return abs(found - expected) <= max(absolute, relative * abs(expected))
+    return abs(result - expected) <= max(absolute, relative * abs(expected))
 
 
 def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
@@ -162,26 +163,26 @@ def _line_tokens(text: str) -> list[list[str]]:
     return sorted(line.split() for line in text.strip().split("\n"))
 
 
-def _json_equal(found: Any, expected: Any, _: Mapping[str, Any]) -> bool:
+def _json_equal(result: Any, expected: Any, _: Mapping[str, Any]) -> bool:
     """Compare as JSON values: tuples as lists, linked structures as their values, True never 1.
 
     Floats are equal when ``==`` says so, as in LiveCodeBench's harness; 3.0 is 3.
     """
-    return _equal(as_json(found), expected)
+    return _equal(as_json(result), expected)
 
 
-def _unordered(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _same_multiset(as_json(found, sets=True), expected, 1)
+def _unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _same_multiset(as_json(result, sets=True), expected, 1)
 
 
-def _nested_unordered(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _same_multiset(as_json(found, sets=True), expected, -1)
+def _nested_unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _same_multiset(as_json(result, sets=True), expected, -1)
 
 
-def _same_multiset(found: Any, expected: Any, depth: int) -> bool:
-    if isinstance(found, list) and isinstance(expected, list) and len(found) != len(expected):
+def _same_multiset(result: Any, expected: Any, depth: int) -> bool:
+    if isinstance(result, list) and isinstance(expected, list) and len(result) != len(expected):
         return False  # before millions of items are sorted
-    return _multiset(found, depth) == _multiset(expected, depth)
+    return _multiset(result, depth) == _multiset(expected, depth)
 
 
 def _multiset(value: Any, depth: int) -> str:
@@ -191,8 +192,8 @@ def _multiset(value: Any, depth: int) -> str:
     return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
 
 
-def _call_floats(found: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
-    return _equal(as_json(found), expected, parameters)
+def _call_floats(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _equal(as_json(result), expected, parameters)
 
 
 def as_json(encoded: Any, sets: bool = False) -> Any:
@@ -220,18 +221,22 @@ def _key(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _equal(found: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return expected is found
-    if isinstance(expected, int | float) and isinstance(found, int | float):
-        close = tolerance is not None and float in (type(found), type(expected)) and _close(found, expected, tolerance)
-        return found == expected or close
-    if isinstance(expected, list) and isinstance(found, list):
-        pairs = zip(found, expected, strict=False)
-        return len(expected) == len(found) and all(_equal(left, right, tolerance) for left, right in pairs)
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return expected.keys() == found.keys() and all(_equal(found[key], expected[key], tolerance) for key in expected)
-    return type(expected) is type(found) and bool(expected == found)
+def _equal(result: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
+    if isinstance(expected, bool) or isinstance(result, bool):
+        return expected is result
+    if isinstance(expected, int | float) and isinstance(result, int | float):
+        close = (
+            tolerance is not None and float in (type(result), type(expected)) and _close(result, expected, tolerance)
+        )
+        return result == expected or close
+    if isinstance(expected, list) and isinstance(result, list):
+        pairs = zip(result, expected, strict=False)
+        return len(expected) == len(result) and all(_equal(left, right, tolerance) for left, right in pairs)
+    if isinstance(expected, dict) and isinstance(result, dict):
+        return expected.keys() == result.keys() and all(
+            _equal(result[key], expected[key], tolerance) for key in expected
+        )
+    return type(expected) is type(result) and bool(expected == result)
 
 
 _TEXT_CHECKS: Mapping[str, Callable[[str, str, Mapping[str, Any]], bool]] = {

@@ -27,12 +27,12 @@ _MODULES = (
 @cache
 def _statements() -> Mapping[str, str]:
     """Return, for each name, the statement that imports it."""
-    found: dict[str, str] = {}
+    statements: dict[str, str] = {}
     for module_name in _MODULES:
         module = importlib.import_module(module_name)
         public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        found |= {name: f"from {module_name} import {name}" for name in public if not hasattr(builtins, name)}
-    return found | {name: f"import {name}" for name in _MODULES}
+        statements |= {name: f"from {module_name} import {name}" for name in public if not hasattr(builtins, name)}
+    return statements | {name: f"import {name}" for name in _MODULES}
 
 
 def missing_imports(source: str, given: Set[str] = frozenset()) -> str:
@@ -79,8 +79,8 @@ def module_imports(tree: ast.Module) -> str:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    found = [f"import {name}" for name in used if name in _MODULES and name not in bound]
-    return "; ".join(found) + "\n" if found else ""
+    statements = [f"import {name}" for name in used if name in _MODULES and name not in bound]
+    return "; ".join(statements) + "\n" if statements else ""
 
 
 def with_imports(source: str, prefix: str = "") -> str:

@@ -39,10 +39,10 @@ def as_input_output(decoded: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"testtype: found {sorted(map(str, kinds))}, expected all 'stdin' or all 'functional'")
     if kinds == {"functional"} and not name:
         raise ValueError("metadata: no func_name, which functional tests need")
-    found: dict[str, Any] = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
+    truth: dict[str, Any] = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
     if kinds == {"functional"}:
-        found |= {"fn_name": name, "starter_code": decoded.get("starter_code") or ""}
-    return found
+        truth |= {"fn_name": name, "starter_code": decoded.get("starter_code") or ""}
+    return truth
 
 
 def _tests(field: str, value: Any) -> list[dict[str, str]]:
@@ -72,18 +72,18 @@ def decompress(text: str) -> str:
         raise ValueError(f"private_test_cases: neither JSON nor base64 of zlib ({error})") from None
     if not unpacker.eof:
         raise ValueError(f"private_test_cases: cut off, or more than {MAX_TEST_BYTES} bytes when decompressed")
-    found = []
+    strings = []
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             if opcode.name in _STRINGS:
-                found.append(argument)
+                strings.append(argument)
             elif opcode.name not in _HARMLESS:
                 raise ValueError(f"it has a {opcode.name}")
     except (ValueError, UnicodeError, IndexError) as error:
         raise ValueError(f"private_test_cases: the pickle is not that of one string ({error}); not loaded") from None
-    if len(found) != 1 or not isinstance(found[0], str):
-        raise ValueError(f"private_test_cases: the pickle holds {len(found)} strings, expected one; not loaded")
-    return found[0]
+    if len(strings) != 1 or not isinstance(strings[0], str):
+        raise ValueError(f"private_test_cases: the pickle holds {len(strings)} strings, expected one; not loaded")
+    return strings[0]
 
 
 def _json(field: str, text: str) -> Any:

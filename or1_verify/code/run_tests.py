@@ -91,8 +91,8 @@ class CodeRun:
             )
         else:
             right = text_matches(result.output, test.expected, tests.checker)
-        found = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
-        return None if right else f"wrong output: {_shown(found)}, expected {_shown(test.expected)}"
+        output = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
+        return None if right else f"wrong output: {_shown(output)}, expected {_shown(test.expected)}"
 
     def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str | None:
         try:
@@ -103,15 +103,15 @@ class CodeRun:
             return f"raised {answer['raised']}"[:200]
         if "died" in answer:
             return calls.describe_death(answer)
-        found = answer["value"]
+        value = answer["value"]
         if test.comparison not in ("json", "wrapped"):
-            right = _compares(found, test)
+            right = _compares(value, test)
         elif tests.checker.is_program:
-            right = self._checkers.accepts(tests.checker, _given(test), found, test.expected)
+            right = self._checkers.accepts(tests.checker, _given(test), value, test.expected)
         else:
             wanted = [test.expected, *(test.expected if test.comparison == "wrapped" else ())]
-            right = any(value_matches(found, one, tests.checker) for one in wanted)
-        return None if right else f"wrong result: {_shown(found)}, expected {_shown(test.expected)}"
+            right = any(value_matches(value, one, tests.checker) for one in wanted)
+        return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
 
     def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
         """Carry lines between the test program's sandbox and the submission's."""
@@ -250,12 +250,12 @@ def _object(line: bytes) -> Mapping[str, Any]:
     return answer
 
 
-def _compares(found: Any, test: CallTest) -> bool:
+def _compares(result: Any, test: CallTest) -> bool:
     expected = encode(test.expected)
     try:
-        if test.comparison == "python" and not _same_size(found, expected):
+        if test.comparison == "python" and not _same_size(result, expected):
             return False
-        value = plain(found)
+        value = plain(result)
         if test.comparison == "truth":
             return bool(value) is test.expected
         if test.comparison == "identity":
@@ -265,16 +265,16 @@ def _compares(found: Any, test: CallTest) -> bool:
         return False
 
 
-def _same_size(found: Any, expected: Any) -> bool:
+def _same_size(result: Any, expected: Any) -> bool:
     """Whether two encoded values have equally many items at every level, and so may be equal.
 
     Only then are they decoded: a set of a hundred thousand integers with one hash would take minutes.
     """
-    if isinstance(found, dict) and isinstance(expected, dict):
-        ((_, found),), ((_, expected),) = found.items(), expected.items()
-    if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(_same_size, found, expected))
-    return not isinstance(found, list | dict) and not isinstance(expected, list | dict)
+    if isinstance(result, dict) and isinstance(expected, dict):
+        ((_, result),), ((_, expected),) = result.items(), expected.items()
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_same_size, result, expected))
+    return not isinstance(result, list | dict) and not isinstance(expected, list | dict)
 
 
 def _given(test: CallTest) -> list[Any]:

@@ -106,15 +106,15 @@ def _verify_as_released(request: dict[str, Any]) -> dict[str, Any]:
     """
     from math_verify import verify
 
-    found = _parse(request["answer"])
-    if len(found) < 2:
+    extracted = _parse(request["answer"])
+    if len(extracted) < 2:
         return {"right": False, "answer": "", "how": "no answer found"}
-    answer = _text_of(found) or str(found[-1])
-    if found[1] in request["golds"]:
+    answer = _text_of(extracted) or str(extracted[-1])
+    if extracted[1] in request["golds"]:
         return {"right": True, "answer": answer, "how": "the same text, by Math-Verify's extraction"}
     for gold in request["golds"]:
         try:
-            right = verify(list(_parse_boxed(gold)), list(found), timeout_seconds=None)
+            right = verify(list(_parse_boxed(gold)), list(extracted), timeout_seconds=None)
         except MemoryError:
             raise
         except Exception:  # the released verifier goes on with the next gold

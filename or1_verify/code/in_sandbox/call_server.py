@@ -133,9 +133,9 @@ class Submission:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
             return {}
-        found = {name: spelled(item.annotation) for name, item in signature.parameters.items()}
-        found["return"] = spelled(signature.return_annotation)
-        return found
+        annotations = {name: spelled(item.annotation) for name, item in signature.parameters.items()}
+        annotations["return"] = spelled(signature.return_annotation)
+        return annotations
 
     def starter_annotations(self, name: str) -> dict[str, str]:
         import ast
@@ -148,9 +148,9 @@ class Submission:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name == wanted:
                 arguments = [item for item in node.args.args if item.arg != "self"]
-                found = {item.arg: ast.unparse(item.annotation) if item.annotation else "" for item in arguments}
-                found["return"] = ast.unparse(node.returns) if node.returns else ""
-                return found
+                annotations = {item.arg: ast.unparse(item.annotation) if item.annotation else "" for item in arguments}
+                annotations["return"] = ast.unparse(node.returns) if node.returns else ""
+                return annotations
         return {}
 
 

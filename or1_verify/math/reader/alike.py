@@ -33,13 +33,13 @@ def _vectors(gold: str, answer: str) -> tuple[str, str]:
     both = gold + answer
     if not any(sign in both for sign in (r"\times", "×", r"\vec")):
         return gold, answer
-    names = {name for found in _PRINTED.finditer(both) for name in _NAME.findall(found["inside"] or found["letter"])}
+    names = {name for match in _PRINTED.finditer(both) for name in _NAME.findall(match["inside"] or match["letter"])}
     return (_marked(gold, names - _PRODUCTS), _marked(answer, names - _PRODUCTS)) if names else (gold, answer)
 
 
 def _marked(text: str, names: set[str]) -> str:
-    bare = _PRINTED.sub(lambda found: f" {found['inside'] or found['letter']} ", text)
-    return _NAME.sub(lambda found: rf"\vec{{{found[0]}}}" if found[0] in names else found[0], bare)
+    bare = _PRINTED.sub(lambda match: f" {match['inside'] or match['letter']} ", text)
+    return _NAME.sub(lambda match: rf"\vec{{{match[0]}}}" if match[0] in names else match[0], bare)
 
 
 def _derivatives(gold: str, answer: str) -> tuple[str, str]:
@@ -52,14 +52,14 @@ def _derivatives(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _primed(text: str, other: str) -> str:
-    by = {found[3] or found[6] for found in _LEIBNIZ.finditer(text)}
+    by = {match[3] or match[6] for match in _LEIBNIZ.finditer(text)}
     letters = set(_NAME.findall(other))
     if by not in ({"x"}, {"t"}) or ("t" if by == {"x"} else "x") in letters:
         return text
     return _LEIBNIZ.sub(_prime, text)
 
 
-def _prime(found: re.Match[str]) -> str:
-    if found[5]:
-        return f"{found[5]}'"
-    return found[2] + "'" * int(found[1] or 1) if found[1] == found[4] else found[0]
+def _prime(match: re.Match[str]) -> str:
+    if match[5]:
+        return f"{match[5]}'"
+    return match[2] + "'" * int(match[1] or 1) if match[1] == match[4] else match[0]

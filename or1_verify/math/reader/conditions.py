@@ -64,16 +64,16 @@ def number_set(condition: Reading) -> NumberSet | None:
 
 def said(reading: Reading, other: Reading) -> Said:
     """Return what is said of each letter. That it is an integer or real says nothing beside a bound."""
-    found: dict[frozenset[str], list[Reading]] = {}
+    by_names: dict[frozenset[str], list[Reading]] = {}
     for condition in reading.conditions if isinstance(reading, Conditional) else ():
-        found.setdefault(names_of(condition), []).append(condition)
+        by_names.setdefault(names_of(condition), []).append(condition)
     indices = _indices(reading) | _indices(other)
-    for names, stated in found.items():
+    for names, stated in by_names.items():
         bounds = [condition for condition in stated if number_set(condition) not in (_INTEGERS, _REALS)]
-        found[names] = bounds or stated[:1]
+        by_names[names] = bounds or stated[:1]
         if len(bounds) == 1 and names <= indices and (domain := _counted(bounds[0])):
-            found[names] = [Relation(("in",), (Quantity(Node("sym", name=min(names))), domain), (min(names), ""))]
-    return {names: tuple(stated) for names, stated in found.items()}
+            by_names[names] = [Relation(("in",), (Quantity(Node("sym", name=min(names))), domain), (min(names), ""))]
+    return {names: tuple(stated) for names, stated in by_names.items()}
 
 
 def _indices(reading: Reading) -> set[str]:

@@ -44,8 +44,8 @@ def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tup
     while items and items[-1].text == ",":
         items = items[:-1]
     parts = split(phrase, lambda token: token.text in (",", "and"))[0]
-    found = [condition for part in parts for condition in _conditions(part, items, read)]
-    return items, (*map(_member, members), *found)
+    conditions = [condition for part in parts for condition in _conditions(part, items, read)]
+    return items, (*map(_member, members), *conditions)
 
 
 def _behind_word(items: list[Token]) -> tuple[list[Token], list[Token]]:
@@ -97,14 +97,14 @@ def _is_member(items: Sequence[Token]) -> bool:
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
     """Return the answer without its parts such as ``k \\in Z``, and those: of reals only for another part's letter."""
     parts, separators = split(items, lambda token: token.text == "," or (token.kind == "word" and token.text == "and"))
-    found = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
-    if not found or len(found) == len(parts):
+    members = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
+    if not members or len(members) == len(parts):
         return items, []
     kept: list[Token] = []
     for part, separator in zip(parts, ["", *separators], strict=True):
-        if part not in found:
+        if part not in members:
             kept += [Token("word" if separator == "and" else "sign", separator), *part] if kept else part
-    return kept, found
+    return kept, members
 
 
 def _is_real(part: Sequence[Token]) -> bool:
@@ -124,11 +124,11 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
     if part and part[0].text == "domain":
         part = [_argument(items), Token("command", "in"), *(token for token in part[1:] if token.text not in ":=")]
     try:
-        found = read(part)
+        reading = read(part)
     except Unreadable:
-        found = None
-    if isinstance(found, Relation) and found.heads[0]:
-        yield found
+        reading = None
+    if isinstance(reading, Relation) and reading.heads[0]:
+        yield reading
         return
     words = [token.text for token in part if token.kind == "word"]
     letters = [token for token in part if token.kind == "symbol" and (token.text != "a" or not words)]
@@ -140,18 +140,18 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
 
 def _argument(items: Sequence[Token]) -> Token:
     """Return the variable of a formula: that of ``f(x) =``, or the only letter of its right side."""
-    if found := _ARGUMENT.match(spelling(items)):
-        return Token("symbol", found[1])
+    if match := _ARGUMENT.match(spelling(items)):
+        return Token("symbol", match[1])
     start = next((index for index, token in enumerate(items) if token.text == "="), -1)
     letters = {token.text for token in items[start + 1 :] if token.kind == "symbol"} - {"e", "i"}
     return Token("symbol", letters.pop() if len(letters) == 1 else "x")
 
 
 def _member(items: Sequence[Token]) -> Reading:
-    found = _MEMBER.fullmatch(spelling(items))
-    assert found is not None
-    name = found[2] + re.sub(r"[{}^_]", "", found[3])
-    return _within(found[1], NumberSet(_NAMES.get(name, name)))
+    match = _MEMBER.fullmatch(spelling(items))
+    assert match is not None
+    name = match[2] + re.sub(r"[{}^_]", "", match[3])
+    return _within(match[1], NumberSet(_NAMES.get(name, name)))
 
 
 def _within(letter: str, said: Reading) -> Reading:

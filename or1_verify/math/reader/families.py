@@ -71,9 +71,9 @@ def _family(value: Reading, parameter: str) -> _Family | None:
             return None
         heads.add(part.heads[0] if isinstance(part, Relation) else "")
         formulas.append(formula.tree)
-    found = [_progression(tree, parameter, start) for tree in formulas for start in (0, 1)]
-    known = tuple(progression for progression in found if progression is not None)
-    return _Family(heads.pop(), tuple(formulas), known) if len(heads) == 1 and len(known) == len(found) else None
+    progressions = [_progression(tree, parameter, start) for tree in formulas for start in (0, 1)]
+    known = tuple(progression for progression in progressions if progression is not None)
+    return _Family(heads.pop(), tuple(formulas), known) if len(heads) == 1 and len(known) == len(progressions) else None
 
 
 def _progression(tree: Node, parameter: str, start: int) -> Progression | None:
@@ -108,9 +108,9 @@ def _period(steps: Sequence[mpmath.mpf]) -> mpmath.mpf | None:
 def _residues(family: _Family, period: mpmath.mpf) -> set[int]:
     """Return the members within one period, as shares of it in units of the last digit that counts."""
     unit = 10 ** (_DIGITS - 1)
-    found = set()
+    residues = set()
     for start, step in family.progressions:
         for k in range(int(mpmath.nint(period / step))):
             share = (start + k * step) / period
-            found.add(int(mpmath.nint((share - mpmath.floor(share)) * unit)) % unit)
-    return found
+            residues.add(int(mpmath.nint((share - mpmath.floor(share)) * unit)) % unit)
+    return residues

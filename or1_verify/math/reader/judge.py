@@ -69,11 +69,11 @@ def is_readable(gold: str) -> bool:
 def states_number_or_words(gold: str) -> bool:
     """Whether the gold is a number written out, or words. An answer that cannot be read is neither."""
     try:
-        found = _reading(gold, True)
+        reading = _reading(gold, True)
     except (Unreadable, RecursionError):
         return False
-    found = found.value if isinstance(found, Conditional) else found
-    return isinstance(found, Words) or (isinstance(found, Quantity) and is_numeral(found.tree))
+    reading = reading.value if isinstance(reading, Conditional) else reading
+    return isinstance(reading, Words) or (isinstance(reading, Quantity) and is_numeral(reading.tree))
 
 
 def leaves_open(answer: str) -> bool:
@@ -110,10 +110,10 @@ def _marks(text: str) -> list[tuple[str, str]]:
 
 def one_changed(answer: str) -> Iterator[str]:
     """Yield the answers that differ in one number, raised by one, or in one letter. Commands and words stay."""
-    for found in re.finditer(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+|([0-9]+)|([A-Za-z])", answer):
-        if found[1] or found[2]:
-            other = str(int(found[1]) + 1) if found[1] else "a" if found[2] in "zZ" else chr(ord(found[2]) + 1)
-            yield answer[: found.start()] + other + answer[found.end() :]
+    for match in re.finditer(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+|([0-9]+)|([A-Za-z])", answer):
+        if match[1] or match[2]:
+            other = str(int(match[1]) + 1) if match[1] else "a" if match[2] in "zZ" else chr(ord(match[2]) + 1)
+            yield answer[: match.start()] + other + answer[match.end() :]
 
 
 def _same_value(gold: str, answer: str, rounding: bool) -> bool:
@@ -154,11 +154,11 @@ def _bare_units(gold: str, answer: str) -> Judgement | None:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
             return None
-        found = _BARE_UNIT.fullmatch(_cleaned(answer))
-        if found is None:
+        match = _BARE_UNIT.fullmatch(_cleaned(answer))
+        if match is None:
             return None
-        marked = re.sub(r"(?<!\\)\b[A-Za-z]+", r" «\g<0>» ", found[2])
-        return Judgement(compare(expected, read(found[1] + marked)), "compared as quantities")
+        marked = re.sub(r"(?<!\\)\b[A-Za-z]+", r" «\g<0>» ", match[2])
+        return Judgement(compare(expected, read(match[1] + marked)), "compared as quantities")
     except Unreadable:
         return None
 

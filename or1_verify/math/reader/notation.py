@@ -43,12 +43,12 @@ _LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
 def based(cleaned: str) -> tuple[str, int] | None:
     """Return (digits, base) of ``1011_2``."""
     text = re.sub(r"[\s«»]", "", cleaned)
-    found = _BASE.fullmatch(text)
-    if found is None:
+    match = _BASE.fullmatch(text)
+    if match is None:
         return None
-    said = (found[2] or found[3] or "").lower()
+    said = (match[2] or match[3] or "").lower()
     base = int(said) if said.isdigit() else NUMBER_WORDS.get(said, 0)
-    return (found[1], base) if 2 <= base <= 36 else None
+    return (match[1], base) if 2 <= base <= 36 else None
 
 
 def bases(gold: str, answer: str, _: SameValue) -> bool | None:
@@ -66,10 +66,10 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
     """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
-    found = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
-    if not (found[0] and found[1]):
+    both = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
+    if not (both[0] and both[1]):
         return None
-    ours, theirs = (_clock(match) for match in found if match)
+    ours, theirs = (_clock(match) for match in both if match)
     return ours == theirs or (None in (ours[0], theirs[0]) and ours[1] == theirs[1])
 
 
@@ -98,8 +98,8 @@ def _choice(cleaned: str) -> tuple[str, str] | None:
     text = cleaned.strip(" {}")
     if _BARE_LETTER.fullmatch(text):
         return text, ""
-    found = _CHOICE.fullmatch(text)
-    return (found[1] or found[2] or found[3], found[4].strip(" .:")) if found else None
+    match = _CHOICE.fullmatch(text)
+    return (match[1] or match[2] or match[3], match[4].strip(" .:")) if match else None
 
 
 def dates(gold: str, answer: str, _: SameValue) -> bool | None:
@@ -113,10 +113,10 @@ def dates(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _date(text: str) -> tuple[str, int, str | None] | None:
-    found = _DATE.fullmatch(text)
-    if found is None:
+    match = _DATE.fullmatch(text)
+    if match is None:
         return None
-    return (found["month"] or found["of"])[:3], int(found["day"] or found["before"]), found["year"]
+    return (match["month"] or match["of"])[:3], int(match["day"] or match["before"]), match["year"]
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
@@ -144,12 +144,12 @@ def _ordinal(raw: str) -> tuple[int, str, bool] | None:
     """Return (number, noun or "", whether it is in words or Roman)."""
     text = re.sub(r"\\(?:text\w*|mathrm|mbox)|\\[ ,;]|[{}^$~\s]+", " ", raw)
     text = re.sub(r"\s+", " ", text).strip(" .").lower().removeprefix("the ")
-    if found := _NUMBERED.fullmatch(text):
-        return int(found[1]), found[2] or "", False
-    if (found := _ORDINAL_WORD.fullmatch(text)) and found[1] in ORDINAL_WORDS:
-        return ORDINAL_WORDS.index(found[1]) + 1, found[2] or "", True
-    if (found := _ROMAN_BEHIND.fullmatch(text)) and found[2] in ROMAN:
-        return ROMAN.index(found[2]) + 1, found[1], True
+    if match := _NUMBERED.fullmatch(text):
+        return int(match[1]), match[2] or "", False
+    if (match := _ORDINAL_WORD.fullmatch(text)) and match[1] in ORDINAL_WORDS:
+        return ORDINAL_WORDS.index(match[1]) + 1, match[2] or "", True
+    if (match := _ROMAN_BEHIND.fullmatch(text)) and match[2] in ROMAN:
+        return ROMAN.index(match[2]) + 1, match[1], True
     return None
 
 

@@ -52,10 +52,10 @@ def read_quantity(items: list[Token]) -> Quantity:
     end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
     body, tail = items[:end], items[end:]
     if not body and tail and tail[0].text in NUMBER_WORDS:
-        found = _unit(tail[1:])
-        if found is None and len(tail) > 1:
+        unit_behind = _unit(tail[1:])
+        if unit_behind is None and len(tail) > 1:
             raise Unreadable("words behind a number word")
-        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text]), found), negative)
+        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text]), unit_behind), negative)
     percent = False
     if body and body[-1].text == "%" and not tail:
         percent, body = True, body[:-1]
@@ -67,10 +67,10 @@ def read_quantity(items: list[Token]) -> Quantity:
     tail = tail if multiplier is None else tail[1:]
     noun = ""
     if tail:
-        found, noun = _tail(tail)
-        if found is not None and unit is not None and found != unit:
+        unit_behind, noun = _tail(tail)
+        if unit_behind is not None and unit is not None and unit_behind != unit:
             raise Unreadable("two units")
-        unit = unit or found
+        unit = unit or unit_behind
     tree = parse(body)
     if multiplier is not None:
         tree = _multiplied(tree, multiplier)
@@ -86,8 +86,8 @@ def _multiplied(tree: Node, multiplier: int) -> Node:
     return number_node(tree.number * multiplier)
 
 
-def _signed(found: Quantity, negative: bool) -> Quantity:
-    return replace(found, tree=Node("neg", (found.tree,))) if negative else found
+def _signed(quantity: Quantity, negative: bool) -> Quantity:
+    return replace(quantity, tree=Node("neg", (quantity.tree,))) if negative else quantity
 
 
 def without_lead_in(items: list[Token], keep: int = 1) -> list[Token]:

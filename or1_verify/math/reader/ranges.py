@@ -69,16 +69,16 @@ def members(built: SetBuilder) -> Several | None:
     spans = conditioned(built)
     if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None
-    found: list[int] = []
+    integers: list[int] = []
     for span in spans:
         ends = real(span.low), real(span.high)
         if ends[0] is None or ends[1] is None or not ends[1] - ends[0] < _MAX_MEMBERS:
             return None
         inside = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
-        found += [n for n in inside if (n > ends[0] or span.low_closed) and (n < ends[1] or span.high_closed)]
-    if built.domain == "N" and 0 in found:
+        integers += [n for n in inside if (n > ends[0] or span.low_closed) and (n < ends[1] or span.high_closed)]
+    if built.domain == "N" and 0 in integers:
         return None  # whether N begins at 0 is not known
-    counted = [n for n in found if n > 0 or built.domain == "Z"]
+    counted = [n for n in integers if n > 0 or built.domain == "Z"]
     return Several(tuple(Quantity(number_node(n)) for n in counted), "{}") if counted else None
 
 
@@ -257,15 +257,15 @@ def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
 def _complement(spans: tuple[Interval, ...] | None) -> tuple[Interval, ...] | None:
     if spans is None or any(real(end) is None for span in spans for end in (span.low, span.high)):
         return None
-    found: list[Interval] = []
+    gaps: list[Interval] = []
     low, closed = _MINUS_INFINITY, False
     for span in spans:
         if _position(low) < _position(span.low):
-            found.append(Interval(low, span.low, closed, not span.low_closed))
+            gaps.append(Interval(low, span.low, closed, not span.low_closed))
         low, closed = span.high, not span.high_closed
     if real(low) != float("inf"):
-        found.append(Interval(low, _INFINITY, closed, False))
-    return tuple(found)
+        gaps.append(Interval(low, _INFINITY, closed, False))
+    return tuple(gaps)
 
 
 def _inequality(relation: Relation) -> tuple[Interval, ...] | None:

@@ -76,10 +76,10 @@ def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = Non
 def _set_in_words(words: str) -> Reading | None:
     if _NO_SOLUTION.fullmatch(words) or words in ("empty set", "the empty set"):
         return Empty()
-    if found := _SIGNED.fullmatch(words):
-        operator = {"positive": ">", "negative": "<"}.get(found[1], ">=")
+    if match := _SIGNED.fullmatch(words):
+        operator = {"positive": ">", "negative": "<"}.get(match[1], ">=")
         sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
-        return SetBuilder("x", _NUMBERS[found[2]], Relation((operator,), sides, ("x", "")))
+        return SetBuilder("x", _NUMBERS[match[2]], Relation((operator,), sides, ("x", "")))
     return NumberSet("R") if words in _EVERYTHING else None
 
 
@@ -141,8 +141,8 @@ def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
     if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
         raise Unreadable("a list with an empty place")
     filled[0] = without_lead_in(filled[0])
-    found = Several(tuple(_as_tuple(_read(part)) for part in filled), joined_by=joiner)
-    return _conditional(found) or found
+    several = Several(tuple(_as_tuple(_read(part)) for part in filled), joined_by=joiner)
+    return _conditional(several) or several
 
 
 def _conditional(group: Several) -> Conditional | None:
@@ -196,17 +196,17 @@ def _number_set(items: list[Token]) -> Reading | None:
     text = spelling(items)
     if text in ("\\emptyset ", "\\{\\}"):
         return Empty()
-    if found := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
-        if found[3]:
+    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
+        if match[3]:
             start = next(index for index, token in enumerate(items) if token.text == "setminus")
             inside = items[start + 1 :]
-            if not found[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
+            if not match[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
                 parts, _ = split(inside[1:-1], _separates)
-                return NumberSet(found[1], tuple(_read(part) for part in parts))
-            if found[1] == "R" and not found[2]:
+                return NumberSet(match[1], tuple(_read(part) for part in parts))
+            if match[1] == "R" and not match[2]:
                 return NumberSet("R", (_read(inside),))
             raise Unreadable("a set difference")
-        return NumberSet(found[1] + re.sub(r"[{}^_]", "", found[2]))
+        return NumberSet(match[1] + re.sub(r"[{}^_]", "", match[2]))
     return None
 
 
@@ -223,12 +223,12 @@ def _modular(items: list[Token]) -> Reading | None:
 def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
     operators = tuple(_RELATIONS[text] for text in separators)
     if not parts[0] and operators == ("~",):
-        found = _read(parts[1])
-        if isinstance(found, Quantity):
-            return found.approximate()
-        if isinstance(found, Several) and all(isinstance(item, Quantity) for item in found.items):
-            items = tuple(item.approximate() for item in found.items if isinstance(item, Quantity))
-            return Several(items, found.brackets, found.joined_by)
+        reading = _read(parts[1])
+        if isinstance(reading, Quantity):
+            return reading.approximate()
+        if isinstance(reading, Several) and all(isinstance(item, Quantity) for item in reading.items):
+            items = tuple(item.approximate() for item in reading.items if isinstance(item, Quantity))
+            return Several(items, reading.brackets, reading.joined_by)
     parts[0] = without_lead_in(parts[0], keep=0)
     if not all(parts):
         if len(parts) == 2 and operators == ("=",) and parts[1]:
@@ -269,8 +269,8 @@ def _bracketed(items: list[Token]) -> Reading | None:
     if opener == "\\{" and len(parts) == 1:
         return Several((_read(inside),), "{}")
     if not separators:
-        found = _read(inside) if (opener, closer) == ("(", ")") else None
-        return found if isinstance(found, Quantity | Relation | Several) else None
+        content = _read(inside) if (opener, closer) == ("(", ")") else None
+        return content if isinstance(content, Quantity | Relation | Several) else None
     if not all(parts):
         raise Unreadable("a tuple with an empty place")
     brackets = (opener + closer).replace("\\", "")

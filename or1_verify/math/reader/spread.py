@@ -49,14 +49,14 @@ def same_links(gold: Reading, answer: Reading) -> bool:
 def _signs(reading: Reading) -> dict[str, str]:
     """Return name to "pm", "mp" or "" of a list of several names' values, where any has a sign; else nothing."""
     items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
-    found: dict[str, str] = {}
+    sign_of: dict[str, str] = {}
     for item in items:
         if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
             return {}
         value = item.sides[1]
         signs = {"pm", "mp"} & set(operations(value.tree)) if isinstance(value, Quantity) else set()
-        found[item.heads[0]] = min(signs, default="")
-    return found if len(found) > 1 and any(found.values()) else {}
+        sign_of[item.heads[0]] = min(signs, default="")
+    return sign_of if len(sign_of) > 1 and any(sign_of.values()) else {}
 
 
 def _point_names(reading: Reading) -> tuple[str, ...]:

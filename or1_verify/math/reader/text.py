@@ -201,7 +201,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = raw.translate(_TRANSLATION)
     text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
     text = text.replace("&nbsp;", " ")
-    text = _GROUPED.sub(lambda found: _ungrouped(found, commas_group), text)
+    text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
     text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
     text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
     text = text.replace("{,}", ",").replace(r"\left.", "").replace(r"\right.", "")
@@ -213,7 +213,7 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = _ORDINAL.sub(_cardinal, text)
     text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
     text = _SIGNED_INTEGER.sub(r"«\1-integer»", text)
-    text = _INTEGER.sub(lambda found: rf", {found[1] or found[2] or found[3]} \in \mathbb{{Z}}", text)
+    text = _INTEGER.sub(lambda match: rf", {match[1] or match[2] or match[3]} \in \mathbb{{Z}}", text)
     text = _NUMBER_SET.sub(r" \\mathbb {\1\2}", text)
     text = _REALS_BUT.sub(r"\1 \\setminus ", text)
     text = re.sub(r"(«(?:sq|cu)») *\.", r"\1", text)
@@ -222,40 +222,40 @@ def clean(raw: str, commas_group: bool = True) -> str:
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
     text = _FAMILY.sub(_family, text)
     text = _BOUNDED.sub(_half_line, text)
-    text = _HALF_LINE.sub(lambda found: r"[0, \infty )" if "ge" in found[1] else r"(0, \infty )", text)
+    text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
     return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
 
 
-def _family(found: re.Match[str]) -> str:
+def _family(match: re.Match[str]) -> str:
     """Write ``x \\in \\{k\\pi \\mid k \\in Z\\}`` as ``x = k\\pi, k \\in Z``."""
-    name = f"{found[1]} = " if found[1] else ""
-    return rf"{name}{found[2]}, {found[3]} \in \mathbb{{{found[4]}}}"
+    name = f"{match[1]} = " if match[1] else ""
+    return rf"{name}{match[2]}, {match[3]} \in \mathbb{{{match[4]}}}"
 
 
-def _half_line(found: re.Match[str]) -> str:
+def _half_line(match: re.Match[str]) -> str:
     """Write "all real numbers less than 0" as an interval."""
-    below, closed = found[1] == "less", bool(found[2])
+    below, closed = match[1] == "less", bool(match[2])
     if below:
-        return rf"(-\infty , {found[3]}{']' if closed else ')'}"
-    return rf"{'[' if closed else '('}{found[3]}, \infty )"
+        return rf"(-\infty , {match[3]}{']' if closed else ')'}"
+    return rf"{'[' if closed else '('}{match[3]}, \infty )"
 
 
-def _arc(found: re.Match[str]) -> str:
+def _arc(match: re.Match[str]) -> str:
     """Write degrees, minutes and seconds of arc as units."""
-    seconds = f" {found[3]} «arcseconds»" if found[3] else ""
-    return f"{found[1]} «degrees» {found[2]} «arcminutes»{seconds}"
+    seconds = f" {match[3]} «arcseconds»" if match[3] else ""
+    return f"{match[1]} «degrees» {match[2]} «arcminutes»{seconds}"
 
 
-def _cardinal(found: re.Match[str]) -> str:
+def _cardinal(match: re.Match[str]) -> str:
     """Return the number of an ordinal: 12 for ``12^{th}``. Another suffix than the number's own is none."""
-    number = int(found[1])
+    number = int(match[1])
     own = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    braced = "{" in found[0], bool(found["close"])
-    return found[1] if found["suffix"] == own and braced[0] == braced[1] else found[0]
+    braced = "{" in match[0], bool(match["close"])
+    return match[1] if match["suffix"] == own and braced[0] == braced[1] else match[0]
 
 
-def _ungrouped(found: re.Match[str], commas_group: bool) -> str:
-    whole = found.group(0)
+def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
+    whole = match.group(0)
     if not commas_group and "," in whole and "{" not in whole and "!" not in whole:
         return whole
     separators = set(re.split(r"\d+", whole)) - {""}
@@ -267,9 +267,9 @@ def _macros(text: str, depth: int) -> str:
     if depth > 20:
         raise Unreadable("nested too deep")
     out, position = [], 0
-    while found := _MACRO.search(text, position):
-        out.append(text[position : found.start()])
-        name, position = found.group(1), found.end()
+    while macro := _MACRO.search(text, position):
+        out.append(text[position : macro.start()])
+        name, position = macro.group(1), macro.end()
         if name in ("cancel", "bcancel", "xcancel", "sout", "phantom", "hphantom", "vphantom", "not"):
             raise Unreadable(f"\\{name}")
         if name in _TEXT_MACROS and (end := _argument(text, position)):
@@ -372,7 +372,7 @@ _NAMES = FUNCTIONS | {"sqrt", "mod", "bmod", "pmod", "pi", "infty", "inf"}
 
 def tokens(cleaned: str) -> list[Token]:
     """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a circled digit, a ``?``)."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     position, spaced = 0, False
     while position < len(cleaned):
         if cleaned[position] == " ":
@@ -381,9 +381,9 @@ def tokens(cleaned: str) -> list[Token]:
         match = _TOKEN.match(cleaned, position)
         if match is None:
             raise Unreadable(f"unknown character {cleaned[position]!r}")
-        found += _of_match(match, spaced)
+        tokens += _of_match(match, spaced)
         position, spaced = match.end(), False
-    return found
+    return tokens
 
 
 def _of_match(match: re.Match[str], spaced: bool) -> list[Token]:
