@@ -88,8 +88,8 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
 class ChildProcess:
     """One child at a time, which answers JSON objects, one per line. Thread-safe: one request at a time.
 
-    The child's first line is {} when it is ready, or {"raised": words}. It must end when its input closes. Its last
-    argument is our pid, for ``die_with_parent``; 0 when a thread starts it, since it would die with that thread.
+    The child's first line is {} when it is ready, or {"raised": words}. The child must end when its input closes. Its
+    last argument is our pid, for ``die_with_parent``; 0 when a thread starts the child, lest it die with the thread.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class ChildProcess:
         return None if self._child is None else self._child.pid
 
     def start(self, wait: bool = False) -> None:
-        """Start the child, if none runs. ``wait``: return when it is ready; else it imports while the caller goes on.
+        """Start the child, if none runs. ``wait``: return when the child is ready; else return while it imports.
 
-        Raises ChildUnusable when it waits and the child does not start.
+        Raises ChildUnusable when ``wait`` is set and the child does not start.
         """
         with self._lock:
             self._launch()

@@ -1,7 +1,7 @@
 """A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
 
 ``verify.custom`` maps an ability to ``package.module:name``, or to an entry point of group ``or1_verify.verifiers``.
-That names a class (made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is
+The path names a class (made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is
 required, or a function of (problem, response, truncated). Class and function return a Verdict, or just the reward: 0, 1
 or a bool. Truncated responses are refused before the verifier is asked, as everywhere (RECIPE section 3).
 """
@@ -51,7 +51,7 @@ class CustomVerifier:
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return its verdict; ``timeout`` without an answer in time, ``error`` if the verifier raises or dies."""
+        """Return the user's verdict; ``timeout`` when it is late, ``error`` when the verifier raises or dies."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)

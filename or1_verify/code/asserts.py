@@ -70,7 +70,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[CodeTest, ...]:
 
 def _helpers(listed: Any, test_code: str, given: set[str], any_given: bool) -> list[str]:
     """Return the submission's functions that the row lists for ``test_code``. ``given``: the names that the prefix
-    binds; ``any_given``: it may bind any other.
+    binds; ``any_given``: the prefix may bind any other.
 
     Raises ValueError, naming all of them, for names that are bound or unused, and for used ones that nothing binds.
     """
@@ -200,8 +200,8 @@ def _check_program(where: str, module: ast.Module, remote: set[str]) -> None:
 def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None:
     """Raise ValueError where a helper, which is the submission's, may judge what the entry point returns.
 
-    It must be called by its name in ``check`` itself, on nothing that the entry point returned or was given to change,
-    and an assert must not compare the two. Its results may be the entry point's arguments.
+    A helper must be called by its name in ``check`` itself, on nothing that the entry point returned or was given to
+    change, and an assert must not compare the two. A helper's results may be the entry point's arguments.
 
     Args:
         own: the names of the entry point.
@@ -240,7 +240,7 @@ def _check_helpers(module: ast.Module, own: set[str], helpers: set[str]) -> None
 
 
 def _is_nested(node: ast.AST) -> bool:
-    """Whether it is a function or class besides ``check``: what its parameters hold is not known."""
+    """Whether ``node`` is a function or class besides ``check``: what its parameters hold is not known."""
     if isinstance(node, ast.FunctionDef):
         return node.name != "check"
     return isinstance(node, ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
@@ -256,8 +256,8 @@ def _is_judged(node: ast.AST, own: set[str], judges: set[str], known: set[str]) 
 
 
 def _results(module: ast.Module, holds: Callable[[ast.expr, set[str]], bool], known: Collection[str] = ()) -> set[str]:
-    """Return ``known`` and the variables that are assigned, whole or in part, a value that ``holds`` something, which
-    it may do through the variables found so far."""
+    """Return ``known`` and the variables to which the module assigns, whole or in part, a value that ``holds``
+    something. The value may hold it through a variable of the result."""
     variables = set(known)
     bindings = [pair for node in ast.walk(module) for pair in _bindings(node)]
     while True:
@@ -296,7 +296,7 @@ def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
 
 def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
     """Whether the submission decides the truth of ``test``: by a call about one of its results, or by comparing its
-    results only with each other. ``results``: the variables that hold such."""
+    results only with each other. ``results``: the variables that hold one."""
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote, results) for value in test.values)
     if isinstance(test, ast.UnaryOp):

@@ -1,6 +1,6 @@
 """Reads the ground truths of code problems, validates them and turns them into tests that hide what they expect.
 
-Each is one JSON object (RECIPE section 7; docs/code_verifier.md):
+A ground truth is one JSON object (RECIPE section 7; docs/code_verifier.md):
 
 - ``{inputs, outputs}``: standard input and output; with ``fn_name``, arguments and results of a call.
 - ``{assert_case}``: statements, most of them asserts, that use the submission's names.

@@ -35,7 +35,7 @@ def rational(text: str) -> Fraction | None:
 def decide(golds: Sequence[str], answer: str) -> bool | None:
     """Whether ``answer`` equals one of the golds; None where this file cannot tell.
 
-    It never differs from ``reader.judge``, which is slower; a test holds the two together.
+    The decision never differs from that of ``reader.judge``, which is slower; a test compares the two.
     """
     if answer in golds:
         return True

@@ -52,7 +52,7 @@ def main() -> None:
     if parent:
         die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a stray print must not break the protocol
+    os.dup2(2, 1)  # what a library prints must not break the protocol
     resource.setrlimit(resource.RLIMIT_AS, (_CHILD_MEMORY_BYTES, _CHILD_MEMORY_BYTES))
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -131,8 +131,8 @@ _TO_WORK_OUT = re.compile(r"\\i*o?int|\\sum|\\prod|\\lim|\\det|vmatrix|[∫∮�
 def _second_opinion(gold: str, answer: str) -> Judgement:
     """Return Math-Verify's judgement, where the reader has none.
 
-    It accepts some answers that have little to do with an unusual gold, such as 2 for a differential equation's
-    solution, or the odd numbers for the even ones. So the answer must have all letters of the gold and its primes and
+    Math-Verify accepts some answers that have little to do with an unusual gold, such as 2 for a differential
+    equation's solution, or the odd numbers for the even ones. So the answer must have all letters of the gold and its primes and
     degree signs, and Math-Verify must refuse every answer that differs from it in one number or letter.
     """
     unlike = states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer)

@@ -1,4 +1,4 @@
-"""Rows of problem files that cannot be used: all are found in one pass, then refused, or left out and counted."""
+"""Rows of problem files that cannot be used: collected in one pass, then refused, or left out and counted."""
 
 from __future__ import annotations
 

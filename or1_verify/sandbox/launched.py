@@ -216,8 +216,8 @@ class Launched:
     def limit_met(self, cpu_s: float) -> Ending | Literal["processes"]:
         """Return the kernel's limit that a process with this much CPU time has met, or "exited" for none.
 
-        Counts what happened since the last call. "processes": it was refused a process or a thread, and not killed.
-        Raises SandboxFailure as ``finish`` does.
+        Counts what happened since the last call. "processes": the kernel refused the program a process or a thread, and
+        did not kill it. Raises SandboxFailure as ``finish`` does.
         """
         events = self._cgroup.events() if self._cgroup is not None else Events()
         if events.kills and not events.memory:

@@ -103,6 +103,12 @@ def test_the_package_installs_alone_into_an_empty_environment(tmp_path: Path) ->
     judge([str(tmp_path / "venv/bin/or1-verify")], tmp_path, environment)
 
 
+def test_the_trainer_declares_what_the_verifiers_need() -> None:
+    """Its wheel contains them, and their own pyproject.toml has no part in its installation."""
+    alone, trainer = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (PACKAGE, PACKAGE.parent))
+    assert set(alone["project"]["dependencies"]) <= set(trainer["project"]["dependencies"])
+
+
 def test_one_answer_and_many() -> None:
     assert verify("math", '["12"]', r"</think> \boxed{12}").reward == 1.0
     assert verify("math", '["12"]', r"</think> \boxed{12}", truncated=True).status == "truncated"

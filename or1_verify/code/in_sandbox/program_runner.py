@@ -205,7 +205,7 @@ class Marker(ast.NodeTransformer):
 
 
 def located(made: Any, node: ast.AST) -> Any:
-    """Give every new part of ``made`` the place of ``node``, which it stands for."""
+    """Give every new part of ``made`` the line and column of ``node``, which ``made`` stands for."""
     for part in ast.walk(made):
         if hasattr(part, "_attributes") and not hasattr(part, "lineno"):
             ast.copy_location(part, node)

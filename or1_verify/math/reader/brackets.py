@@ -16,16 +16,16 @@ def spelling(items: Sequence[Token]) -> str:
 
 def depths(items: Sequence[Token]) -> list[int]:
     """Return the depth of brackets around each token. A half-open interval's brackets close each other."""
-    depth, depths = 0, []
+    depth, levels = 0, []
     for token in items:
         if token.kind != "word" and token.text in _CLOSE:
             depth -= 1
-        depths.append(depth)
+        levels.append(depth)
         if token.kind != "word" and token.text in _OPEN:
             depth += 1
     if depth != 0:
         raise Unreadable("brackets do not balance")
-    return depths
+    return levels
 
 
 def split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:

@@ -452,7 +452,7 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 
 
 def _excludes(relation: Relation) -> bool:
-    """Whether it is an inequality, or says what is not."""
+    """Whether the relation is an inequality, or says what is not."""
     return _inequality(relation) or relation.operators == ("!=",)
 
 
@@ -494,7 +494,7 @@ def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
-    """Whether the two hold the same items, each equally often. A greedy match does: equality is transitive enough."""
+    """Whether the two have the same items, each equally often. A greedy match does: equality is transitive enough."""
     if len(ours) != len(theirs):
         return False
     rest = list(theirs)

@@ -141,7 +141,7 @@ def _words(condition: Reading) -> list[str]:
 
 
 def _is_point(condition: Reading) -> bool:
-    """Whether it is ``x = 0`` or ``x \\in \\{0, 1\\}``."""
+    """Whether the reading is ``x = 0`` or ``x \\in \\{0, 1\\}``."""
     if not isinstance(condition, Relation):
         return False
     inside = condition.sides[-1]

@@ -37,7 +37,7 @@ _ARGUMENT = re.compile(r"[A-Za-z]\w*\(([a-z])\)=")
 
 
 def split_off(items: list[Token], read: Callable[[list[Token]], Reading]) -> tuple[list[Token], tuple[Reading, ...]]:
-    """Return the answer without what it says about its letters, and that as conditions. ``read`` reads an interval."""
+    """Return the answer without what it says about its letters, and what it says, as conditions. ``read`` reads one."""
     items, phrase = _behind_word(items)
     items = _unwrapped(items)
     items, members = _members(items)
@@ -95,7 +95,7 @@ def _is_member(items: Sequence[Token]) -> bool:
 
 
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
-    """Return the answer without its parts such as ``k \\in Z``, and those: of reals only for another part's letter."""
+    """Return the answer without its parts such as ``k \\in Z``, and these; ``x \\in R`` only for another part's x."""
     parts, separators = split(items, lambda token: token.text == "," or (token.kind == "word" and token.text == "and"))
     members = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
     if not members or len(members) == len(parts):

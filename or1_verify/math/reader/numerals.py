@@ -9,7 +9,7 @@ from or1_verify.math.reader.value import rational
 
 
 def is_numeral(tree: Node) -> bool:
-    """Whether it is a number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
+    """Whether the tree is a number with nothing left to work out: 35, -0.5, 6/8, 2 1/3, 3.2·10^5."""
     if tree.op == "neg":
         return tree.args[0].op != "neg" and is_numeral(tree.args[0])
     if tree.op in ("num", "mixed"):

@@ -60,7 +60,7 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return what the condition of a set covers, whatever the domain; None where it is none of its variable."""
+    """Return what the condition of a set covers, whatever the domain; None where it does not bound the variable."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
@@ -311,7 +311,7 @@ def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | 
 
 
 def _is_bar(tree: Node) -> bool:
-    """Whether it is ``|x|``."""
+    """Whether the tree is ``|x|``."""
     return tree.op == "abs" and tree.args[0].op == "sym"
 
 
