@@ -132,8 +132,8 @@ def _second_opinion(gold: str, answer: str) -> Judgement:
     """Return Math-Verify's judgement, where the reader has none.
 
     Math-Verify accepts some answers that have little to do with an unusual gold, such as 2 for a differential
-    equation's solution, or the odd numbers for the even ones. So the answer must have all letters of the gold and its primes and
-    degree signs, and Math-Verify must refuse every answer that differs from it in one number or letter.
+    equation's solution, or the odd numbers for the even ones. So the answer must have all letters of the gold and its
+    primes and degree signs, and Math-Verify must refuse every answer that differs from it in one number or letter.
     """
     unlike = states_number_or_words(gold) or leaves_open(answer) or not letters(gold) <= letters(answer)
     unlike = unlike or not set(_TO_WORK_OUT.findall(answer)) <= set(_TO_WORK_OUT.findall(gold))
