@@ -1,8 +1,8 @@
 """Spreads samples over verifier processes: ``pool.local``'s here, or others behind the same protocol (``Worker``).
 
-``VerifierPool`` belongs to one asyncio loop. Each worker has one feeder task, which takes samples
-from the queue when the worker is idle. It takes as many at once as should be done within ``CALL_S``, so that quick ones
-share a call and slow ones delay nobody.
+``VerifierPool`` belongs to one asyncio loop. Each worker has one feeder task, which takes samples from the queue when
+the worker is idle: as many at once as should be done within ``CALL_S``, so that quick ones share a call and slow ones
+delay nobody.
 """
 
 from __future__ import annotations
