@@ -48,5 +48,5 @@ doctor: setup  ## what this machine has and lacks, and what follows
 	@.venv/bin/or1 doctor
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info */*.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,7 +71,8 @@ def worker(out: Path) -> None:
 
     from or1_megatron.rollout.engine import EngineSettings, VllmEngine
     from or1_megatron.rollout.request_plan import plan_requests
-    from or1_megatron.types import Problem, Prompt, Sampling
+    from or1_megatron.types import Prompt, Sampling
+    from or1_verify.types import Problem
 
     torch.set_num_threads(1)
     engine: Any = VllmEngine(EngineSettings(0, MODEL, "float32", 128, rollout))

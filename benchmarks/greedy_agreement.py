@@ -21,7 +21,7 @@ from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.pool import engine_env
 from or1_megatron.types import Prompt, Request, Sampling
-from or1_megatron.verify.answer import after_reasoning, last_box
+from or1_verify.answer import after_reasoning, last_box
 
 MAX_TOKENS = 96
 MAX_PROMPT_TOKENS = 32

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from math_pairs import Pair
 
-from or1_megatron.verify.answer import last_box
+from or1_verify.answer import last_box
 
 _MAX_CHARS = 400
 

@@ -28,8 +28,8 @@ from math_pairs import Pair
 from math_suites import gold_pairs, suite_pairs
 from result import figure, write_result
 
-from or1_megatron.types import Message, Problem, Verdict
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem, Verdict
 
 OURS = "ours"
 RELEASED = "judge math_verify"

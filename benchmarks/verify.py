@@ -22,10 +22,10 @@ from typing import Any
 from code_corpus import HACKS, HONEST, PROBLEMS
 from result import figure, write_result
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code.livecodebench import as_input_output
-from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_verify.code.livecodebench import as_input_output
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.types import Message, Problem
 
 TESTS = 30
 STDIN = {"inputs": [f"{n}\n" for n in range(TESTS)], "outputs": [f"{n * n}\n" for n in range(TESTS)]}

@@ -19,8 +19,8 @@ from typing import Any
 
 from result import figure, write_result
 
-from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox
 
 SOURCE = "print(int(input()) * 2)"
 PROGRAM = Program({"main.py": SOURCE.encode()}, ("{python}", "{box}/main.py"))

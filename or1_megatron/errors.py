@@ -1,8 +1,10 @@
-"""The base of this package's exceptions."""
+"""Exit statuses, and the trainer's exceptions that several folders raise. Their base is in ``or1_verify.errors``."""
 
 from __future__ import annotations
 
 from typing import Final
+
+from or1_verify.errors import UserError
 
 USER_ERROR: Final = 2
 """Exit status after a UserError: of commands and of trainer ranks."""
@@ -12,20 +14,6 @@ STOPPED: Final = 3
 
 PART_LOST: Final = 4
 """Exit status after a PartLost, of commands and of trainer ranks: the same may succeed when it is started again."""
-
-
-class Or1Error(Exception):
-    """Base of every exception that this package defines.
-
-    Only ``selftest.run.Interrupted`` is not one: it is a BaseException, which ``except Exception`` lets through.
-    """
-
-
-class UserError(Or1Error):
-    """An error that its message explains: bad input, or something outside the code that failed.
-
-    A command prints the message, without a traceback, and exits with USER_ERROR (PART_LOST after a PartLost).
-    """
 
 
 class PartLost(UserError):

@@ -1,7 +1,7 @@
 """Protocols between folders that may not import each other, most of them what the training loop calls.
 
 Implementations: ``trainer.synced_policy`` (Policy), ``parallel.weights`` (PolicyWeights), ``rollout`` (Rollouts,
-EngineControl, Sampler), ``verify`` (Verifier), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
+EngineControl, Sampler), ``data.stream`` (ProblemStream), ``evaluate.held_out`` (Evaluator),
 ``runtime`` and ``report`` (Observer, Tracker), ``rl.objectives`` (Objective). ``trainer.ranks`` joins them. Nothing
 here knows megatron, vllm or ray.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from or1_megatron.errors import Or1Error, PartLost
+from or1_megatron.errors import PartLost
 from or1_megatron.types import (
     AdvantagedGroup,
     Batch,
@@ -23,15 +23,14 @@ from or1_megatron.types import (
     FailedRequest,
     Group,
     HandoffReport,
-    Problem,
     Prompt,
     RefillRule,
     RolloutReport,
     Sampling,
     TokenScores,
     UpdateReport,
-    Verdict,
 )
+from or1_verify.errors import Or1Error
 
 if TYPE_CHECKING:
     import torch
@@ -202,23 +201,6 @@ class Sampler(Protocol):
 
     def sample(self, requests: Iterable[ChatRequest]) -> Iterator[ChatCompletion | FailedRequest]:
         """Yield a reply to each request, in any order; read only as many ``requests`` as can be in flight."""
-
-
-@runtime_checkable
-class Verifier(Protocol):
-    """Judges responses to problems of one ability ("math", "code")."""
-
-    def start(self) -> None:
-        """Start what verdicts need, in the background. Without this call the first verdicts start it."""
-
-    def check_ground_truth(self, problem: Problem) -> None:
-        """Raise ValueError, with what was expected, when the problem's ground truth cannot be used."""
-
-    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the verdict. Nothing in the response makes it raise."""
-
-    def close(self) -> None:
-        """Stop the processes that the verifier has started."""
 
 
 class Rollouts(Protocol):

@@ -1,19 +1,21 @@
 """The records that flow through one training step.
 
 Each stage of the flow (problem -> completion -> verdict -> group -> sample -> micro-batch) has its own small frozen
-record, made when everything in it is known. Arrays are NumPy, so that records cross process borders without torch.
+record, made when everything in it is known; problems and verdicts are in ``or1_verify.types``. Arrays are NumPy, so
+that records cross process borders without torch.
 Shapes: ``n`` response tokens, ``p`` prompt tokens, ``T`` packed tokens, ``S`` packed sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from or1_verify.types import Message, Problem, Verdict, pickled_by_fields
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -23,54 +25,11 @@ BoolArray = NDArray[np.bool_]
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
 
-VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
-"""How a verdict came about. Only ``right`` has reward 1. ``unreadable``: no gold can be read, and the answer is another
-text. ``timeout`` and ``error``: the verifier itself failed on the sample, which does not count as a wrong answer."""
-
 Aggregation = Literal["token_mean", "response_mean", "released-code"]
 """How token losses are averaged (RECIPE section 1). ``rl.batch.pack`` turns it into token weights of mean 1."""
 
 
-def _pickled_by_fields[T](kind: type[T]) -> type[T]:
-    """Pickle a record as its class and field values, in a third of the time.
-
-    By default a frozen dataclass with slots looks up its fields for every object. These records go to and from engines
-    and verifiers by the thousand.
-    """
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    values = attrgetter(*names)
-    kind.__reduce__ = lambda self: (kind, values(self))  # type: ignore[method-assign]
-    return kind
-
-
-@_pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One chat turn of a prompt."""
-
-    role: str
-    content: str
-
-
-@_pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One row of a problem set, with the fields of Skywork-OR1-RL-Data (docs/schemas.md).
-
-    ``id`` is stable across files and runs (a hash of source and prompt); ``ground_truth`` is the raw string of the
-    row's ``reward_model``; ``origin`` is ``file:line``, for error messages.
-    """
-
-    id: str
-    source: str
-    ability: str
-    messages: tuple[Message, ...]
-    ground_truth: str
-    difficulty: Mapping[str, int]
-    origin: str
-
-
-@_pickled_by_fields
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A problem as the engines get it: chat template applied, tokenised."""
@@ -79,7 +38,7 @@ class Prompt:
     token_ids: Int32Array  # [p]
 
 
-@_pickled_by_fields
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are drawn. ``max_response_tokens`` is the paper's T."""
@@ -122,7 +81,7 @@ class FailedRequest:
     permanent: bool
 
 
-@_pickled_by_fields
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The weights version that sampled the response tokens from ``first_token`` to the next span."""
@@ -131,7 +90,7 @@ class VersionSpan:
     first_token: int
 
 
-@_pickled_by_fields
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Request:
     """One response to sample: which prompt, which sample of its group, how, and with what seed."""
@@ -142,7 +101,7 @@ class Request:
     seed: int
 
 
-@_pickled_by_fields
+@pickled_by_fields
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled response.
@@ -173,19 +132,6 @@ class Completion:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
-
-
-@_pickled_by_fields
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The verifier's judgement of one completion: reward in {0, 1}, why, and how long it took."""
-
-    reward: float
-    status: VerdictStatus
-    answer: str
-    """The final answer as extracted from the response; empty when there is none."""
-    detail: str
-    wall_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ def engine_pool(tiny_model: TinyModel, ray_cluster: None) -> Iterator[Any]:
 
 
 def prompt(ids: list[int], name: str = "p", answer: str = "7") -> Any:
-    from or1_megatron.types import Message, Problem, Prompt
+    from or1_megatron.types import Prompt
+    from or1_verify.types import Message, Problem
 
     problem = Problem(name, "test", "math", (Message("user", "?"),), answer, {}, f"test.jsonl:{name}")
     return Prompt(problem, np.array(ids, dtype=np.int32))

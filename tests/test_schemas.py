@@ -10,7 +10,7 @@ import pytest
 from or1_megatron.schemas import fields
 from or1_megatron.schemas.__main__ import markdown
 from or1_megatron.schemas.metrics import METRICS
-from or1_megatron.types import Verdict
+from or1_verify.types import Verdict
 
 ROOT = Path(__file__).parents[1]
 

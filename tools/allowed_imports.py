@@ -1,7 +1,8 @@
 """An import-linter contract: every module imports only what the entry for its folder lists.
 
-An entry is one line of ``allowed``, ``folder: ours | libraries``, with names separated by commas. A module belongs to
-the entry with the longest matching name; a module without an entry breaks the contract. The standard library is free.
+An entry is one line of ``allowed``, ``folder: ours | libraries``, with names separated by commas; names of the first
+root package stand without it. A module belongs to the entry with the longest matching name; a module without an entry
+breaks the contract. The standard library is free, and so are the modules of ``free``.
 """
 
 from __future__ import annotations
@@ -35,21 +36,26 @@ class AllowedImports(Contract):
     type_name = "allowed"
 
     allowed = fields.ListField(subfield=fields.StringField())
+    free = fields.ListField(subfield=fields.StringField(), required=False)
 
     def check(self, graph: grimp.ImportGraph, verbose: bool) -> ContractCheck:
-        package = self.session_options["root_packages"][0]
+        packages = self.session_options["root_packages"]
+        first = f"{packages[0]}."
+        free = frozenset({*packages, *sys.stdlib_module_names, *(self.free or ())})  # type: ignore[call-overload]
         entries = sorted(map(Entry.parse, self.allowed), key=lambda entry: -len(entry.name))  # type: ignore[call-overload]
         problems = []
-        for module in sorted(m for m in graph.modules if m.startswith(f"{package}.")):
-            name = module.removeprefix(f"{package}.")
-            entry = next((each for each in entries if _within(name, each.name)), None)
+        for module in sorted(
+            m for m in graph.modules if any(_within(m, package) and m != package for package in packages)
+        ):
+            name = module.removeprefix(first)
+            entry = next((candidate for candidate in entries if _within(name, candidate.name)), None)
             if entry is None:
                 problems.append(f"{name} has no entry")
                 continue
             for imported in sorted(graph.find_modules_directly_imported_by(module)):
-                if imported == package or imported.split(".")[0] in sys.stdlib_module_names:
+                if imported in free or imported.split(".")[0] in sys.stdlib_module_names:
                     continue
-                if not entry.allows(imported.removeprefix(f"{package}.")):
+                if not entry.allows(imported.removeprefix(first)):
                     problems.append(f"{name} imports {imported}, which the entry '{entry.name}' does not list")
         return ContractCheck(kept=not problems, metadata={"problems": problems})
 

@@ -25,7 +25,7 @@ from or1_megatron.data.template import ChatTemplate, load_tokenizer
 from or1_megatron.rollout.engine import EngineSettings, VllmEngine
 from or1_megatron.rollout.pool import engine_env
 from or1_megatron.types import Completion, Prompt, Request, Sampling
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.verifier import MathVerifier
 
 CONTEXTS_TOKENS = (56, 96)  # T of the two stages
 MAX_PROMPT_TOKENS = 32

@@ -23,7 +23,7 @@ from or1_megatron.ablate.spent import Spent
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import read_steps
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.runtime.signals import die_with_parent
+from or1_verify.child_process import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from or1_megatron.commands.report import report
 from or1_megatron.commands.rollouts import rollouts
 from or1_megatron.commands.selftest import selftest
 from or1_megatron.commands.train import train
-from or1_megatron.commands.verify import verify
 
 app = typer.Typer(
     name="or1",
@@ -67,7 +66,6 @@ _PLAIN = (
     rollouts,
     picture,
     report,
-    verify,
 )
 for command in _PLAIN:
     app.command()(command)

@@ -28,9 +28,10 @@ from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
 from or1_megatron.rollout.pool import EngineError
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.host_memory import host_memory
-from or1_megatron.types import Problem, Sampling
+from or1_megatron.types import Sampling
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import BYTES, Shape
+from or1_verify.types import Problem
 
 Dtype = Literal["float32", "bfloat16"]
 

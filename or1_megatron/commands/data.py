@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from or1_megatron.data.pipeline.build import Done
     from or1_megatron.data.pipeline.recipe import SampledModel
     from or1_megatron.data.pipeline.steps import Say
-    from or1_megatron.interfaces import Verifier
+    from or1_verify.types import Verifier
 
 data = typer.Typer(no_args_is_help=True, help="Build a training set from published ones, and look into it.")
 
@@ -123,15 +123,15 @@ def build_dataset(path: Path, overrides: tuple[str, ...], say: Say, until: str |
 
 
 def make_verifiers(timeout_s: float, abilities: frozenset[str]) -> Mapping[str, Verifier]:
-    from or1_megatron.config.schema import VerifyConfig
-    from or1_megatron.verify.registry import build_verifiers
+    from or1_verify.config import VerifyConfig
+    from or1_verify.verifiers import build_verifiers
 
     return build_verifiers(VerifyConfig(timeout_s=timeout_s), abilities)
 
 
 def _check_model(model: SampledModel) -> None:
     """Refuse at once what would otherwise be found after hours of other steps."""
-    from or1_megatron.data.rows import DataError
+    from or1_verify.problems.rows import DataError
 
     if model.hf is not None and not (model.hf / "config.json").is_file():
         raise DataError(f"model '{model.name}': {model.hf} is not an HF model folder (no config.json)")

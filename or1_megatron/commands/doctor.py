@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from or1_megatron.runtime.driver import driver_problem
-from or1_megatron.verify.child_process import describe_exit
+from or1_verify.child_process import describe_exit
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -197,8 +197,8 @@ def _transformer_engine() -> Finding:
 
 def check_sandbox() -> list[Finding]:
     """Run a program in each tier of the sandbox."""
-    from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
-    from or1_megatron.verify.sandbox.sandbox import Sandbox
+    from or1_verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+    from or1_verify.sandbox.sandbox import Sandbox
 
     follows = "no code verification (untrusted programs would run unconfined); math training works"
     findings: list[Finding] = []
@@ -221,7 +221,7 @@ def check_sandbox() -> list[Finding]:
 
 def check_cgroups() -> list[Finding]:
     """Look for a writable controller for pids and memory, v2 or v1."""
-    from or1_megatron.verify.sandbox.cgroups import CgroupPool
+    from or1_verify.sandbox.cgroups import CgroupPool
 
     groups = CgroupPool.open(None)
     if groups is not None:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import typer
 
-from or1_megatron.errors import PART_LOST, USER_ERROR, PartLost, UserError
+from or1_megatron.errors import PART_LOST, USER_ERROR, PartLost
+from or1_verify.errors import UserError
 
 
 @contextmanager

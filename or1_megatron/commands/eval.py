@@ -25,11 +25,11 @@ from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
 
 if TYPE_CHECKING:
-    from or1_megatron.data.verifier_threads import VerifierThreads
     from or1_megatron.evaluate.responses import Response
     from or1_megatron.evaluate.settings import EvaluationSettings
     from or1_megatron.interfaces import Sampler
-    from or1_megatron.types import Problem
+    from or1_verify.types import Problem
+    from or1_verify.verifier_threads import VerifierThreads
 
 _DAY = "%Y-%m-%d"
 
@@ -110,10 +110,10 @@ def evaluate_model(
     """
     from or1_megatron.commands.asked_model import open_model, with_length
     from or1_megatron.data.problems import check_ground_truths
-    from or1_megatron.data.rows import DataError
-    from or1_megatron.data.unusable import FILE_NAME, UnusableRows
     from or1_megatron.evaluate.benchmarks import load_set, published
     from or1_megatron.evaluate.run import evaluate, missing_count
+    from or1_verify.problems.rows import DataError
+    from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 
     unusable = UnusableRows()
     loaded = load_set(data, sets, since, until, unusable)
@@ -177,8 +177,8 @@ def _samples(given: int | None, name: str, settings: EvaluationSettings) -> int:
 
 
 def _verifiers(problems: Sequence[Problem], settings: EvaluationSettings) -> VerifierThreads:
-    from or1_megatron.data.verifier_threads import VerifierThreads
-    from or1_megatron.verify.registry import build_verifiers, known_abilities
+    from or1_verify.verifier_threads import VerifierThreads
+    from or1_verify.verifiers import build_verifiers, known_abilities
 
     config = settings.verify
     abilities = frozenset(problem.ability for problem in problems) & known_abilities(config)
@@ -192,7 +192,7 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
     """Return what a response and its verdict depend on: not how many engines or requests serve it."""
-    from or1_megatron.config.schema import MathConfig
+    from or1_verify.config import MathConfig
 
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}
     fields = settings.model_dump(mode="json", include=names)

@@ -127,8 +127,8 @@ def _check(config: Config, device: Device | None) -> None:
 
 def _nodes(config: Config, count: int, rank: int, address: str | None, port: int) -> Nodes | None:
     """Meet the launchers of the other nodes; None on a single node. UserError: the options contradict each other."""
-    from or1_megatron.errors import UserError
     from or1_megatron.runtime.nodes import Nodes
+    from or1_verify.errors import UserError
 
     ranks = config.parallel.ranks
     wrong = []

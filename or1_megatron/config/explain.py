@@ -16,7 +16,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from or1_megatron.config.base import ConfigError, Section
+from pydantic import BaseModel
+
+from or1_megatron.config.base import ConfigError
 from or1_megatron.config.keys import Key, did_you_mean, keys_of
 from or1_megatron.config.removed import why_removed
 from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, RESUMABLE_CHANGES, matches
@@ -99,7 +101,7 @@ def _changes(key: Key) -> str:
 
 def _document(key: Key) -> tuple[str, str, str]:
     """Return (text, unit, recipe) of a key's docstring; empty where it says nothing."""
-    documented = (_docstrings(owner).get(key.path[-1]) for owner in key.owner.__mro__ if issubclass(owner, Section))
+    documented = (_docstrings(owner).get(key.path[-1]) for owner in key.owner.__mro__ if issubclass(owner, BaseModel))
     found = next((text for text in documented if text), "")
     text, _, recipe = " ".join(found.split()).partition(" Recipe: ")
     text, _, unit = text.partition(" Unit: ")
@@ -107,7 +109,7 @@ def _document(key: Key) -> tuple[str, str, str]:
 
 
 @functools.cache
-def _docstrings(owner: type[Section]) -> dict[str, str]:
+def _docstrings(owner: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings of a section's own attributes."""
     found = {}
     declaration = ast.parse(inspect.getsource(owner)).body[0]

@@ -39,6 +39,7 @@ from or1_megatron.config.stages import (
     StageEvaluationConfig,
     refuse_twice,
 )
+from or1_verify.config import VerifyConfig
 
 __all__ = [  # of other modules: the sections of a whole configuration are found here
     "EvaluationConfig",
@@ -177,64 +178,6 @@ class RolloutConfig(Section):
     max_staleness: NonNegative = 0
     """N: how many steps older than the trained weights those that sampled a token may be. The N next steps are asked
     while this one is sampled and trains. Unit: rollout steps."""
-
-
-class MathConfig(Section):
-    """What the math verifier counts as right."""
-
-    judge: Literal["own", "math_verify"] = "own"
-    """own: the rules of docs/math_verifier.md. math_verify: the verdicts of the released code's verifier, which can
-    also reward truncated responses and ones that never close their reasoning. Recipe: math_verify in the released code;
-    the paper gives truncated responses 0 (docs/recipe.md, section 8)."""
-    rounding: bool = False
-    """With the judge own, an exact answer is right where it rounds to the digits that a decimal gold shows: 600/7 for
-    85.71, but neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: not there."""
-
-    @model_validator(mode="after")
-    def _rounds_by_our_rules_only(self) -> Self:
-        if self.rounding and self.judge != "own":
-            raise ValueError(
-                f"verify.math.rounding is a rule of the judge own, and verify.math.judge is {self.judge}; "
-                "leave one of the two at its default"
-            )
-        return self
-
-
-class VerifyConfig(Section):
-    """The verifiers, and the limits of untrusted programs."""
-
-    math: MathConfig = Field(default_factory=MathConfig)
-    """What the math verifier counts as right."""
-    workers: Positive = 1
-    """Verifier workers. Unit: processes."""
-    timeout_s: PositiveFloat = 5.0
-    """Hard limit for one verdict of a math or custom verifier; the worker is killed and replaced. Code: CPU time of
-    each test, unless its row has ``limits.time_s``."""
-    max_error_fraction: Fraction = 0.05
-    """A step in which a larger share of the verdicts is ``error`` stops the run. Unit: share."""
-    custom: dict[str, str] = Field(default_factory=dict)
-    """Verifiers of your own by ability: package.module:name, or an entry point of group or1_megatron.verifiers."""
-    early_stop: bool = True
-    """Stop at a submission's first failed test. False: run all, and the verdict says how each ended."""
-    budget_s: PositiveFloat = 120.0
-    """Wall time of all tests of one submission together."""
-    checker_headers: Path | None = None
-    """A folder that holds testlib.h, for C++ checkers that include it."""
-    sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
-    """Confinement of untrusted programs. auto: bubblewrap where the machine grants namespaces, else Landlock; weak:
-    neither, and files of this machine can be read: only for a machine that holds nothing of value."""
-    memory_bytes: Positive = 4 << 30
-    """Memory of one untrusted program, unless its row has ``limits.memory_bytes``; at most node_memory_bytes. Recipe:
-    50 GB per test process in the paper (docs/recipe.md, section 8)."""
-    node_memory_bytes: Positive | None = None
-    """Memory of all untrusted programs on one node together; where cgroups cannot be used, each worker's programs get
-    the worker's share of it. Unset: half of the node's memory."""
-    processes: Positive = 64
-    """Processes and threads of one untrusted program. Unit: processes."""
-    max_pending: Positive = 16384
-    """Responses that wait for a verifier; further ones wait until some have their verdict. Unit: responses."""
-    worker_memory_bytes: Positive = 2 << 30
-    """A verifier worker whose memory has grown beyond this is replaced by a fresh one."""
 
 
 Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda_ipc", "nccl+cuda_ipc"]

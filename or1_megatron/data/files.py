@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from or1_megatron.data.rows import DataError, RowError, shown
+from or1_verify.problems.rows import DataError, RowError, parquet_rows, shown
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -136,19 +136,3 @@ def _jsonl_rows(path: Path) -> Iterator[PlacedRow]:
                 found = shown(line.decode("utf-8", "replace").strip())
                 row = RowError(origin, "not a JSON object", f"not a JSON object ({error}), found {found}")
             yield origin, row
-
-
-def parquet_rows(path: Path) -> Iterator[PlacedRow]:
-    """Yield the rows of a Parquet file, each with its place. Raises DataError where it cannot be read."""
-    import pyarrow as pa  # here: most files are JSONL, and pyarrow takes a while to import
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", raw
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file (after row {number}): {error}") from None

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from or1_megatron.data.rows import DataError
 from or1_megatron.types import BoolArray, Int64Array, Prompt
+from or1_verify.problems.rows import DataError
 
 
 @dataclass(frozen=True, slots=True)

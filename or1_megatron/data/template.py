@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from or1_megatron.data.rows import DataError, RowError
-from or1_megatron.data.unusable import UnusableRows
-from or1_megatron.types import Int32Array, Message, Problem, Prompt
+from or1_megatron.types import Int32Array, Prompt
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import UnusableRows
+from or1_verify.types import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from or1_megatron.data.files import SUFFIXES, PlacedRow, is_hub_id, read_rows
-from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError, RowError, published_row
-from or1_megatron.data.unusable import FILE_NAME, UnusableRows
-from or1_megatron.data.wording import BOX_INSTRUCTION
 from or1_megatron.runtime.files import write_atomically
-from or1_megatron.types import Message, Problem
+from or1_verify.problems.layouts import detect_layout, read_published
+from or1_verify.problems.rows import DataError, RowError, published_row
+from or1_verify.problems.unusable import FILE_NAME, UnusableRows
+from or1_verify.problems.wording import BOX_INSTRUCTION
+from or1_verify.types import Message, Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import write_atomically
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+from or1_verify.errors import UserError
 
 
 class EvaluationError(UserError, ValueError):

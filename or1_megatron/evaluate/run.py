@@ -7,10 +7,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from or1_megatron.data.chat import Replies, chat_seed
-from or1_megatron.data.verifier_threads import judged
 from or1_megatron.evaluate.responses import EvaluationError, Response, ResponseStore
 from or1_megatron.interfaces import Sampler
-from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Problem, Verdict
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest
+from or1_verify.types import Problem, Verdict
+from or1_verify.verifier_threads import judged
 
 Judge = Callable[[Problem, str, bool], Future[Verdict]]
 """(problem, response, truncated) to a verdict to come."""

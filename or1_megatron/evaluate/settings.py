@@ -12,8 +12,8 @@ from or1_megatron.config.schema import (
     PositiveFloat,
     RolloutConfig,
     Section,
-    VerifyConfig,
 )
+from or1_verify.config import VerifyConfig
 
 PAPER_RESPONSE_TOKENS: Final = 32768
 

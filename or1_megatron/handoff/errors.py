@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from or1_megatron.errors import AgreedError, PartLost, UserError
+from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.interfaces import EnginesLost, PolicyWeights
+from or1_verify.errors import UserError
 
 log = logging.getLogger(__name__)
 

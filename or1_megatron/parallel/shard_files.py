@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.manifest import FileEntry
+from or1_verify.errors import UserError
 
 _PIECE_BYTES = 1 << 20  # stays in the processor's cache between digest and write
 

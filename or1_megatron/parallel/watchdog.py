@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from or1_megatron.errors import Or1Error
+from or1_verify.errors import Or1Error
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import numpy as np
 from or1_megatron.config.hardware import Constant, Hardware
 from or1_megatron.config.load import load_config
 from or1_megatron.config.schema import Config
-from or1_megatron.errors import UserError
 from or1_megatron.plan.fit import fit
 from or1_megatron.plan.lengths import Lengths, Moment, read_lengths
 from or1_megatron.plan.step_time import OTHER, Machine, step_time
 from or1_megatron.weights.families import read_hf_config
 from or1_megatron.weights.shape import Shape
+from or1_verify.errors import UserError
 
 CONSTANTS: Final = ("iteration_s", "request_s", "update_share", "other_response_s")
 ON_CPU: Final = ("iteration_s", "request_s", "other_response_s", "busy_share", "activation_passes")

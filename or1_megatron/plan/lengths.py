@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
 from or1_megatron.types import Int64Array
+from or1_verify.errors import UserError
 
 SIGMA: Final = 1.0
 START_TRUNCATED: Final = 0.4

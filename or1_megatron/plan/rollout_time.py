@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from or1_megatron.rollout.simulated_engine import PARTS, EngineClock
 from or1_megatron.rollout.simulation import SimulatedRollouts
-from or1_megatron.types import Completion, Int64Array, Problem, Prompt, Request, Sampling
+from or1_megatron.types import Completion, Int64Array, Prompt, Request, Sampling
+from or1_verify.types import Problem
 
 Floats = NDArray[np.float64]
 Span = tuple[float, float]

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from or1_megatron.config.schema import StageConfig
-from or1_megatron.errors import UserError
 from or1_megatron.types import AdvantagedGroup, Group
+from or1_verify.errors import UserError
 
 
 class VerificationFailing(UserError, RuntimeError):

@@ -23,13 +23,13 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from or1_megatron.config.base import ConfigError
-from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective
 from or1_megatron.rl.batch import LOG_PROBS, log_probs_of
 from or1_megatron.rl.objectives.cross_entropy import CrossEntropy
 from or1_megatron.rl.objectives.registry import BUILT_IN, build, name_of
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.types import Batch, Float32Array, Sample, UpdateReport
+from or1_verify.errors import UserError
 
 SAMPLES: Final = "samples.npz"
 RECORD: Final = "dump.json"

@@ -27,8 +27,8 @@ from or1_megatron.types import (
     RolloutReport,
     TokenScores,
     UpdateReport,
-    VerdictStatus,
 )
+from or1_verify.types import VerdictStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import SafetyConfig
-from or1_megatron.errors import UserError
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
 from or1_megatron.rl.objectives.scored import linearise, needs_scores
 from or1_megatron.types import Batch, Float32Array, TokenScores, UpdateReport
+from or1_verify.errors import UserError
 
 
 class TooManySkipped(UserError, RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from or1_megatron.config.schema import RolloutConfig, VerifyConfig
+from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.interfaces import Stopped
 from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
 from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
@@ -29,6 +29,7 @@ from or1_megatron.types import (
     RolloutReport,
     Sampling,
 )
+from or1_verify.config import VerifyConfig
 
 log = logging.getLogger(__name__)
 

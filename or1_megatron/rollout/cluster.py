@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 import ray
 
-from or1_megatron.errors import PartLost, UserError
+from or1_megatron.errors import PartLost
 from or1_megatron.interfaces import EnginesLost
+from or1_verify.errors import UserError
 
 _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never pass through Ray
 _REAP_TIMEOUT_S = 60.0

@@ -19,17 +19,8 @@ from or1_megatron.rollout.engine_group import EngineError, result_of
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.message import pack, unpack
-from or1_megatron.types import (
-    ChatCompletion,
-    ChatRequest,
-    FailedRequest,
-    Int32Array,
-    Message,
-    Problem,
-    Prompt,
-    Request,
-    Sampling,
-)
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Int32Array, Prompt, Request, Sampling
+from or1_verify.types import Message, Problem
 
 _HARVEST_WAIT_S = 5.0
 LINGER_S = 0.2

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.heartbeat import BEAT_S, Heartbeat
 from or1_megatron.types import Completion
+from or1_verify.errors import UserError
 
 T = TypeVar("T")
 

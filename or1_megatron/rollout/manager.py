@@ -17,18 +17,18 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.interfaces import EnginesLost
 from or1_megatron.rollout.engine_thread import EngineFailed, Harvest
 from or1_megatron.rollout.ray_errors import failure_of
 from or1_megatron.rollout.request_plan import RequestKey, union_s
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, RollOut, Scheduler, Submit
+from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_megatron.runtime.heartbeat import Heartbeat, beat_on_loop, beats_folder
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Group, Request, RolloutReport
-from or1_megatron.verify.pool.local import local_workers
-from or1_megatron.verify.pool.queue import VerifierPool
-from or1_megatron.verify.pool.ray import on_one_node, ray_workers
+from or1_verify.config import VerifyConfig
+from or1_verify.pool.local import local_workers
+from or1_verify.pool.queue import VerifierPool
 
 _HARVEST_WAIT_S = 5.0  # an idle engine answers this often: so its death is noticed
 ANSWER_S = 120.0
@@ -270,7 +270,9 @@ class RolloutManager:
         completion, prompt_index = asked.completion, asked.key[0]
         problem = roll_out.prompts[prompt_index].problem
         try:
-            verdict = await self._verifiers.verify(problem, completion, prompt_index, roll_out.group_size)
+            verdict = await self._verifiers.verify(
+                problem, completion.text, completion.truncated, prompt_index, roll_out.group_size
+            )
         except Exception as error:  # of the verifier pool itself: a bad sample gets a verdict
             name = f"sample {completion.sample_index} of problem {completion.problem_id}"
             self._fail(RolloutError(f"verifying {name} failed: {type(error).__name__}: {error}"))

@@ -14,8 +14,8 @@ from http.client import HTTPException
 from itertools import islice
 from typing import Any
 
-from or1_megatron.errors import Or1Error
 from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
+from or1_verify.errors import Or1Error
 
 _PERMANENT = frozenset({400, 413, 422})
 """Statuses that refuse this request for good; 401, 403 and 404 speak of the endpoint."""

@@ -11,15 +11,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from or1_megatron.types import (
-    Completion,
-    Group,
-    Prompt,
-    RefillRule,
-    Request,
-    Sampling,
-    Verdict,
-)
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling
+from or1_verify.types import Verdict
 
 RequestKey = tuple[int, int]
 """(index of the prompt in the rollout, index of the sample in its group)."""

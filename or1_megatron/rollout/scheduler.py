@@ -22,15 +22,8 @@ from or1_megatron.rollout.request_plan import (
     dispatch,
     plan_requests,
 )
-from or1_megatron.types import (
-    Completion,
-    Group,
-    Prompt,
-    RefillRule,
-    Request,
-    Sampling,
-    Verdict,
-)
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling
+from or1_verify.types import Verdict
 
 
 @dataclass(frozen=True, slots=True)

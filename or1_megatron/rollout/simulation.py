@@ -25,10 +25,9 @@ from or1_megatron.types import (
     Request,
     RolloutReport,
     Sampling,
-    Verdict,
-    VerdictStatus,
     VersionSpan,
 )
+from or1_verify.types import Verdict, VerdictStatus
 
 
 def not_truncated(completion: Completion) -> float:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 _KERNEL_MODULE: Final = Path("/proc/driver/nvidia/version")
 _FIRST_DRIVER: Final = {12: 525, 13: 580}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 PARTIAL_SUFFIX = ".partial"
 """The end of the name of every file that is still being written. A killed process may leave such files; delete them."""

@@ -10,8 +10,8 @@ import socket
 
 import psutil
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.world import several_nodes
+from or1_verify.errors import UserError
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -42,7 +42,7 @@ QUIET_ENVIRONMENT = {
 }
 """Libraries read these when they are imported. Set them in this process and in every Ray actor."""
 
-_OWN = "or1_megatron"
+_OWN = ("or1_megatron", "or1_verify")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -74,7 +74,7 @@ class _LibraryWarningsOnce(logging.Filter):
         self._seen: set[tuple[str, str]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.name.split(".")[0] == _OWN or record.levelno != logging.WARNING:
+        if record.name.split(".")[0] in _OWN or record.levelno != logging.WARNING:
             return True
         line = record.name, record.getMessage()
         new = line not in self._seen
@@ -83,7 +83,7 @@ class _LibraryWarningsOnce(logging.Filter):
 
 
 def _for_console(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or record.name.split(".")[0] == _OWN
+    return record.levelno >= logging.ERROR or record.name.split(".")[0] in _OWN
 
 
 def set_up_logging(folder: Path, rank: int) -> None:
@@ -124,7 +124,7 @@ def _trace_crashes(file: TextIO, to_file: logging.Handler) -> None:
 
     def note(what: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write to the file only: Python itself prints the traceback on the console."""
-        to_file.handle(logging.LogRecord(_OWN, logging.ERROR, __file__, 0, what, None, (kind, error, trace)))
+        to_file.handle(logging.LogRecord(_OWN[0], logging.ERROR, __file__, 0, what, None, (kind, error, trace)))
 
     def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt | SystemExit):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2

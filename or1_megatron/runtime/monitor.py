@@ -54,7 +54,7 @@ _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
 """A thread that ran or waited for a core for this share of the time has something to do."""
-_OWN_CHILDREN: Final = "or1_megatron.verify.pool.worker"
+_OWN_CHILDREN: Final = "or1_verify.pool.pool_process"
 """What runs below a verifier has deadlines of its own, and untrusted programs may stop themselves."""
 
 Counters = tuple[int, int]

@@ -30,7 +30,8 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from or1_megatron.errors import PartLost, UserError
+from or1_megatron.errors import PartLost
+from or1_verify.errors import UserError
 
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0

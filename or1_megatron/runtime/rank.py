@@ -10,7 +10,8 @@ import os
 import runpy
 import sys
 
-from or1_megatron.runtime.signals import LAUNCH_MARK, die_with_parent
+from or1_megatron.runtime.signals import LAUNCH_MARK
+from or1_verify.child_process import die_with_parent
 
 
 def main() -> None:

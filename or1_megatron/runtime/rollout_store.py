@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
 from or1_megatron.runtime.run_folder import step_name, step_of
 from or1_megatron.schemas.fields import ROLLOUT, arrow_schema
-from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Array, Group, Message, TokenScores
+from or1_megatron.types import AdvantagedGroup, BoolArray, Completion, Float32Array, Group, TokenScores
+from or1_verify.types import Message
 
 SCHEMA = arrow_schema(ROLLOUT)
 

@@ -32,10 +32,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, Self
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full, write_atomically
 from or1_megatron.runtime.jsonl import keep_rows
 from or1_megatron.runtime.manifest import MANIFEST, CheckpointDamaged, CheckpointUnreadable, check_manifest, sync
+from or1_verify.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ Python's C-level handler writes the signal's number to a pipe at once; a thread 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -34,7 +33,6 @@ LAUNCH_MARK = "OR1_LAUNCH"
 
 _ASKED_S = 1.0
 _LAST_WORDS_S = 2.0
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def is_launched() -> bool:
@@ -146,20 +144,3 @@ def _launcher_was_asked() -> bool:
 
 def _heard(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the watcher thread acts. Without a Python handler the signal would kill the process."""
-
-
-def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send ``sig`` to this process when its parent dies, so that nothing outlives a killed run.
-
-    Call it first in the child, with the pid that the parent had at the start: if the parent has died already, this
-    process ends at once. The kernel watches the parent *thread* that started this process, so that thread must live as
-    long as the parent. Raises OSError on systems other than Linux.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "prctl"):
-        raise OSError("die_with_parent needs prctl of Linux, which this system lacks")
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(int(sig)), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG, {sig.name}): {os.strerror(error)}")
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), sig)

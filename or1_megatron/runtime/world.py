@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 
 def several_nodes() -> bool:

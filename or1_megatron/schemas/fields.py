@@ -8,7 +8,8 @@ from typing import Any, Final, get_args
 
 import pyarrow as pa
 
-from or1_megatron.types import FinishReason, VerdictStatus
+from or1_megatron.types import FinishReason
+from or1_verify.types import VerdictStatus
 
 SCHEMA_VERSION: Final = 1
 """Version of the rollout files, in their Parquet metadata as ``or1_schema``. Adding a field does not change it."""

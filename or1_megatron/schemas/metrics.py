@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from or1_megatron.types import VerdictStatus
+from or1_verify.types import VerdictStatus
 
 
 @dataclass(frozen=True, slots=True)

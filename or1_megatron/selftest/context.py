@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from or1_megatron.errors import Or1Error
 from or1_megatron.selftest.figures import figure, shown
+from or1_verify.errors import Or1Error
 
 CheckStatus = Literal["passed", "failed", "not possible", "not started"]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import or1_megatron
+import or1_verify
 from or1_megatron.selftest.provenance import commit
 
 _PREFIXES: Final = (
@@ -38,6 +39,7 @@ def facts() -> dict[str, str]:
         "kernel": platform.release(),
         "commit": commit(),
         "the code of or1_megatron": _digest(Path(or1_megatron.__file__).parent),
+        "the code of or1_verify": _digest(Path(or1_verify.__file__).parent),
         "GPUs and driver": _gpus(),
         "/dev/shm": _size("/dev/shm"),
     }

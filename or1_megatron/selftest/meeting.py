@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "MASTER_")

@@ -14,8 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.errors import Or1Error
-from or1_megatron.runtime.signals import die_with_parent
 from or1_megatron.selftest.context import (
     CheckedMachine,
     CheckFailed,
@@ -26,6 +24,8 @@ from or1_megatron.selftest.context import (
     write_json,
 )
 from or1_megatron.selftest.provenance import device
+from or1_verify.child_process import die_with_parent
+from or1_verify.errors import Or1Error
 
 
 def check_function(name: str) -> Callable[[Context], None]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from or1_megatron.errors import UserError
 from or1_megatron.selftest.context import CheckedMachine
 from or1_megatron.selftest.provenance import ROOT, installed
+from or1_verify.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         "sandbox",
         "an untrusted program runs, and is confined, in each tier of the sandbox",
-        "or1_megatron/verify/sandbox/sandbox.py",
+        "or1_verify/sandbox/sandbox.py",
         limit_s=60.0,
     ),
     Check(

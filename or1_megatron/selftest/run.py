@@ -30,7 +30,7 @@ from or1_megatron.selftest.meeting import Meeting, without_torchrun
 from or1_megatron.selftest.page import Report, write_page
 from or1_megatron.selftest.provenance import ROOT, commit, versions
 from or1_megatron.selftest.registry import RESULTS, Check, lacking
-from or1_megatron.verify.child_process import describe_exit
+from or1_verify.child_process import describe_exit
 
 _ONE_CHECK: Final = "or1_megatron.selftest.one"
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>

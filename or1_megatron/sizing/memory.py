@@ -14,7 +14,6 @@ from typing import Final, Literal
 import torch
 
 from or1_megatron.config.schema import HOST_ROUND_BYTES, Config, ParallelConfig
-from or1_megatron.errors import UserError
 from or1_megatron.kernels.plan import allocation_plan
 from or1_megatron.sizing.activations import kept_numbers
 from or1_megatron.sizing.conflicts import Device, padded_sequence
@@ -26,6 +25,7 @@ from or1_megatron.sizing.kv_cache import (
     shared_kv_cache_bytes,
 )
 from or1_megatron.weights.shape import BYTES, Shape
+from or1_verify.errors import UserError
 
 Phase = Literal["start", "rollout", "wake", "update", "handoff", "save"]
 PHASES: Final[tuple[Phase, ...]] = ("start", "rollout", "wake", "update", "handoff", "save")

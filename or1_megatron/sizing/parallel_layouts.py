@@ -19,10 +19,10 @@ import torch
 from pydantic import ValidationError
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.errors import UserError
 from or1_megatron.rl.packing import BatchLayout, SequenceCost
 from or1_megatron.types import Aggregation
 from or1_megatron.weights.shape import Shape
+from or1_verify.errors import UserError
 
 LayerKind = Literal["own", "transformer_engine"]
 

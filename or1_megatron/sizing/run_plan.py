@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from or1_megatron.config.schema import Config, EvaluationConfig, StageConfig
-from or1_megatron.errors import UserError
 from or1_megatron.sizing.conflicts import Device, conflicts, kv_tokens, padded_sequence
 from or1_megatron.sizing.memory import NotEnoughMemory, ProcessMemory, check_memory, process_memory
 from or1_megatron.sizing.stage_rules import problem_warnings, problems_per_epoch
 from or1_megatron.weights.shape import Shape
+from or1_verify.errors import UserError
 
 
 class PlanError(UserError, ValueError):

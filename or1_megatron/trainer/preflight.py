@@ -10,8 +10,6 @@ import torch
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_next_stage, check_resume
 from or1_megatron.config.schema import Config
-from or1_megatron.data.unusable import UnusableRows
-from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice
 from or1_megatron.rl.checks import ResumeError, check_state
 from or1_megatron.rl.ports import Begin
@@ -26,9 +24,11 @@ from or1_megatron.sizing.parallel_layouts import choose_layers
 from or1_megatron.sizing.run_plan import Plan
 from or1_megatron.sizing.storage import disk_free, in_memory_bytes, node_memory
 from or1_megatron.trainer.prompts import abilities_of, load_prompts, read_problems
-from or1_megatron.verify.registry import build_verifiers
 from or1_megatron.weights.families import ModelError, read_hf_config
 from or1_megatron.weights.files import check_weight_files
+from or1_verify.errors import UserError
+from or1_verify.problems.unusable import UnusableRows
+from or1_verify.verifiers import build_verifiers
 
 
 def check_inputs(config: Config, ground_truths: bool = False) -> None:

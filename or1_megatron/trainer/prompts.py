@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from or1_megatron.config.schema import Config
-from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems, no_verifier
-from or1_megatron.data.rows import DataError, RowError
+from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
 from or1_megatron.data.stream import PromptSource
 from or1_megatron.data.template import ChatTemplate, PromptReport, load_tokenizer
-from or1_megatron.data.unusable import FILE_NAME, UnusableRows
-from or1_megatron.types import Problem, Prompt
-from or1_megatron.verify.registry import build_verifiers, known_abilities
+from or1_megatron.types import Prompt
+from or1_verify.problems.problem import no_verifier
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import FILE_NAME, UnusableRows
+from or1_verify.types import Problem
+from or1_verify.verifiers import build_verifiers, known_abilities
 
 log = logging.getLogger(__name__)
 

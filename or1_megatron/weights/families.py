@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.errors import UserError
 from or1_megatron.weights.llama import LLAMA
 from or1_megatron.weights.mistral import MISTRAL
 from or1_megatron.weights.qwen2 import QWEN2
@@ -14,6 +13,7 @@ from or1_megatron.weights.qwen3 import QWEN3
 from or1_megatron.weights.qwen3_moe import QWEN3_MOE
 from or1_megatron.weights.rope import rope_conflicts
 from or1_megatron.weights.table import Experts, HFConfig, ModelFamily
+from or1_verify.errors import UserError
 
 FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE)}
 

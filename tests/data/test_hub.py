@@ -45,7 +45,7 @@ from or1_megatron.data.files import read_rows
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.normalise import published_rows
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError
+from or1_verify.problems.rows import DataError
 from or1_megatron.evaluate.benchmarks import load_set
 
 def said(make):

@@ -17,7 +17,7 @@ from or1_megatron.data.pipeline.embedding import EmbeddingDuplicates, _first_ali
 from or1_megatron.data.pipeline.recipe import BuildSource, DecontaminationConfig, DuplicatesConfig, EmbeddingConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, read_candidates, write_candidates
 from or1_megatron.data.pipeline.text import band_keys, comparable, decisive, jaccard, plain, shingles, signatures
-from or1_megatron.data.rows import DataError
+from or1_verify.problems.rows import DataError
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "base_model"
 

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from or1_megatron.data.problems import check_ground_truths, filter_by_difficulty, load_problems
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.unusable import UnusableRows
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.problems.rows import DataError
+from or1_verify.problems.unusable import UnusableRows
 
 
 def row(content: str = "What is 1+1?", **changes: Any) -> dict[str, Any]:

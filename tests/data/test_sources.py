@@ -17,16 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.data.files import hub_rows, is_hub_id
-from or1_megatron.data.layouts import detect_layout, read_published
 from or1_megatron.data.problems import check_ground_truths, load_problems
-from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, PromptSource
-from or1_megatron.data.unusable import UnusableRows
-from or1_megatron.types import Message, Problem, Prompt
-from or1_megatron.verify.code.ground_truth import parse_code_tests
-from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_megatron.types import Prompt
+from or1_verify.code.ground_truth import parse_code_tests
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.problems.layouts import detect_layout, read_published
+from or1_verify.problems.rows import DataError
+from or1_verify.problems.unusable import UnusableRows
+from or1_verify.types import Message, Problem
 
 
 def skywork(content: str, **difficulty: int | None) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream, PromptSource
-from or1_megatron.types import Message, Problem, Prompt
+from or1_megatron.types import Prompt
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Message, Problem
 
 
 def prompts(prefix: str, count: int, truth: str = '["1"]') -> list[Prompt]:

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from or1_megatron.data.rows import DataError
 from or1_megatron.data.template import ChatTemplate, load_tokenizer
-from or1_megatron.types import Message, Problem
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Message, Problem
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('only users') }}{% endif %}"

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from or1_megatron.data.problems import check_ground_truths, load_problems
-from or1_megatron.data.rows import DataError, RowError
-from or1_megatron.data.unusable import UnusableRows
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import UnusableRows
 
 GOOD = {"prompt": "What is 1+1, number %d?", "answer": "2"}
 BAD_GOLD = {"prompt": "What is it, number %d?", "answer": " "}

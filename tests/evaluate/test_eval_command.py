@@ -27,15 +27,15 @@ from or1_megatron.commands.eval import evaluate_model
 from or1_megatron.config.load import load_as
 from or1_megatron.convert.to_megatron import hf_to_megatron
 from or1_megatron.data.problems import load_problems
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.wording import BOX_INSTRUCTION
 from or1_megatron.evaluate.benchmarks import load_set
 from or1_megatron.evaluate.comparison import compare
 from or1_megatron.evaluate.outcome import summarise
 from or1_megatron.evaluate.responses import EvaluationError, Response
 from or1_megatron.evaluate.settings import PAPER_RESPONSE_TOKENS, EvaluationSettings
 from or1_megatron.report.console.rollouts import show_rollouts
-from or1_megatron.verify.registry import build_verifiers
+from or1_verify.problems.rows import DataError
+from or1_verify.problems.wording import BOX_INSTRUCTION
+from or1_verify.verifiers import build_verifiers
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,18 +11,8 @@ import pytest
 from or1_megatron.config.schema import EvaluationConfig
 from or1_megatron.evaluate.held_out import HeldOut
 from or1_megatron.rl.metrics import evaluation_metrics
-from or1_megatron.types import (
-    Completion,
-    Group,
-    Message,
-    Problem,
-    Prompt,
-    RefillRule,
-    RolloutReport,
-    Sampling,
-    Verdict,
-    VersionSpan,
-)
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, RolloutReport, Sampling, VersionSpan
+from or1_verify.types import Message, Problem, Verdict
 
 
 def prompt(j: int) -> Prompt:

@@ -19,13 +19,14 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, 
 from rigs import TRANSPORTS, TamperedTrainer, in_engine, perturbed, scores
 from waiting import PATIENCE_S
 
-from or1_megatron.config.schema import HandoffConfig, VerifyConfig
+from or1_megatron.config.schema import HandoffConfig
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.client import start_rollouts
 from or1_megatron.rollout.engine_group import EngineError
 from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Request, Sampling
+from or1_verify.config import VerifyConfig
 
 PROBE = probe_tokens(len(WORDS), 48)
 TIMEOUT_S = 240.0

@@ -11,17 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.types import (
-    AdvantagedGroup,
-    Completion,
-    Group,
-    Message,
-    Problem,
-    Prompt,
-    TokenScores,
-    Verdict,
-    VersionSpan,
-)
+from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, TokenScores, VersionSpan
+from or1_verify.types import Message, Problem, Verdict
 
 CONFIG = """
 model: {hf: %s}

@@ -17,7 +17,8 @@ from or1_megatron.report.figures.run import draw_run
 from or1_megatron.report.figures.svg import ticks
 from or1_megatron.runtime.rollout_store import RolloutStore
 from or1_megatron.runtime.run_folder import RunFolder
-from or1_megatron.types import AdvantagedGroup, Completion, Group, Message, Problem, Prompt, Verdict, VersionSpan
+from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, VersionSpan
+from or1_verify.types import Message, Problem, Verdict
 
 
 def group(name: str, texts: list[tuple[str, str]]) -> Group:

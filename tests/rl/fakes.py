@@ -27,19 +27,16 @@ from or1_megatron.types import (
     EvaluationResult,
     Group,
     HandoffReport,
-    Message,
     MicroBatch,
-    Problem,
     Prompt,
     RefillRule,
     RolloutReport,
     Sampling,
     TokenScores,
     UpdateReport,
-    Verdict,
-    VerdictStatus,
     VersionSpan,
 )
+from or1_verify.types import Message, Problem, Verdict, VerdictStatus
 
 SAMPLED = 8
 END = 0

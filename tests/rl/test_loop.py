@@ -40,7 +40,8 @@ from or1_megatron.rl.safety import TooManySkipped
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
-from or1_megatron.types import Batch, UpdateReport, Verdict, VersionSpan
+from or1_megatron.types import Batch, UpdateReport, VersionSpan
+from or1_verify.types import Verdict
 
 PROBLEMS = 16
 STAGE = StageConfig(

@@ -25,7 +25,8 @@ from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.ports import Begin
 from or1_megatron.runtime.manifest import write_manifest
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES
-from or1_megatron.types import Group, Prompt, Sampling, Verdict
+from or1_megatron.types import Group, Prompt, Sampling
+from or1_verify.types import Verdict
 
 
 def stages(*changes: dict[str, Any]) -> tuple[StageConfig, ...]:

@@ -17,12 +17,12 @@ import ray
 from engine_fixtures import prompt
 from waiting import PATIENCE_S
 
-from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.engine_thread import Harvest
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
 from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Completion, Request, Sampling, VersionSpan
+from or1_verify.config import VerifyConfig
 
 SAMPLING = Sampling(1.0, 1.0, 8)
 PROMPTS = [prompt([2, 5 + index], name=f"p{index}", answer='["7"]') for index in range(3)]

@@ -164,7 +164,8 @@ LOSES_RAY = """
 import sys
 from types import SimpleNamespace
 import psutil
-from or1_megatron.config.schema import RolloutConfig, VerifyConfig
+from or1_megatron.config.schema import RolloutConfig
+from or1_verify.config import VerifyConfig
 from or1_megatron.rollout import cluster
 from or1_megatron.rollout.client import start_rollouts
 from or1_megatron.types import Sampling

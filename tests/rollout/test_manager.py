@@ -20,7 +20,6 @@ from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, prompt, rollout
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from waiting import PATIENCE_S, wait_until
 
-from or1_megatron.config.schema import VerifyConfig
 from or1_megatron.rollout.client import RolloutsClient, start_rollouts
 from or1_megatron.rollout.engine_group import lost_engines
 from or1_megatron.rollout.engine_thread import EngineFailed
@@ -29,6 +28,7 @@ from or1_megatron.rollout.pool import EnginePool
 from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.message import pack, unpack
 from or1_megatron.types import Group, RefillRule, Sampling
+from or1_verify.config import VerifyConfig
 
 SAMPLING = Sampling(1.0, 1.0, 48)
 PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}"]') for index in range(5)]

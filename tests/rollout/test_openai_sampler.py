@@ -12,7 +12,8 @@ from openai_server import Reply, completion, serving
 from waiting import PATIENCE_S
 
 from or1_megatron.rollout.openai_sampler import Endpoint, OpenAISampler
-from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Message, Sampling
+from or1_megatron.types import ChatCompletion, ChatRequest, FailedRequest, Sampling
+from or1_verify.types import Message
 
 SAMPLING = Sampling(0.7, 0.9, 55)
 

@@ -21,7 +21,8 @@ from or1_megatron.rollout.request_plan import (
     request_seed,
     union_s,
 )
-from or1_megatron.types import Completion, Group, RefillRule, Request, Sampling, Verdict, VersionSpan
+from or1_megatron.types import Completion, Group, RefillRule, Request, Sampling, VersionSpan
+from or1_verify.types import Verdict
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)
 

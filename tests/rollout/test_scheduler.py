@@ -17,16 +17,8 @@ from or1_megatron.rollout.request_plan import plan_requests
 from or1_megatron.rollout.scheduler import Abort, Action, Judge, Scheduler, Submit
 from or1_megatron.rollout.simulated_engine import EngineClock
 from or1_megatron.rollout.simulation import SimulatedRollouts
-from or1_megatron.types import (
-    Completion,
-    Group,
-    Prompt,
-    RefillRule,
-    Request,
-    Sampling,
-    Verdict,
-    VersionSpan,
-)
+from or1_megatron.types import Completion, Group, Prompt, RefillRule, Request, Sampling, VersionSpan
+from or1_verify.types import Verdict
 
 ENGINES = 4
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=8)

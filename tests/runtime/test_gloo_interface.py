@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.gloo_interface import choose_gloo_interface
+from or1_verify.errors import UserError
 
 
 @pytest.fixture

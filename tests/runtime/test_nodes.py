@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from or1_megatron.errors import UserError
 from or1_megatron.runtime.nodes import Nodes, NodesError, _free_port
+from or1_verify.errors import UserError
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -37,7 +37,7 @@ sys.exit(int((folder / f"{rank}.{attempt}.go").read_text()))
 
 LAUNCHER = """
 import sys
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 from or1_megatron.runtime import nodes
 from or1_megatron.runtime.launch import launch
 nodes._GRACE_S, nodes._SILENT_S = 0.5, float(sys.argv[4])

@@ -21,17 +21,8 @@ from or1_megatron.runtime import rollout_store
 from or1_megatron.runtime.files import DiskFullError
 from or1_megatron.runtime.rollout_store import RolloutStore, delete_oldest, read_rollouts, rollout_files, to_table
 from or1_megatron.schemas.fields import ROLLOUT
-from or1_megatron.types import (
-    AdvantagedGroup,
-    Completion,
-    Group,
-    Message,
-    Problem,
-    Prompt,
-    TokenScores,
-    Verdict,
-    VersionSpan,
-)
+from or1_megatron.types import AdvantagedGroup, Completion, Group, Prompt, TokenScores, VersionSpan
+from or1_verify.types import Message, Problem, Verdict
 
 
 def make_group(name: str, rewards: tuple[float, ...], tokens: int = 5) -> Group:

@@ -142,7 +142,7 @@ import os, subprocess, sys, time
 print("ready", flush=True)
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, sys, time
-from or1_megatron.runtime.signals import die_with_parent
+from or1_verify.child_process import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)
@@ -172,7 +172,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_parent_that_is_gone_already_is_noticed() -> None:
-    code = "from or1_megatron.runtime.signals import die_with_parent; die_with_parent(1); print('alive')"
+    code = "from or1_verify.child_process import die_with_parent; die_with_parent(1); print('alive')"
     assert os.getpid() != 1
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")

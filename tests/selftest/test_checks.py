@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import load_config
-from or1_megatron.errors import UserError
 from or1_megatron.handoff.backend_check import check_choice
 from or1_megatron.selftest.context import CheckedMachine, CheckOutcome, Context, unmet
 from or1_megatron.selftest.one import check_function
@@ -37,6 +36,7 @@ from or1_megatron.selftest.registry import CHECKS, chosen, lacking
 from or1_megatron.sizing.conflicts import layout_conflicts
 from or1_megatron.sizing.parallel_layouts import parse_layout
 from or1_megatron.weights.shape import Shape
+from or1_verify.errors import UserError
 
 GPUS = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -198,8 +198,8 @@ def test_training_is_judged_by_its_metrics(apart: float, steps: int, wrong: list
 def test_sandbox_that_confines_nothing_fails(tmp_path: Path) -> None:
     """The tier "weak" runs programs with their user's rights to files; the check sees that."""
     from or1_megatron.selftest.checks.sandbox import one_tier
-    from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxUnavailable
-    from or1_megatron.verify.sandbox.sandbox import Sandbox
+    from or1_verify.sandbox.program import SandboxLimits, SandboxUnavailable
+    from or1_verify.sandbox.sandbox import Sandbox
 
     given, outcome = context(CheckedMachine(False, 2, ""), tmp_path)
     try:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from or1_megatron.errors import UserError
 from or1_megatron.selftest.checks.nodes import network_gb_s
 from or1_megatron.selftest.facts import differences, facts, mount_of
 from or1_megatron.selftest.meeting import Meeting, extra_process, meet, without_torchrun
+from or1_verify.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from or1_megatron.config.load import load_config
-from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.log import set_up_logging
 from or1_megatron.trainer.prompts import load_prompts
+from or1_verify.problems.rows import DataError
 
 config, logs = Path(sys.argv[1]), Path(sys.argv[2])
 set_up_logging(logs, 0)

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from or1_megatron.commands.app import app
 from or1_megatron.config.load import ConfigError, load_config
 from or1_megatron.config.resume import check_resume
-from or1_megatron.data.rows import DataError
 from or1_megatron.data.stream import MixtureStream
 from or1_megatron.trainer.preflight import check_inputs
 from or1_megatron.trainer.prompts import load_prompts
+from or1_verify.problems.rows import DataError
 
 SmallConfig = Callable[[Path], Path]
 

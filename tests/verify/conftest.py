@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem
 
 IsRight = Callable[[str, str], bool]
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-
-from or1_megatron.types import Completion, Message, Problem, VersionSpan
+from or1_verify.types import Message, Problem
 
 STDIN = json.dumps({"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]})
 CALL = json.dumps({"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "ordered"})
@@ -47,8 +45,8 @@ MAY_BE = {
 }
 
 
-def sample(number: int) -> tuple[Problem, Completion, str]:
-    """Return (problem, completion, kind) of the n-th sample."""
+def sample(number: int) -> tuple[Problem, str, bool, str]:
+    """Return (problem, response, truncated, kind) of the n-th sample."""
     kind = "hostile" if number % 20 == 7 else ("right", "wrong", "right", "none", "cut")[number // 2 % 5]
     if number % 2:
         truth, right, wrong = CODE[number // 10 % len(CODE)]
@@ -62,7 +60,4 @@ def sample(number: int) -> tuple[Problem, Completion, str]:
         truth, text = MATH[number // 80 % len(MATH)][0], f"</think>\\boxed{{{HOSTILE_MATH[number // 80 % 5]}}}"
     ability = "math" if truth.startswith("[") else "code"
     problem = Problem(f"p{number // 8}", "soak", ability, (Message("user", "q"),), truth, {}, f"soak:{number}")
-    ids, log_probs = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
-    reason = "length" if kind == "cut" else "stop"
-    spans = (VersionSpan(0, 0),)
-    return problem, Completion(problem.id, number % 8, ids, log_probs, text, reason, spans, 0, 0, 0.0, 1.0), kind
+    return problem, text, kind == "cut", kind

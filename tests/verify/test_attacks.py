@@ -20,11 +20,11 @@ import psutil
 import pytest
 from attacks import ATTACKS, PROBES, READING, SECRET, SLOW
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code.verifier import CodeVerifier
-from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox
+from or1_verify.types import Message, Problem
 
 LIMITS = SandboxLimits(
     cpu_s=1.0, wall_s=4.0, memory_bytes=512 << 20, scratch_bytes=16 << 20, processes=32, output_bytes=1 << 20
@@ -118,7 +118,7 @@ def test_nothing_is_within_reach(sandbox: Sandbox, probe: str, tmp_path: Path) -
 def test_a_killed_verifier_leaves_no_sandbox(sandbox: Sandbox) -> None:
     """SIGKILL to the process that runs it; the sleeping program goes with it."""
     source = (
-        "from or1_megatron.verify.sandbox.program import *\nfrom or1_megatron.verify.sandbox.sandbox import *\n"
+        "from or1_verify.sandbox.program import *\nfrom or1_verify.sandbox.sandbox import *\n"
         f"s = Sandbox(SandboxLimits(wall_s=600.0), {sandbox.tier!r})\n"
         "files = {'main.py': b'import time\\nprint(1, flush=True)\\ntime.sleep(987)'}\n"
         "p = Program(files, ('{python}', '{box}/main.py'))\n"

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.verify.code.checker_programs import CheckerFailed, CheckerPrograms
-from or1_megatron.verify.code.checkers import parse_checker, text_matches, value_matches
-from or1_megatron.verify.code.codec import build_list, build_tree, decode, encode, walk_list, walk_tree
-from or1_megatron.verify.sandbox.program import SandboxLimits
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.code.checker_programs import CheckerFailed, CheckerPrograms
+from or1_verify.code.checkers import parse_checker, text_matches, value_matches
+from or1_verify.code.codec import build_list, build_tree, decode, encode, walk_list, walk_tree
+from or1_verify.sandbox.program import SandboxLimits
+from or1_verify.sandbox.sandbox import Sandbox
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from or1_megatron.verify.child_process import ChildProcess, ChildUnusable, describe_exit
+from or1_verify.child_process import ChildProcess, ChildUnusable, describe_exit
 
 
 def test_a_module_that_cannot_be_run_is_named() -> None:
-    child = ChildProcess("or1_megatron.verify.no_such_module", timeout_s=1.0)
+    child = ChildProcess("or1_verify.no_such_module", timeout_s=1.0)
     for _ in range(2):
         with pytest.raises(ChildUnusable, match=r"no_such_module` did not start: it ended; "):
             child.start(wait=True)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from code_corpus import HACKS, HONEST, NEEDS, PROBLEMS
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code.verifier import CodeVerifier
-from or1_megatron.verify.sandbox.program import SandboxTier, SandboxUnavailable
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.program import SandboxTier, SandboxUnavailable
+from or1_verify.types import Message, Problem
 
 TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
 SAMPLED = 12  # `make test` runs every so many-th submission, `make test-slow` all of them

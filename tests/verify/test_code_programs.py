@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem, Verdict
-from or1_megatron.verify.code.verifier import CodeVerifier
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.types import Message, Problem, Verdict
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from code_corpus import compress
 
-from or1_megatron.verify.code import livecodebench
-from or1_megatron.verify.code.ground_truth import parse_code_tests
-from or1_megatron.verify.code.imports import with_imports
-from or1_megatron.verify.code.tests import CallTest, ProgramTest, RowLimits, StdinTest
+from or1_verify.code import livecodebench
+from or1_verify.code.ground_truth import parse_code_tests
+from or1_verify.code.imports import with_imports
+from or1_verify.code.tests import CallTest, ProgramTest, RowLimits, StdinTest
 
 
 def parsed(truth: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
-from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox.program import SandboxLimits
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.code.verifier import CodeVerifier, last_python_block
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.program import SandboxLimits
+from or1_verify.sandbox.sandbox import Sandbox
+from or1_verify.types import Message, Problem
+from or1_verify.verifiers import build_verifiers
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem, Verdict
-from or1_megatron.verify.code.checkers import parse_checker, text_matches, value_matches
-from or1_megatron.verify.code.verifier import CodeVerifier, last_python_block
-from or1_megatron.verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.code.checkers import parse_checker, text_matches, value_matches
+from or1_verify.code.verifier import CodeVerifier, last_python_block
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.program import SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox
+from or1_verify.types import Message, Problem, Verdict
 
 LIMITS = SandboxLimits(cpu_s=5.0, wall_s=10.0, memory_bytes=1 << 30)
 CALL = {"inputs": [[1]], "outputs": [[1, 2, 3]], "fn_name": "f"}

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.code.verifier import CodeVerifier
-from or1_megatron.verify.sandbox.program import Program, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.program import Program, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
+from or1_verify.types import Message, Problem
 
 # Memory that no address space counts, so that the cgroup's limit is met and not the process's own.
 PIPES = (

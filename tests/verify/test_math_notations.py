@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from or1_megatron.verify.math.reader.judge import judge
-from or1_megatron.verify.math.reader.text import Unreadable
+from or1_verify.math.reader.judge import judge
+from or1_verify.math.reader.text import Unreadable
 
 CROSS = r"\mathbf{a}\times\mathbf{b}"
 DOT = r"\mathbf{a}\cdot\mathbf{b}"

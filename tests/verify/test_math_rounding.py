@@ -14,11 +14,11 @@ import math_pairs
 import pytest
 from pydantic import ValidationError
 
-from or1_megatron.config.schema import MathConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.math.reader.judge import judge
-from or1_megatron.verify.math.reader.text import Unreadable
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.config import MathConfig
+from or1_verify.math.reader.judge import judge
+from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem
 
 TUNING = math_pairs.load("tuning_rounding")
 

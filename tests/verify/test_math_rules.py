@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_pairs import Part
 
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.math.exact import decide
-from or1_megatron.verify.math.reader.judge import judge
-from or1_megatron.verify.math.reader.text import Unreadable
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.math.exact import decide
+from or1_verify.math.reader.judge import judge
+from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem
 
 TUNING = math_pairs.load("tuning")
 RARE = math_pairs.load("tuning_2") + math_pairs.load("tuning_3")

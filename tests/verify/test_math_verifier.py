@@ -18,10 +18,10 @@ import math_pairs
 import psutil
 import pytest
 
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.answer import after_reasoning, last_box
-from or1_megatron.verify.math.exact import decide, rational
-from or1_megatron.verify.math.verifier import MathVerifier
+from or1_verify.answer import after_reasoning, last_box
+from or1_verify.math.exact import decide, rational
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Message, Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 from math_table import AFTER_THINK, HANGS, WHOLE
@@ -108,8 +108,8 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
     started it, by its own timer."""
     program = (
         "import json, threading, time\n"
-        "from or1_megatron.types import Message, Problem\n"
-        "from or1_megatron.verify.math.verifier import MathVerifier\n"
+        "from or1_verify.types import Message, Problem\n"
+        "from or1_verify.math.verifier import MathVerifier\n"
         f"v = MathVerifier(timeout_s={4.0 if thread else 600.0})\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "def judge():\n"

@@ -8,15 +8,15 @@ depends on how fast the machine is. Not shown: that Ray notices a whole lost nod
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import numpy as np
 import psutil
 import pytest
 import ray
@@ -24,21 +24,21 @@ from math_table import HANGS
 from mixed_samples import MAY_BE, sample
 from waiting import PATIENCE_S
 
-from or1_megatron.config.schema import VerifyConfig
+from or1_megatron.rollout import verifier_actors
 from or1_megatron.rollout.client import ManagerActor
+from or1_megatron.rollout.verifier_actors import on_one_node, ray_workers
 from or1_megatron.runtime.message import unpack
-from or1_megatron.types import Completion, Message, Problem, Verdict, VersionSpan
-from or1_megatron.verify.pool import ray as ray_module
-from or1_megatron.verify.pool import worker as worker_module
-from or1_megatron.verify.pool.local import local_workers
-from or1_megatron.verify.pool.queue import VerifierPool, WorkerLost
-from or1_megatron.verify.pool.ray import on_one_node, ray_workers
-from or1_megatron.verify.pool.worker import Claim, Judged
+from or1_verify.config import VerifyConfig
+from or1_verify.pool import local, pool_process
+from or1_verify.pool.local import local_workers
+from or1_verify.pool.pool_process import Judged
+from or1_verify.pool.queue import VerifierPool, WorkerLost
+from or1_verify.types import Attempt, Message, Problem, Verdict
 
 KINDS = ("local", "ray")
 MAKERS = {"local": local_workers, "ray": ray_workers}
-PROCESS = {"local": "verify.pool.worker", "ray": "VerifierActor"}
-MATH = "verify.math.worker"
+PROCESS = {"local": "or1_verify.pool.pool_process", "ray": "VerifierActor"}
+MATH = "or1_verify.math.math_process"
 
 HANG = "</think>" + HANGS[0][1]
 """Against the gold z: it keeps the verifier busy until its time is up."""
@@ -66,22 +66,6 @@ def judge(problem, response, truncated):
 
 def problem(gold: str, ability: str = "math") -> Problem:
     return Problem(f"id{gold}", "s", ability, (Message("user", "q"),), json.dumps([gold]), {}, "x.jsonl:1")
-
-
-def completion(text: str, truncated: bool = False) -> Completion:
-    return Completion(
-        problem_id="id",
-        sample_index=0,
-        token_ids=np.zeros(1, dtype=np.int32),
-        log_probs=np.zeros(1, dtype=np.float32),
-        text=text,
-        finish_reason="length" if truncated else "stop",
-        versions=(VersionSpan(0, 0),),
-        engine=0,
-        seed=0,
-        started_s=0.0,
-        finished_s=1.0,
-    )
 
 
 @pytest.fixture
@@ -146,36 +130,48 @@ def test_the_same_verdicts_through_one_two_and_four_workers() -> None:
     statuses: dict[int, list[str]] = {}
 
     async def body(pool: VerifierPool) -> None:
-        calls = [pool.verify(*sample(number)[:2], number // 8, 8) for number in range(24)]
+        calls = [pool.verify(*sample(number)[:3], number // 8, 8) for number in range(24)]
         statuses[len(statuses)] = [verdict.status for verdict in await asyncio.gather(*calls)]
 
     for workers in (1, 2, 4):
         options = {"memory_bytes": 512 << 20, "max_pending": 64, "processes": 32}
         with_pool(body, workers, 20.0, abilities=frozenset({"math", "code"}), **options)
     assert statuses[0] == statuses[1] == statuses[2]
-    assert all(status in MAY_BE[sample(number)[2]] for number, status in enumerate(statuses[0]))
+    assert all(status in MAY_BE[sample(number)[3]] for number, status in enumerate(statuses[0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_verdicts_are_judged_again(kind: str, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit flips in the first message that arrives after the worker has started."""
-    module = ray_module if kind == "ray" else worker_module
     flipped = []
 
     def flip(packed: bytes) -> Any:
         if started and not flipped:
             flipped.append(len(packed))
             packed = packed[:-1] + bytes([packed[-1] ^ 4])
-        return unpack(packed)
+        return packed
+
+    class Flipping(io.BytesIO):
+        """A pipe's next message, with a bit of its content flipped."""
+
+        def __init__(self, pipe: BinaryIO) -> None:
+            header = pipe.read(pool_process._HEADER.size)
+            super().__init__(header + flip(pipe.read(int.from_bytes(header[:8], "little"))))
+
+    def flip_then(read: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda message: read(wrap(message))
 
     async def body(pool: VerifierPool) -> None:
         started.append(True)
-        verdicts = [await pool.verify(problem("1"), completion(text), None, 1) for text in (RIGHT, "</think>no")]
+        verdicts = [await pool.verify(problem("1"), text, False, None, 1) for text in (RIGHT, "</think>no")]
         assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
         assert flipped and pool.retries == 1
 
     started: list[bool] = []
-    monkeypatch.setattr(module, "unpack", flip)
+    if kind == "ray":
+        monkeypatch.setattr(verifier_actors, "unpack", flip_then(unpack, flip))
+    else:
+        monkeypatch.setattr(local, "receive", flip_then(pool_process.receive, Flipping))
     with_pool(body, workers=1, kind=kind)
 
 
@@ -185,8 +181,7 @@ def test_each_caller_gets_its_own_verdict(kind: str, ray_cluster: None) -> None:
 
     async def body(pool: VerifierPool) -> None:
         calls = [
-            pool.verify(problem(str(n)), completion(rf"</think>\boxed{{{n + n % 3}}}", truncated=n % 5 == 0))
-            for n in range(200)
+            pool.verify(problem(str(n)), rf"</think>\boxed{{{n + n % 3}}}", truncated=n % 5 == 0) for n in range(200)
         ]
         verdicts = await asyncio.gather(*calls)
         expected = ["truncated" if n % 5 == 0 else "wrong" if n % 3 else "right" for n in range(200)]
@@ -200,8 +195,8 @@ def test_each_caller_gets_its_own_verdict(kind: str, ray_cluster: None) -> None:
 def test_one_hang_does_not_hold_up_the_others(deadly: dict[str, str], tmp_path: Path) -> None:
     async def body(pool: VerifierPool) -> None:
         file = tmp_path / "go"
-        hang = asyncio.create_task(pool.verify(problem("1", "deadly"), completion(f"wait {file}")))
-        verdicts = await asyncio.gather(*(pool.verify(problem("1"), completion(RIGHT)) for _ in range(40)))
+        hang = asyncio.create_task(pool.verify(problem("1", "deadly"), f"wait {file}", False))
+        verdicts = await asyncio.gather(*(pool.verify(problem("1"), RIGHT, False) for _ in range(40)))
         assert {verdict.status for verdict in verdicts} == {"right"}
         assert not hang.done()
         file.touch()
@@ -215,10 +210,10 @@ def test_a_killed_verifier_is_replaced_and_its_samples_retried(
     kind: str, deadly: dict[str, str], tmp_path: Path, ray_cluster: None
 ) -> None:
     async def body(pool: VerifierPool) -> None:
-        killed = await pool.verify(problem("1", "deadly"), completion(f"once {tmp_path / 'was here'}"))
+        killed = await pool.verify(problem("1", "deadly"), f"once {tmp_path / 'was here'}", False)
         assert killed.status == "right"  # tried again elsewhere, and judged there
         assert pool.retries == 1
-        assert (await pool.verify(problem("1"), completion(RIGHT))).status == "right"
+        assert (await pool.verify(problem("1"), RIGHT, False)).status == "right"
 
     with_pool(body, workers=1, kind=kind, custom=deadly)
 
@@ -227,11 +222,9 @@ def test_a_sample_that_fails_twice_is_an_error_and_takes_no_other_along(deadly: 
     """It kills its worker both times; its batch-mates are judged."""
 
     async def body(pool: VerifierPool) -> None:
-        await pool.verify(problem("1"), completion(RIGHT))  # so that math is known to be quick, and shares a call
+        await pool.verify(problem("1"), RIGHT, False)  # so that math is known to be quick, and shares a call
         said = [("deadly", "kill"), ("math", RIGHT), ("math", r"</think>\boxed{2}"), ("math", RIGHT)]
-        verdicts = await asyncio.gather(
-            *(pool.verify(problem("1", ability), completion(text)) for ability, text in said)
-        )
+        verdicts = await asyncio.gather(*(pool.verify(problem("1", ability), text, False) for ability, text in said))
         assert [verdict.status for verdict in verdicts] == ["error", "right", "wrong", "right"]
         assert verdicts[0].reward == 0.0
         assert "failed twice: WorkerLost: the verifier's process ended" in verdicts[0].detail
@@ -244,7 +237,7 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
     """The call's limit is below the verifier's own, so that the pool has to end it."""
 
     async def body(pool: VerifierPool) -> None:
-        verdict = await pool.verify(problem("z"), completion(HANG))
+        verdict = await pool.verify(problem("z"), HANG, False)
         assert verdict.status == "error" and "TimeoutError" in verdict.detail
 
     with_pool(body, workers=1, call_timeout_s=1.0)
@@ -257,11 +250,11 @@ def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path:
         order: list[str] = []
 
         async def judge(group: str, size: int) -> None:
-            await pool.verify(problem("1"), completion(RIGHT), group, size)
+            await pool.verify(problem("1"), RIGHT, False, group, size)
             order.append(group)
 
         file = tmp_path / "go"
-        busy = asyncio.create_task(pool.verify(problem("1", "deadly"), completion(f"wait {file}")))
+        busy = asyncio.create_task(pool.verify(problem("1", "deadly"), f"wait {file}", False))
         await until(Path(f"{file}.begun").exists)
         sizes = {"most": 8, "middle": 5, "least": 2}
         judges = [asyncio.create_task(judge(group, size)) for group, size in sizes.items() for _ in range(2)]
@@ -275,7 +268,7 @@ def test_the_group_that_lacks_least_goes_first(deadly: dict[str, str], tmp_path:
 
 def test_more_than_may_wait_wait_outside() -> None:
     async def body(pool: VerifierPool) -> None:
-        calls = [asyncio.create_task(pool.verify(problem("1"), completion(RIGHT))) for _ in range(50)]
+        calls = [asyncio.create_task(pool.verify(problem("1"), RIGHT, False)) for _ in range(50)]
         await asyncio.sleep(0)
         assert pool.pending <= 4
         assert {verdict.status for verdict in await asyncio.gather(*calls)} == {"right"}
@@ -286,7 +279,7 @@ def test_more_than_may_wait_wait_outside() -> None:
 def test_a_verifier_that_has_grown_is_replaced_without_losing_a_sample() -> None:
     async def body(pool: VerifierPool) -> None:
         for _ in range(2):
-            assert (await pool.verify(problem("1"), completion(RIGHT))).status == "right"
+            assert (await pool.verify(problem("1"), RIGHT, False)).status == "right"
         assert pool.recycled >= 1
         assert pool.retries == 0
 
@@ -298,7 +291,7 @@ def test_close_ends_the_workers(kind: str, ray_cluster: None) -> None:
     started: list[psutil.Process] = []
 
     async def body(pool: VerifierPool) -> None:
-        await pool.verify(problem("x+y"), completion(r"</think>\boxed{y+x}"))
+        await pool.verify(problem("x+y"), r"</think>\boxed{y+x}", False)
         started.extend(processes_of(PROCESS[kind]) + processes_of(MATH))
         assert len(started) == 4
 
@@ -325,11 +318,11 @@ class Gated:
     async def ready(self) -> None:
         await self.pass_gate("ready")
 
-    async def verify_batch(self, claims: Sequence[Claim]) -> Judged:
+    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
         if self.is_first:
             raise WorkerLost("it is gone")
         await self.pass_gate("verify_batch")
-        return [Verdict(1.0, "right", "", "", 0.0) for _ in claims], 1 << 60  # so large that it is replaced
+        return [Verdict(1.0, "right", "", "", 0.0) for _ in attempts], 1 << 60  # so large that it is replaced
 
     async def close(self) -> None:
         await self.pass_gate("close")
@@ -350,7 +343,7 @@ def test_close_ends_whatever_answer_comes_just_then(at: str, monkeypatch: pytest
         monkeypatch.setattr(Gated, "made", 0)
         pool = VerifierPool(VerifyConfig(workers=1), frozenset({"math"}), lambda: Gated(at, gate, reached))
         await pool.start()
-        call = asyncio.create_task(pool.verify(problem("1"), completion(RIGHT)))
+        call = asyncio.create_task(pool.verify(problem("1"), RIGHT, False))
         await asyncio.wait_for(reached.wait(), PATIENCE_S)
         gate.set_result(None)
         for _ in range(turns):
@@ -372,9 +365,9 @@ def test_nothing_outlives_a_pool_that_is_killed() -> None:
         "import asyncio\nfrom test_pool import *\n"
         "def busy_one():\n    spent_s = [process.cpu_times().user for process in processes_of(MATH)]\n"
         "    return max(spent_s) - min(spent_s) > 1\n"
-        "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), completion(HANG)))\n"
+        "async def body(pool):\n    busy = asyncio.create_task(pool.verify(problem('z'), HANG, False))\n"
         "    await until(lambda: len(processes_of(MATH)) == 2)\n    await until(busy_one)\n"
-        "    print(*(p.pid for p in processes_of('or1_megatron.verify')), flush=True)\n"
+        "    print(*(p.pid for p in processes_of('-m or1_verify')), flush=True)\n"
         "    await busy\nwith_pool(body)\n"
     )
     place = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -417,6 +410,6 @@ def test_what_cannot_be_built_is_refused_at_the_start(kind: str, ray_cluster: No
 def test_an_ability_that_the_pool_lacks_is_refused() -> None:
     async def body(pool: VerifierPool) -> None:
         with pytest.raises(ValueError, match=r"x\.jsonl:1: ability 'code'"):
-            await pool.verify(problem("1", "code"), completion(""))
+            await pool.verify(problem("1", "code"), "", False)
 
     with_pool(body, workers=1)

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.verify.registry import build_verifiers
-from or1_megatron.verify.sandbox import launched as launched_module
-from or1_megatron.verify.sandbox.cgroups import CgroupPool
-from or1_megatron.verify.sandbox.launched import Launched
-from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox, open_sandbox
-from or1_megatron.verify.sandbox.session import SessionEnded
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox import launched as launched_module
+from or1_verify.sandbox.cgroups import CgroupPool
+from or1_verify.sandbox.launched import Launched
+from or1_verify.sandbox.program import Program, SandboxFailure, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox, open_sandbox
+from or1_verify.sandbox.session import SessionEnded
+from or1_verify.verifiers import build_verifiers
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=4.0, memory_bytes=256 << 20, processes=16)
 TIERS: tuple[SandboxTier, ...] = ("bubblewrap", "landlock")
@@ -168,9 +168,9 @@ def test_memory_of_all_processes_together(sandbox: Sandbox) -> None:
 
 TWO_TOGETHER = """
 import os, sys
-from or1_megatron.verify.sandbox import cgroups
-from or1_megatron.verify.sandbox.program import Program, SandboxFailure, SandboxLimits
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.sandbox import cgroups
+from or1_verify.sandbox.program import Program, SandboxFailure, SandboxLimits
+from or1_verify.sandbox.sandbox import Sandbox
 for base in cgroups._split_bases().values():  # a group of our own, so that no one else's sandboxes share the budget
     group = base / sys.argv[1]
     group.mkdir(exist_ok=True)
@@ -251,7 +251,7 @@ def test_a_sandbox_that_cannot_be_set_up_is_a_failure_not_a_result(sandbox: Sand
     """The runner ends before it is at the gate; the program would have printed the right answer."""
     with pytest.MonkeyPatch.context() as patch:
         runner = b"print(1)\nraise SystemExit('no such thing here')"
-        patch.setattr(f"or1_megatron.verify.sandbox.{sandbox.tier}.RUNNER", runner)
+        patch.setattr(f"or1_verify.sandbox.{sandbox.tier}.RUNNER", runner)
         with pytest.raises(SandboxFailure, match="no such thing here"):
             sandbox.run(python("print(1)"))
     assert sandbox.run(python("print(1)")).output == b"1\n"

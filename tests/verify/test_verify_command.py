@@ -1,4 +1,4 @@
-"""``or1 verify`` and users' own verifiers, end to end on small files: rows out, tables, resuming, refusals.
+"""``or1-verify`` and users' own verifiers, end to end on small files: rows out, tables, resuming, refusals.
 
 Not proven here: verdicts themselves (test_math_verifier.py, test_code_corpus.py); large files.
 """
@@ -6,28 +6,30 @@ Not proven here: verdicts themselves (test_math_verifier.py, test_code_corpus.py
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import re
 import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner, Result
 
-from or1_megatron.commands.app import app
-from or1_megatron.config.schema import VerifyConfig
-from or1_megatron.types import Message, Problem
-from or1_megatron.verify.custom.verifier import CustomVerifier, VerifierBroken
-from or1_megatron.verify.registry import build_verifiers
+from or1_verify.command import main
+from or1_verify.config import VerifyConfig
+from or1_verify.custom import CustomVerifier, VerifierBroken
+from or1_verify.types import Message, Problem
+from or1_verify.verifiers import build_verifiers
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 MINE = """
 import os, time
-from or1_megatron.types import Verdict
+from or1_verify.types import Verdict
 
 def parity(problem, response, truncated):
     if "raise" in response: raise KeyError("mine")
@@ -66,7 +68,7 @@ def row(
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_verifiers.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -81,15 +83,31 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@dataclass
+class Result:
+    """How the command ended, and what it wrote."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        exit_code = main([str(argument) for argument in arguments])
+    return Result(exit_code, out.getvalue(), err.getvalue())
 
 
 CODE = json.dumps({"inputs": ["1\n"], "outputs": ["2"]})
 
 
 @needs_bubblewrap
-def test_rows_come_back_in_order_with_their_verdicts(place: Path) -> None:
+def test_rows_come_back_in_order_with_their_verdicts(folder: Path) -> None:
     good, bad = ("</think>\n```python\nprint(int(input()) + 1)\n```", "</think>\n```python\nprint(0)\n```")
     rows = [
         row("</think>\\boxed{12}", "maths", "math", '["12"]', kept={"any": ["key", 1.5]}),
@@ -99,10 +117,10 @@ def test_rows_come_back_in_order_with_their_verdicts(place: Path) -> None:
         row(good, "codes", "code", CODE, truncated=True),
         row("no box", "maths", "math", '["12"]', truncated=None),
     ]
-    file = write(place / "rows.jsonl", rows)
-    result = run(file, "--out", place / "one.jsonl", "--explain")
+    file = write(folder / "rows.jsonl", rows)
+    result = run(file, "--out", folder / "one.jsonl", "--explain")
     assert result.exit_code == 0, result.output
-    out = read(place / "one.jsonl")
+    out = read(folder / "one.jsonl")
     assert [item["status"] for item in out] == ["right", "wrong", "right", "wrong", "truncated", "no_answer"]
     assert [item["reward"] for item in out] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert [{key: item[key] for key in given} for item, given in zip(out, rows, strict=True)] == rows
@@ -116,14 +134,14 @@ def test_rows_come_back_in_order_with_their_verdicts(place: Path) -> None:
     ]
     assert re.search(r"rows\.jsonl:4  wrong  codes  0 of 1 tests passed", result.stdout)
 
-    half = place / "half.jsonl"
-    lines = (place / "one.jsonl").read_text().splitlines(keepends=True)
+    half = folder / "half.jsonl"
+    lines = (folder / "one.jsonl").read_text().splitlines(keepends=True)
     half.write_text("".join(lines[:3]) + lines[3][:20])  # as a kill leaves it
     assert run(file, "--out", half, "--workers", 3).exit_code == 0
-    assert half.read_text() == (place / "one.jsonl").read_text()
+    assert half.read_text() == (folder / "one.jsonl").read_text()
 
 
-def test_bad_rows_are_named(place: Path) -> None:
+def test_bad_rows_are_named(folder: Path) -> None:
     cases = {
         "rows.jsonl:2: field 'response': found 3": [row("x"), row(3)],
         "rows.jsonl:1: field 'response': found None": [{k: v for k, v in row("x").items() if k != "response"}],
@@ -133,28 +151,28 @@ def test_bad_rows_are_named(place: Path) -> None:
         "holds no rows": [],
     }
     for words, rows in cases.items():
-        result = run(write(place / "rows.jsonl", rows), "--out", place / "out.jsonl")
+        result = run(write(folder / "rows.jsonl", rows), "--out", folder / "out.jsonl")
         assert result.exit_code == 2 and words in result.output.replace("\n", " "), (words, result.output)
-        assert not (place / "out.jsonl").exists()
-    (place / "rows.jsonl").write_text('{"prompt": \n')
-    assert "rows.jsonl:1: not a JSON object" in run(place / "rows.jsonl", "--out", place / "out.jsonl").output
-    assert "no such file" in run(place / "none.jsonl", "--out", place / "out.jsonl").output
-    write(place / "other.jsonl", [{"status": "right"}])
-    file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
-    assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", place / "other.jsonl").output
+        assert not (folder / "out.jsonl").exists()
+    (folder / "rows.jsonl").write_text('{"prompt": \n')
+    assert "rows.jsonl:1: not a JSON object" in run(folder / "rows.jsonl", "--out", folder / "out.jsonl").output
+    assert "no such file" in run(folder / "none.jsonl", "--out", folder / "out.jsonl").output
+    write(folder / "other.jsonl", [{"status": "right"}])
+    file = write(folder / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
+    assert "other.jsonl:1: is no verdict on row 1" in run(file, "--out", folder / "other.jsonl").output
 
 
-def test_files_that_cannot_be_used_are_an_error_in_words(place: Path) -> None:
-    file = write(place / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
+def test_files_that_cannot_be_used_are_an_error_in_words(folder: Path) -> None:
+    file = write(folder / "rows.jsonl", [row("</think>\\boxed{1}", ability="math", truth='["1"]')])
     text = file.read_text()
-    (place / "rows.parquet").write_bytes(b"PAR1 nonsense")
-    (place / "deep.jsonl").write_text('{"a":' + "[" * 100_000 + "\n")
+    (folder / "rows.parquet").write_bytes(b"PAR1 nonsense")
+    (folder / "deep.jsonl").write_text('{"a":' + "[" * 100_000 + "\n")
     for words, given, out in (
         ("is the input; expected another file", file, file),
-        ("there is no folder", file, place / "none" / "out.jsonl"),
-        ("not a readable parquet file", place / "rows.parquet", place / "out.jsonl"),
-        ("deep.jsonl:1: not a JSON object", place / "deep.jsonl", place / "out.jsonl"),
-        ("holds no rows", write(place / "empty.jsonl", []), place / "out.jsonl"),
+        ("there is no folder", file, folder / "none" / "out.jsonl"),
+        ("not a readable parquet file", folder / "rows.parquet", folder / "out.jsonl"),
+        ("deep.jsonl:1: not a JSON object", folder / "deep.jsonl", folder / "out.jsonl"),
+        ("holds no rows", write(folder / "empty.jsonl", []), folder / "out.jsonl"),
     ):
         result = run(given, "--out", out)
         said = " ".join(result.output.split())
@@ -162,23 +180,23 @@ def test_files_that_cannot_be_used_are_an_error_in_words(place: Path) -> None:
     assert file.read_text() == text
 
 
-def test_values_that_json_does_not_have_are_kept_and_resumed(place: Path) -> None:
+def test_values_that_json_does_not_have_are_kept_and_resumed(folder: Path) -> None:
     """A Parquet row with a date and bytes; a JSON row with NaN, which equals nothing, and half a character."""
     good = row("</think>\\boxed{1}", "s", "math", '["1"]')
     table = pa.Table.from_pylist([{**good, "day": datetime.date(2024, 8, 1), "raw": b"\xff"}])
-    pq.write_table(table, place / "rows.parquet")
+    pq.write_table(table, folder / "rows.parquet")
     odd = {**good, "score": float("nan"), "response": "</think>\\boxed{1\ud800}"}
-    file = write(place / "rows.jsonl", [good, odd])
-    for given, statuses in ((place / "rows.parquet", ["right"]), (file, ["right", "wrong"])):
+    file = write(folder / "rows.jsonl", [good, odd])
+    for given, statuses in ((folder / "rows.parquet", ["right"]), (file, ["right", "wrong"])):
         out = given.with_name(given.name + ".out")
         for _ in range(2):  # the second time there is nothing left to do
             result = run(given, "--out", out, "--explain")
             assert result.exit_code == 0, result.output
             assert [item["status"] for item in read(out)] == statuses
-    assert read(place / "rows.parquet.out")[0]["day"] == "2024-08-01"
+    assert read(folder / "rows.parquet.out")[0]["day"] == "2024-08-01"
 
 
-def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> None:
+def test_unusable_rows_are_all_named_or_get_the_status_error(folder: Path) -> None:
     """Every third row is bad, of five kinds; a good row's gold is checked once. Resumed from half, the same file."""
     good = row("</think>\\boxed{1}", "s", "math", '["1"]')
     bad = [
@@ -189,16 +207,16 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> Non
         ([1], "not a JSON object", "expected a JSON object"),
     ]
     rows = [bad[n // 3 % 5][0] if n % 3 == 2 else good for n in range(90)]
-    file, out = place / "rows.jsonl", place / "out.jsonl"
+    file, out = folder / "rows.jsonl", folder / "out.jsonl"
     file.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in rows))
     refused = run(file, "--out", out)
     said = refused.stderr.splitlines()
     assert refused.exit_code == 2 and not out.exists()
-    assert said[0].startswith("or1: error: 30 unusable rows (12 not a JSON object, 6 ")
+    assert said[0].startswith("or1-verify: error: 30 unusable rows (12 not a JSON object, 6 ")
     assert all(f"6 {reason}" in said[0] for _, reason, _ in bad[:3])
-    for place_, line in zip(range(3, 63, 3), said[1:21], strict=True):
-        assert line.startswith(f"  {file}:{place_}: ") and bad[(place_ // 3 - 1) % 5][2] in line
-    listed = place / "out.unusable_rows.jsonl"
+    for number, line in zip(range(3, 63, 3), said[1:21], strict=True):
+        assert line.startswith(f"  {file}:{number}: ") and bad[(number // 3 - 1) % 5][2] in line
+    listed = folder / "out.unusable_rows.jsonl"
     assert said[21:] == [
         f"  and 10 more; {listed} lists them",
         "Correct them, or leave them out with --unusable drop",
@@ -208,9 +226,9 @@ def test_unusable_rows_are_all_named_or_get_the_status_error(place: Path) -> Non
     ]
 
     assert run(file, "--out", out, "--unusable", "drop").exit_code == 0
-    found = read(out)
-    assert [item["status"] for item in found] == ["error" if n % 3 == 2 else "right" for n in range(90)]
-    for n, item in enumerate(found):
+    rows_out = read(out)
+    assert [item["status"] for item in rows_out] == ["error" if n % 3 == 2 else "right" for n in range(90)]
+    for n, item in enumerate(rows_out):
         if n % 3 == 2:
             given, _, words = bad[n // 3 % 5]
             assert words in item["detail"] and item["reward"] == 0.0
@@ -235,21 +253,21 @@ BAD_TRUTHS = {
 
 
 @needs_bubblewrap
-def test_ground_truths_that_cannot_be_used_are_named_by_row(place: Path) -> None:
+def test_ground_truths_that_cannot_be_used_are_named_by_row(folder: Path) -> None:
     """Before any verdict; after a good row, so that the row's number is the file's."""
     good = row("x", ability="code", truth=CODE)
     for truth, words in BAD_TRUTHS.items():
-        file = write(place / "rows.jsonl", [good, row("x", ability="code", truth=truth)])
-        result = run(file, "--out", place / "out.jsonl")
+        file = write(folder / "rows.jsonl", [good, row("x", ability="code", truth=truth)])
+        result = run(file, "--out", folder / "out.jsonl")
         said = " ".join(result.output.split())
         assert result.exit_code == 2 and "rows.jsonl:2: field '" in said and words in said, (truth, result.output)
-        assert not (place / "out.jsonl").exists()
-    file = write(place / "rows.jsonl", [row("x", ability="math", truth="true"), row("x", ability="math", truth="[]")])
+        assert not (folder / "out.jsonl").exists()
+    file = write(folder / "rows.jsonl", [row("x", ability="math", truth="true"), row("x", ability="math", truth="[]")])
     said = " ".join(run(file, "--out", "o").output.split())
     assert "rows.jsonl:1: field 'reward_model.ground_truth': found the JSON of a bool" in said, said
 
 
-def test_a_verifier_of_ones_own(place: Path) -> None:
+def test_a_verifier_of_ones_own(folder: Path) -> None:
     """Its verdicts, and that what it does wrong costs its own sample alone."""
     config = VerifyConfig(custom={"parity": "my_verifiers:parity"}, timeout_s=120.0)
     verifier = build_verifiers(config, {"parity"})["parity"]
@@ -283,12 +301,12 @@ def test_a_verifier_of_ones_own(place: Path) -> None:
     boasting.close()
 
 
-def test_broken_verifiers_are_named(place: Path) -> None:
+def test_broken_verifiers_are_named(folder: Path) -> None:
     for path, words in {
         "my_verifiers:nothing": "no attribute 'nothing'",
         "nowhere.at_all:x": "No module named 'nowhere'",
         "my_verifiers:NUMBER": "is a int; expected a class with a method verify, or a function",
-        "my_verifiers": "expected package.module:name, or an entry point of group or1_megatron.verifiers",
+        "my_verifiers": "expected package.module:name, or an entry point of group or1_verify.verifiers",
     }.items():
         with pytest.raises(VerifierBroken) as caught:
             build_verifiers(VerifyConfig(custom={"parity": path}), {"parity"})

@@ -9,7 +9,7 @@ from typing import Any
 from or1_megatron.data.pipeline.recipe import AnswersConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import VerifierStep
-from or1_megatron.data.verifier_threads import judged
+from or1_verify.verifier_threads import judged
 
 _END_SHOWN_CHARS = 160
 _REASONS = {"wrong": "answer_disagrees", "no_answer": "answer_not_in_solution"}
@@ -19,7 +19,7 @@ class Answers(VerifierStep[AnswersConfig]):
     """Compares the given answer with the one in the first worked solution."""
 
     name = "answers"
-    code = ("data/pipeline/answers.py", "data/verifier_threads.py", "verify")
+    code = ("data/pipeline/answers.py", "or1_verify")
     ability = "math"
 
     def settings(self) -> Mapping[str, Any]:

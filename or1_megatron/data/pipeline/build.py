@@ -24,8 +24,8 @@ from or1_megatron.data.pipeline.recipe import Recipe
 from or1_megatron.data.pipeline.sampling import OpenSampler
 from or1_megatron.data.pipeline.statements import Statements
 from or1_megatron.data.pipeline.steps import Done, MakeVerifiers, Manifest, PipelineStep, Say, refuse_empty, run_step
-from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.files import write_atomically
+from or1_verify.problems.rows import DataError
 
 STATE = "build.json"
 DATASET = "dataset"

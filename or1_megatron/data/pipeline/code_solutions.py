@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from or1_megatron.data.pipeline.recipe import CodeConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import VerifierStep
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.verifier_threads import judged
-from or1_megatron.types import Verdict
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Verdict
+from or1_verify.verifier_threads import judged
 
 
 class CodeSolutions(VerifierStep[CodeConfig]):
     """Runs reference solutions on all tests, one after another until one passes."""
 
     name = "code"
-    code = ("data/pipeline/code_solutions.py", "data/verifier_threads.py", "verify")
+    code = ("data/pipeline/code_solutions.py", "or1_verify")
     ability = "code"
 
     def check(self, row: Candidate) -> Outcome:

@@ -15,8 +15,8 @@ from or1_megatron.data.pipeline.recipe import DecontaminationConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.steps import PipelineStep
 from or1_megatron.data.pipeline.text import comparable, ngram_hashes, text_key, words
-from or1_megatron.data.rows import RowError
-from or1_megatron.data.unusable import UnusableRows
+from or1_verify.problems.rows import RowError
+from or1_verify.problems.unusable import UnusableRows
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Decontamination(PipelineStep[DecontaminationConfig]):
     """
 
     name = "decontaminate"
-    code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "data/layouts.py")
+    code = ("data/pipeline/contamination.py", "data/pipeline/text.py", "or1_verify/problems/layouts.py")
 
     def __init__(self, config: DecontaminationConfig, unusable: Path) -> None:
         """``unusable``: the file that lists the rows of the evaluation sets that cannot be used, if there are many."""

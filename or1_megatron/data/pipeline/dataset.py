@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from or1_megatron.data.pipeline.records import Candidate, read_candidates
-from or1_megatron.data.rows import published_row
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
+from or1_verify.problems.rows import published_row
 
 
 def write_dataset(folder: Path, shards: Sequence[Path]) -> dict[str, int]:

@@ -15,10 +15,10 @@ from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome, re
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, OpenSampler, result_key, statuses
 from or1_megatron.data.pipeline.steps import MakeVerifiers
-from or1_megatron.data.problems import DIFFICULTY_TRIES
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.verifier_threads import VerifierThreads, judged
 from or1_megatron.types import ChatRequest
+from or1_verify.problems.problem import DIFFICULTY_TRIES
+from or1_verify.problems.rows import DataError
+from or1_verify.verifier_threads import VerifierThreads, judged
 
 
 class Difficulty(ModelStep[DifficultyConfig]):

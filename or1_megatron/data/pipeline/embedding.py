@@ -11,8 +11,8 @@ import numpy as np
 from or1_megatron.data.pipeline.duplicates import DuplicateStep
 from or1_megatron.data.pipeline.recipe import EmbeddingConfig
 from or1_megatron.data.pipeline.records import read_column
-from or1_megatron.data.rows import DataError
 from or1_megatron.types import Float32Array
+from or1_verify.problems.rows import DataError
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,9 @@ from or1_megatron.data.pipeline.recipe import JudgesConfig
 from or1_megatron.data.pipeline.records import Candidate, Exclusion, Outcome
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.sampling import REFUSED, ModelRun, ModelStep, result_key, statuses
-from or1_megatron.data.rows import DataError
-from or1_megatron.types import ChatRequest, Message
+from or1_megatron.types import ChatRequest
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Message
 
 CRITERIA = (
     ("clear", "the wording is clear: it can be read in one way only"),

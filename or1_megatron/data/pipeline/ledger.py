@@ -11,7 +11,7 @@ from typing import Any
 
 from or1_megatron.data.pipeline.build import manifests
 from or1_megatron.data.pipeline.records import LEDGER_SCHEMA, Candidate, read_candidates, read_column
-from or1_megatron.data.rows import DataError
+from or1_verify.problems.rows import DataError
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from or1_megatron.data.files import files_of, is_hub_id, read_rows
-from or1_megatron.data.layouts import Published, detect_layout, read_published
 from or1_megatron.data.pipeline.recipe import BuildSource
 from or1_megatron.data.pipeline.records import SHARD_CHARS, SHARD_ROWS, Candidate, Exclusion, Outcome, candidate_id
 from or1_megatron.data.pipeline.steps import Done, Say, finish_step, read_manifest, step_key, write_shard
-from or1_megatron.data.rows import DataError, RowError
-from or1_megatron.data.unusable import FILE_NAME, Policy, UnusableRows
+from or1_verify.problems.layouts import Published, detect_layout, read_published
+from or1_verify.problems.rows import DataError, RowError
+from or1_verify.problems.unusable import FILE_NAME, Policy, UnusableRows
 
 NAME = "normalise"
 CODE = ("data/pipeline/normalise.py", "data/layouts.py", "data/files.py", "data/rows.py")

@@ -11,9 +11,9 @@ from typing import Any
 from or1_megatron.data.pipeline.build import manifests, read_state
 from or1_megatron.data.pipeline.ledger import entries
 from or1_megatron.data.pipeline.records import read_candidates
-from or1_megatron.data.problems import DIFFICULTY_TRIES
 from or1_megatron.report.page.frame import html_page
 from or1_megatron.runtime.files import write_atomically
+from or1_verify.problems.problem import DIFFICULTY_TRIES
 
 _EXAMPLES = 3  # of each reason
 _ROW_PX = 26

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from or1_megatron.config.schema import Fraction, NonNegative, Positive, PositiveFloat, RolloutConfig, Section
-from or1_megatron.data.layouts import LayoutName
+from or1_verify.problems.layouts import LayoutName
 
 
 class BuildSource(Section):

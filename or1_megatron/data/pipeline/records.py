@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from or1_megatron.data.problems import problem_id
 from or1_megatron.runtime.files import PARTIAL_SUFFIX, naming_disk_full
-from or1_megatron.types import Message, Problem
+from or1_verify.problems.problem import problem_id
+from or1_verify.types import Message, Problem
 
 SHARD_ROWS = 20_000
 SHARD_CHARS = 64 << 20  # tests of code problems can be megabytes

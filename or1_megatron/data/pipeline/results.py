@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from or1_megatron.data.rows import DataError
 from or1_megatron.runtime.jsonl import JsonlWriter, read_rows
+from or1_verify.problems.rows import DataError
 
 
 class ResultStore:

@@ -16,9 +16,9 @@ from or1_megatron.data.pipeline.recipe import DifficultyConfig, JudgesConfig, Sa
 from or1_megatron.data.pipeline.records import Candidate, read_candidates
 from or1_megatron.data.pipeline.results import ResultStore
 from or1_megatron.data.pipeline.steps import PipelineStep
-from or1_megatron.data.rows import DataError
 from or1_megatron.interfaces import Sampler
 from or1_megatron.types import ChatCompletion, ChatRequest, Sampling
+from or1_verify.problems.rows import DataError
 
 M = TypeVar("M", bound=DifficultyConfig | JudgesConfig)
 OpenSampler = Callable[[SampledModel, Sampling, int], AbstractContextManager[Sampler]]

@@ -26,10 +26,10 @@ from or1_megatron.data.pipeline.records import (
     write_candidates,
     write_ledger,
 )
-from or1_megatron.data.rows import DataError
-from or1_megatron.data.verifier_threads import VerifierThreads
-from or1_megatron.interfaces import Verifier
 from or1_megatron.runtime.files import write_atomically
+from or1_verify.problems.rows import DataError
+from or1_verify.types import Verifier
+from or1_verify.verifier_threads import VerifierThreads
 
 MANIFEST = "manifest.json"
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -155,9 +155,9 @@ def step_key(name: str, settings: Mapping[str, Any], code: Sequence[str], inputs
 def _code_digest(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in sorted(parts):
-        path = PACKAGE / part
+        path = (PACKAGE.parent if part.startswith("or1_verify") else PACKAGE) / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(str(file.relative_to(PACKAGE)).encode() + b"\0" + file.read_bytes())
+            digest.update(str(file.relative_to(PACKAGE.parent)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

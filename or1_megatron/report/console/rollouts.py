@@ -13,7 +13,7 @@ from rich.text import Text
 from or1_megatron.runtime.jsonl import read_rows
 from or1_megatron.runtime.rollout_store import read_rollouts, rollout_files
 from or1_megatron.runtime.run_folder import find_run, step_of
-from or1_megatron.types import VerdictStatus
+from or1_verify.types import VerdictStatus
 
 _COLUMNS = [
     *("step", "stage", "problem_id", "sample_index", "source", "ground_truth", "prompt", "response"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from or1_megatron.errors import UserError
+from or1_verify.errors import UserError
 
 _STEP_BUCKETS = 12
 

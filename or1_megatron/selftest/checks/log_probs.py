@@ -23,7 +23,8 @@ from or1_megatron.rollout.pool import engine_env
 from or1_megatron.selftest.context import CheckFailed, Context
 from or1_megatron.selftest.models import add_tokenizer, one_rank, random_qwen2
 from or1_megatron.selftest.plans import small_shape
-from or1_megatron.types import Message, Problem, Prompt, Request, Sample, Sampling
+from or1_megatron.types import Prompt, Request, Sample, Sampling
+from or1_verify.types import Message, Problem
 
 _MODEL_TOKENS: Final = 256
 _RESPONSES: Final = 16

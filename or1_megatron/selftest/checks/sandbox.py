@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from or1_megatron.selftest.context import Context, NotPossible
-from or1_megatron.verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
-from or1_megatron.verify.sandbox.sandbox import Sandbox
+from or1_verify.sandbox.program import Program, SandboxLimits, SandboxTier, SandboxUnavailable
+from or1_verify.sandbox.sandbox import Sandbox
 
 TIERS: Final[tuple[SandboxTier, ...]] = ("bubblewrap", "landlock")
 _HONEST: Final = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\n"

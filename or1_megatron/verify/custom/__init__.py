@@ -1,1 +1,0 @@
-"""Runs a user's own verifier in a process of its own."""

@@ -1,0 +1,260 @@
+"""Compares an output with the expected one, outside the sandbox: pure functions, which the row names.
+
+A ground truth's key ``checker`` is one of these names, or an object with ``kind`` and its parameters:
+
+- ``lines`` (default): see ``lines_match``; ``exact``: the same text; ``tokens``: white space does not matter.
+- ``float`` {tolerance, absolute, relative}: tokens, where numbers may differ by a tolerance.
+- ``unordered_lines``, ``unordered_tokens``: in any order, each as often as expected.
+- ``any_of`` {of}: each expected output is a list of accepted ones, judged by the checker ``of``.
+- ``unordered`` (calls): a list in any order. ``nested_unordered``: also the lists in it.
+- ``python`` {source}, ``testlib`` {source or binary, files}: a program, in ``code.checker_programs``.
+
+A sandbox gives bytes or plain data. Anything that cannot be read is not equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from or1_verify.code.codec import decode
+
+FLOAT_TOLERANCE = 1e-6
+"""The tolerance of ``float`` where the row gives none: absolute or relative, as most judges have it."""
+
+_MAX_DECIMAL_CHARS = 4000  # of one token: a Decimal of millions of digits would take us too long
+
+PROGRAM_KINDS = frozenset({"python", "testlib"})
+
+
+@dataclass(frozen=True, slots=True)
+class Checker:
+    """One row's checker: its kind and that kind's parameters, validated."""
+
+    kind: str = "lines"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    of: Checker | None = None
+
+    @property
+    def is_program(self) -> bool:
+        return self.kind in PROGRAM_KINDS
+
+
+def parse_checker(value: Any, calls: bool) -> Checker:
+    """Return the checker that a row names; the default for None. Raises ValueError saying what was expected."""
+    if value is None:
+        return Checker("json" if calls else "lines")
+    named = {"kind": value} if isinstance(value, str) else value
+    known = {**(_CALL_CHECKS if calls else _TEXT_CHECKS), "any_of": None, **dict.fromkeys(PROGRAM_KINDS)}
+    if not isinstance(named, dict) or named.get("kind") not in known:
+        what = "calls" if calls else "standard input and output"
+        raise ValueError(f"checker: found {value!r:.100}, expected for {what} one of: {', '.join(sorted(known))}")
+    kind = named["kind"]
+    parameters = {name: item for name, item in named.items() if name not in ("kind", "of")}
+    allowed = _PARAMETERS.get(kind, frozenset())
+    if unknown := sorted(set(parameters) - allowed):
+        raise ValueError(f"checker {kind}: unknown key {unknown[0]!r}, expected of: {sorted(allowed) or 'none'}")
+    for name in ("tolerance", "absolute", "relative"):
+        number = parameters.get(name, 1.0)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise ValueError(f"checker {kind}: {name}: found {number!r:.100}, expected a number of at least 0")
+    for name, wanted in (("source", str), ("binary", str), ("files", dict)):
+        if not isinstance(parameters.get(name, wanted()), wanted):
+            raise ValueError(f"checker {kind}: {name}: expected a {wanted.__name__}")
+    if kind == "python" and not parameters.get("source"):
+        raise ValueError("checker python: expected its 'source'")
+    if kind == "testlib" and len({"source", "binary"} & set(parameters)) != 1:
+        raise ValueError("checker testlib: expected its 'source' or its 'binary', one of the two")
+    of = parse_checker(named.get("of"), calls) if kind == "any_of" else None
+    if of is not None and (of.is_program or of.kind == "any_of"):
+        raise ValueError(f"checker any_of: of: found {of.kind!r}, expected a checker that compares by itself")
+    return Checker(kind, parameters, of)
+
+
+def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
+    """Whether a standard output is the expected one. For any_of, ``expected`` is a list of texts."""
+    if checker.of is not None:
+        return any(text_matches(output, one, checker.of) for one in expected)
+    check = _TEXT_CHECKS[checker.kind]
+    return check(output.decode("utf-8", "replace"), expected, checker.parameters)
+
+
+def value_matches(result: Any, expected: Any, checker: Checker) -> bool:
+    """Whether a call's result, encoded (``code.codec``), is the expected one."""
+    try:
+        if checker.of is not None:
+            return any(value_matches(result, one, checker.of) for one in expected)
+        return _CALL_CHECKS[checker.kind](result, expected, checker.parameters)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
+        return False
+
+
+def lines_match(text: str, expected: str, _: Mapping[str, Any]) -> bool:
+    """Compare two texts, stripped, line by line: tokens must be equal as text or as exact decimals ("1.0" is "1").
+
+    This is the rule of LiveCodeBench's harness, except that white space within a line never matters.
+    """
+    if not _as_many_lines(text, expected):
+        return False
+    found_lines, expected_lines = text.strip().split("\n"), expected.strip().split("\n")
+    return all(
+        _tokens_match(result.split(), wanted.split())
+        for result, wanted in zip(found_lines, expected_lines, strict=True)
+    )
+
+
+def _tokens_match(result: list[str], expected: list[str]) -> bool:
+    return len(result) == len(expected) and (result == expected or all(map(_decimals_equal, result, expected)))
+
+
+def _decimals_equal(result: str, expected: str) -> bool:
+    left, right = _decimal(result), _decimal(expected)
+    return left is not None and right is not None and left == right
+
+
+def _decimal(token: str) -> Decimal | None:
+    """Return the number that a token spells in ASCII, or None (Python would also take other scripts' digits)."""
+    if len(token) > _MAX_DECIMAL_CHARS or not token.isascii() or "_" in token:
+        return None
+    try:
+        number = Decimal(token)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def _floats_match(text: str, expected: str, parameters: Mapping[str, Any]) -> bool:
+    found_tokens, expected_tokens = text.split(), expected.split()
+    return len(found_tokens) == len(expected_tokens) and all(
+        token == wanted or _close(_float(token), _float(wanted), parameters)
+        for token, wanted in zip(found_tokens, expected_tokens, strict=True)
+    )
+
+
+def _float(token: str) -> float | None:
+    number = _decimal(token)
+    return None if number is None else float(number)
+
+
+def _close(result: float | int | None, expected: float | int | None, parameters: Mapping[str, Any]) -> bool:
+    if result is None or expected is None or not math.isfinite(result):
+        return False
+    default = parameters.get("tolerance", FLOAT_TOLERANCE)
+    if {"absolute", "relative"} & set(parameters):
+        default = 0.0
+    absolute, relative = parameters.get("absolute", default), parameters.get("relative", default)
+    return abs(result - expected) <= max(absolute, relative * abs(expected))
+
+
+def _unordered_lines(text: str, expected: str, _: Mapping[str, Any]) -> bool:
+    return _as_many_lines(text, expected) and _line_tokens(text) == _line_tokens(expected)
+
+
+def _as_many_lines(text: str, expected: str) -> bool:
+    """Whether the texts have as many lines. Lines are counted before they are split: there may be millions."""
+    return text.strip().count("\n") == expected.strip().count("\n")
+
+
+def _line_tokens(text: str) -> list[list[str]]:
+    return sorted(line.split() for line in text.strip().split("\n"))
+
+
+def _json_equal(result: Any, expected: Any, _: Mapping[str, Any]) -> bool:
+    """Compare as JSON values: tuples as lists, linked structures as their values, True never 1.
+
+    Floats are equal when ``==`` says so, as in LiveCodeBench's harness; 3.0 is 3.
+    """
+    return _equal(as_json(result), expected)
+
+
+def _unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _same_multiset(as_json(result, sets=True), expected, 1)
+
+
+def _nested_unordered(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _same_multiset(as_json(result, sets=True), expected, -1)
+
+
+def _same_multiset(result: Any, expected: Any, depth: int) -> bool:
+    if isinstance(result, list) and isinstance(expected, list) and len(result) != len(expected):
+        return False  # before millions of items are sorted
+    return _multiset(result, depth) == _multiset(expected, depth)
+
+
+def _multiset(value: Any, depth: int) -> str:
+    """Return the value's JSON with its lists sorted by their items' JSON, down to ``depth`` (-1: all of them)."""
+    if not isinstance(value, list) or depth == 0:
+        return json.dumps(value, sort_keys=True)
+    return "[" + ",".join(sorted(_multiset(item, depth - 1) for item in value)) + "]"
+
+
+def _call_floats(result: Any, expected: Any, parameters: Mapping[str, Any]) -> bool:
+    return _equal(as_json(result), expected, parameters)
+
+
+def as_json(encoded: Any, sets: bool = False) -> Any:
+    """Return an encoded value as JSON holds it: tuples as lists, keys as strings, sets as lists where allowed."""
+    if isinstance(encoded, list):
+        return [as_json(item, sets) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((tag, value),) = encoded.items()
+    if tag == "dict":
+        return {_key(as_json(key, sets)): as_json(item, sets) for key, item in value}
+    if tag == "int":
+        return int(value, 16)
+    if tag in ("tuple", "list_node", "tree_node") or (sets and tag in ("set", "frozenset")):
+        return [as_json(item, sets) for item in value]
+    raise TypeError(f"a {tag} is not a JSON value")
+
+
+def plain(encoded: Any) -> Any:
+    """Return an encoded value as exact built-in types, nodes as (tag, values). Raises as ``codec.decode`` does."""
+    return decode(encoded, nodes=False)
+
+
+def _key(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _equal(result: Any, expected: Any, tolerance: Mapping[str, Any] | None = None) -> bool:
+    if isinstance(expected, bool) or isinstance(result, bool):
+        return expected is result
+    if isinstance(expected, int | float) and isinstance(result, int | float):
+        close = (
+            tolerance is not None and float in (type(result), type(expected)) and _close(result, expected, tolerance)
+        )
+        return result == expected or close
+    if isinstance(expected, list) and isinstance(result, list):
+        pairs = zip(result, expected, strict=False)
+        return len(expected) == len(result) and all(_equal(left, right, tolerance) for left, right in pairs)
+    if isinstance(expected, dict) and isinstance(result, dict):
+        return expected.keys() == result.keys() and all(
+            _equal(result[key], expected[key], tolerance) for key in expected
+        )
+    return type(expected) is type(result) and bool(expected == result)
+
+
+_TEXT_CHECKS: Mapping[str, Callable[[str, str, Mapping[str, Any]], bool]] = {
+    "lines": lines_match,
+    "exact": lambda text, expected, _: text == expected,
+    "tokens": lambda text, expected, _: text.split() == expected.split(),
+    "float": _floats_match,
+    "unordered_lines": _unordered_lines,
+    "unordered_tokens": lambda text, expected, _: sorted(text.split()) == sorted(expected.split()),
+}
+_CALL_CHECKS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
+    "json": _json_equal,
+    "float": _call_floats,
+    "unordered": _unordered,
+    "nested_unordered": _nested_unordered,
+}
+_PARAMETERS: Mapping[str, frozenset[str]] = {
+    "float": frozenset({"tolerance", "absolute", "relative"}),
+    "python": frozenset({"source"}),
+    "testlib": frozenset({"source", "binary", "files"}),
+}

@@ -1,0 +1,289 @@
+"""Runs a problem's tests against a submission and says how each of them ended.
+
+The submission and one test's input are in a sandbox, a test program or a checker in another; expected outputs stay
+here, where they are compared. A call's answer counts only when it repeats the nonce that came with the call, so
+anything that a submission writes beforehand or out of turn is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from or1_verify.child_process import describe_exit
+from or1_verify.code.checker_programs import CheckerPrograms
+from or1_verify.code.checkers import plain, text_matches, value_matches
+from or1_verify.code.codec import encode
+from or1_verify.code.imports import with_imports
+from or1_verify.code.in_sandbox import own_program
+from or1_verify.code.tests import CallTest, CodeTest, CodeTests, ProgramTest, RowLimits, StdinTest
+from or1_verify.sandbox.program import WALL_PER_CPU, Program, SandboxFailure, SandboxLimits
+from or1_verify.sandbox.sandbox import Sandbox
+from or1_verify.sandbox.session import Session, SessionEnded
+
+_CALL_SERVER = own_program("call_server")
+_PROGRAM_RUNNER = own_program("program_runner")
+_SHOWN_CHARS = 80
+_OUT_OF_TURN = "wrote to the channel out of turn"
+_PROGRAM_CPU_TIMES = 4  # a test program makes many calls: each has the wall time limit, all have this many CPU limits
+
+
+@dataclass(frozen=True, slots=True)
+class TestOutcome:
+    """How one test ended. ``failure``: why the submission failed it; None when it passed."""
+
+    name: str
+    failure: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+class CodeRun:
+    """Runs tests in a sandbox, whose limits apply to each test unless the row has its own; ``budget_s`` is the wall
+    time of all together."""
+
+    def __init__(self, sandbox: Sandbox, checkers: CheckerPrograms, budget_s: float) -> None:
+        self._sandbox = sandbox
+        self._checkers = checkers
+        self._budget_s = budget_s
+
+    def outcomes(self, tests: CodeTests, source: str) -> Iterator[TestOutcome]:
+        """Run test after test and yield each outcome. A caller that stops iterating stops the run.
+
+        Raises SandboxFailure and CheckerFailed, which say nothing about the submission.
+        """
+        deadline_s = time.monotonic() + self._budget_s
+        source = with_imports(source, tests.prefix)
+        limits = row_limits(self._sandbox, tests.limits)
+        calls = _Calls(self._sandbox, tests, source, limits)
+        try:
+            for test in tests.tests:
+                if time.monotonic() > deadline_s:
+                    yield TestOutcome(test.name, f"all tests together took more than {self._budget_s:.0f} s")
+                    return
+                yield TestOutcome(test.name, self._failure(test, tests, source, calls, limits))
+        finally:
+            calls.close()
+
+    def _failure(
+        self, test: CodeTest, tests: CodeTests, source: str, calls: _Calls, limits: SandboxLimits
+    ) -> str | None:
+        if isinstance(test, StdinTest):
+            return self._stdin(test, tests, source, limits)
+        if isinstance(test, CallTest):
+            return self._call(test, tests, calls)
+        return self._program(test, tests, source, limits)
+
+    def _stdin(self, test: StdinTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
+        program = Program({"main.py": source.encode()}, ("{python}", "{box}/main.py"))
+        result = self._sandbox.run(program, test.stdin, limits)
+        if result.failure:
+            return result.failure
+        if tests.checker.is_program:
+            right = self._checkers.accepts(
+                tests.checker, test.stdin.decode("utf-8", "replace"), result.output, test.expected
+            )
+        else:
+            right = text_matches(result.output, test.expected, tests.checker)
+        output = result.output[:_SHOWN_CHARS].decode("utf-8", "replace")
+        return None if right else f"wrong output: {_shown(output)}, expected {_shown(test.expected)}"
+
+    def _call(self, test: CallTest, tests: CodeTests, calls: _Calls) -> str | None:
+        try:
+            answer = calls.ask(test.request)
+        except SessionEnded as error:
+            return str(error)
+        if "raised" in answer:
+            return f"raised {answer['raised']}"[:200]
+        if "died" in answer:
+            return calls.describe_death(answer)
+        value = answer["value"]
+        if test.comparison not in ("json", "wrapped"):
+            right = _compares(value, test)
+        elif tests.checker.is_program:
+            right = self._checkers.accepts(tests.checker, _given(test), value, test.expected)
+        else:
+            wanted = [test.expected, *(test.expected if test.comparison == "wrapped" else ())]
+            right = any(value_matches(value, one, tests.checker) for one in wanted)
+        return None if right else f"wrong result: {_shown(value)}, expected {_shown(test.expected)}"
+
+    def _program(self, test: ProgramTest, tests: CodeTests, source: str, limits: SandboxLimits) -> str | None:
+        """Carry lines between the test program's sandbox and the submission's."""
+        limits = replace(limits, cpu_s=_PROGRAM_CPU_TIMES * limits.cpu_s)
+        if key := limits.keys.get("cpu_time"):
+            limits = replace(limits, keys={**limits.keys, "cpu_time": f"{_PROGRAM_CPU_TIMES} x {key}"})
+        judge = self._sandbox.open(_PROGRAM_RUNNER, limits)
+        calls = _Calls(self._sandbox, tests, source, limits, for_program=True)
+        setup = {"prefix": tests.prefix, "program": test.program, "stand_ins": test.stand_ins}
+        line, asked = json.dumps(setup).encode(), 0
+        deadline_s = time.monotonic() + self._budget_s
+        try:
+            calls.load()
+            while time.monotonic() < deadline_s:
+                message = _object(_from_program(judge, line, asked))
+                if "ask" not in message:
+                    break
+                asked += 1
+                line = _passed_on(calls.ask(message["ask"]))
+            else:
+                return f"the test program took more than {self._budget_s:.0f} s"
+        except SessionEnded as error:
+            return str(error)
+        finally:
+            judge.close()
+            calls.close()
+        if "passed" in message:
+            return None if asked else "the test program never called the submission"
+        return f"{message['failed']}: {message['at']}"
+
+
+def row_limits(sandbox: Sandbox, row: RowLimits) -> SandboxLimits:
+    """Return the sandbox's limits with those of the row in their place; memory is at most the node's."""
+    limits, keys = sandbox.limits, dict(sandbox.limits.keys)
+    if row.time_s is not None:
+        keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}
+        limits = replace(limits, cpu_s=row.time_s, wall_s=WALL_PER_CPU * row.time_s, keys=keys)
+    if row.memory_bytes is not None:
+        most = sandbox.most_memory_bytes or row.memory_bytes
+        keys["memory"] = "the row's limits.memory_bytes" if row.memory_bytes <= most else "verify.node_memory_bytes"
+        limits = replace(limits, memory_bytes=min(row.memory_bytes, most), keys=keys)
+    return limits
+
+
+class _Calls:
+    """A submission in a sandbox, loaded at the first call. Each call runs in a fork of it.
+
+    ``for_program``: the calls are a test program's; one process runs them all and holds the objects they make.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, tests: CodeTests, source: str, limits: SandboxLimits, for_program: bool = False
+    ) -> None:
+        self._sandbox, self._tests, self._source = sandbox, tests, source
+        self._limits, self._for_program = limits, for_program
+        self._forks = False  # until the call server says that it can
+        self._session: Session | None = None
+
+    def load(self) -> None:
+        """Load the submission. Raises SessionEnded when that fails."""
+        self._session = self._sandbox.open(_CALL_SERVER, self._limits)
+        setup = {
+            "prefix": self._tests.prefix,
+            "source": self._source,
+            "starter": self._tests.starter,
+            "fork": not self._for_program,
+        }
+        answer = self._exchange(setup)
+        if "raised" in answer:
+            raise SessionEnded(f"did not load: {answer['raised']}")
+        self._forks = bool(answer.get("forks"))
+
+    def ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return {value}, {raised} or {died}. Raises SessionEnded; the next call then gets a fresh sandbox."""
+        if self._session is None:
+            self.load()
+        try:
+            answer = self._exchange(request)
+        except SessionEnded:
+            self.close()
+            raise
+        if not self._for_program and not self._forks:  # no forks here: the next call gets a sandbox of its own
+            self.close()
+        return answer
+
+    def describe_death(self, answer: Mapping[str, Any]) -> str:
+        """Say why a fork ended without an answer."""
+        assert self._session is not None
+        code = answer["died"]
+        words = self._session.describe_death(128 - code if code < 0 else code, answer["cpu_s"])
+        return words if words.startswith("killed") else f"ended without an answer: {words or describe_exit(0)}"
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _exchange(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._session is not None
+        nonce = secrets.token_hex(8)
+        line = f"{nonce} {json.dumps(message)}".encode()
+        answer = _object(self._session.ask(line))
+        kinds = {"raised": str, "type": str, "died": int, "cpu_s": int | float}
+        sound = all(isinstance(answer[name], kind) for name, kind in kinds.items() if name in answer)
+        forms = [{"value"}, {"raised", "type"}, *([{"died", "cpu_s"}] if self._forks else [])]
+        if answer.get("nonce") != nonce or not sound or not any(form <= answer.keys() for form in forms):
+            raise SessionEnded(_OUT_OF_TURN)
+        return answer
+
+
+def _from_program(judge: Session, line: bytes, asked: int) -> bytes:
+    """Return the test program's next line. Once it has had an answer, the submission is to blame when it ends."""
+    try:
+        return judge.ask(line)
+    except SessionEnded as error:
+        if asked:
+            raise SessionEnded(f"the test program did not finish: {error}") from None
+        raise SandboxFailure(f"the test program did not start: {error}") from None
+
+
+def _passed_on(answer: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer).encode()
+    except RecursionError:
+        raise SessionEnded("a result nested too deeply to be passed on") from None
+
+
+def _object(line: bytes) -> Mapping[str, Any]:
+    """Return the JSON object of a line, which may be hostile. Raises nothing but SessionEnded."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SessionEnded(f"an answer that cannot be read: {type(error).__name__}") from None
+    if not isinstance(answer, dict):
+        raise SessionEnded(_OUT_OF_TURN)
+    return answer
+
+
+def _compares(result: Any, test: CallTest) -> bool:
+    expected = encode(test.expected)
+    try:
+        if test.comparison == "python" and not _same_size(result, expected):
+            return False
+        value = plain(result)
+        if test.comparison == "truth":
+            return bool(value) is test.expected
+        if test.comparison == "identity":
+            return value is test.expected
+        return bool(value == plain(expected))
+    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        return False
+
+
+def _same_size(result: Any, expected: Any) -> bool:
+    """Whether two encoded values have equally many items at every level, and so may be equal.
+
+    Only then are they decoded: a set of a hundred thousand integers with one hash would take minutes.
+    """
+    if isinstance(result, dict) and isinstance(expected, dict):
+        ((_, result),), ((_, expected),) = result.items(), expected.items()
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_same_size, result, expected))
+    return not isinstance(result, list | dict) and not isinstance(expected, list | dict)
+
+
+def _given(test: CallTest) -> list[Any]:
+    return [plain(item) for item in test.request["arguments"]]
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=encode)
+    except (ValueError, TypeError, RecursionError):
+        text = "a value that cannot be shown"
+    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

@@ -1,0 +1,77 @@
+"""A user's own verifier, which the configuration names. It runs in a process of its own, since it may never return.
+
+``verify.custom`` maps an ability to ``package.module:name``, or to an entry point of group ``or1_verify.verifiers``.
+The path names a class (made without arguments) with the methods of ``types.Verifier``, of which only ``verify`` is
+required, or a function of (problem, response, truncated). Class and function return a Verdict, or just the reward: 0, 1
+or a bool. Truncated responses are refused before the verifier is asked, as everywhere (RECIPE section 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from or1_verify.child_process import ChildDied, ChildProcess, ChildTimeout, ChildUnusable
+from or1_verify.errors import UserError
+from or1_verify.types import Problem, Verdict
+
+ENTRY_POINTS = "or1_verify.verifiers"
+
+
+class VerifierBroken(UserError, ValueError):
+    """A user's verifier cannot be used; the message names it and says why."""
+
+
+class CustomVerifier:
+    """``types.Verifier`` over a child process, which has ``timeout_s`` for each verdict.
+
+    Raises VerifierBroken at construction when the verifier that ``path`` names cannot be loaded.
+    """
+
+    def __init__(self, ability: str, path: str, timeout_s: float) -> None:
+        self._name = f"verify.custom.{ability}: '{path}'"
+        self._child = ChildProcess("or1_verify.custom_process", path, timeout_s=timeout_s, path=[os.getcwd()])
+        try:
+            self._child.start(wait=True)
+        except ChildUnusable as error:
+            raise VerifierBroken(f"{self._name}: {error}") from None
+
+    def start(self) -> None:
+        """Do nothing: the child runs already."""
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        """Raise ValueError with the verifier's objection, if it has one."""
+        try:
+            reply = self._ask({"operation": "check", "problem": dataclasses.asdict(problem)})
+        except (ChildTimeout, ChildDied) as error:
+            raise VerifierBroken(f"{self._name}: check_ground_truth: {error}") from None
+        if "raised" in reply:
+            raise ValueError(f"{self._name}: {reply['raised']}")
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Return the user's verdict; ``timeout`` when it is late, ``error`` when the verifier raises or dies."""
+        started_s = time.perf_counter()
+        if truncated:
+            return Verdict(0.0, "truncated", "", "cut off at the response-length limit", 0.0)
+        request = {"operation": "verify", "problem": dataclasses.asdict(problem), "response": response}
+        try:
+            reply = self._ask(request)
+        except (ChildTimeout, ChildDied) as error:
+            status: Any = "timeout" if isinstance(error, ChildTimeout) else "error"
+            return Verdict(0.0, status, "", f"{self._name}: {error}", time.perf_counter() - started_s)
+        wall_s = time.perf_counter() - started_s
+        if "raised" in reply:
+            return Verdict(0.0, "error", "", f"{self._name}: {reply['raised']}", wall_s)
+        return Verdict(reply["reward"], reply["status"], reply["answer"], reply["detail"], wall_s)
+
+    def close(self) -> None:
+        """End the child."""
+        self._child.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._child.ask(request)
+        except ChildUnusable as error:
+            raise VerifierBroken(f"{self._name}: {error}") from None

@@ -1,0 +1,41 @@
+"""Looks at tokens by their brackets: how deep each one stands, and the parts outside all brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from or1_verify.math.reader.text import Token, Unreadable
+
+_OPEN = {"(", "[", "{", "\\{", "begin", "lfloor", "lceil", "langle"}
+_CLOSE = {")", "]", "}", "\\}", "end", "rfloor", "rceil", "rangle"}
+
+
+def spelling(items: Sequence[Token]) -> str:
+    return "".join(f"\\{token.text} " if token.kind == "command" else token.text for token in items)
+
+
+def depths(items: Sequence[Token]) -> list[int]:
+    """Return the depth of brackets around each token. A half-open interval's brackets close each other."""
+    depth, levels = 0, []
+    for token in items:
+        if token.kind != "word" and token.text in _CLOSE:
+            depth -= 1
+        levels.append(depth)
+        if token.kind != "word" and token.text in _OPEN:
+            depth += 1
+    if depth != 0:
+        raise Unreadable("brackets do not balance")
+    return levels
+
+
+def split(items: Sequence[Token], separates: Callable[[Token], bool]) -> tuple[list[list[Token]], list[str]]:
+    """Return the parts between separators outside all brackets, and the separators."""
+    parts: list[list[Token]] = [[]]
+    separators: list[str] = []
+    for token, depth in zip(items, depths(items), strict=True):
+        if depth == 0 and separates(token):
+            parts.append([])
+            separators.append(token.text)
+        else:
+            parts[-1].append(token)
+    return parts, separators

@@ -1,0 +1,526 @@
+"""Compares two readings, by one rule for each pair of types."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+
+from or1_verify.math.reader import notation
+from or1_verify.math.reader.conditions import agree_where_one_is_silent, parameter, said
+from or1_verify.math.reader.families import same_family
+from or1_verify.math.reader.numerals import is_numeral
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.ranges import (
+    Interval,
+    conditioned,
+    counted_on,
+    covered,
+    members,
+    names_of,
+    of_integers,
+    same_ranges,
+)
+from or1_verify.math.reader.records import (
+    Cases,
+    Conditional,
+    Dots,
+    Empty,
+    Labelled,
+    Matrix,
+    Modular,
+    NumberSet,
+    Ratio,
+    Reading,
+    Relation,
+    Restated,
+    SetBuilder,
+    Several,
+    Union,
+    Words,
+)
+from or1_verify.math.reader.scalars import same_quantity
+from or1_verify.math.reader.spread import same_links, spread
+from or1_verify.math.reader.text import Unreadable
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.value import canonical, fraction, proportional, rational, real, same, symbols
+
+_MAX_ITEMS = 64
+_VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+ ")
+
+
+def compare(gold: Reading, answer: Reading) -> bool:
+    """Whether two readings say the same under the policy. Raises Unreadable for what cannot be compared."""
+    for kind, rule in _WHOLE_RULES:
+        if isinstance(gold, kind) or isinstance(answer, kind):
+            return rule(gold, answer)
+    ranges = covered(gold), covered(answer)
+    if ranges[0] is not None and ranges[1] is not None:
+        return _same_range(gold, answer, ranges[0], ranges[1])
+    if isinstance(gold, SetBuilder) or isinstance(answer, SetBuilder):
+        return _same_set(gold, answer)
+    if not same_links(gold, answer):
+        return False
+    gold, answer = spread(gold), spread(answer)
+    for kind, rule in _SPREAD_RULES:
+        if isinstance(gold, kind) or isinstance(answer, kind):
+            return rule(gold, answer)
+    if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+        return same_quantity(gold, answer)
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _matched(gold.parts, answer.parts, compare)
+    return isinstance(gold, NumberSet) and gold == answer
+
+
+def _same_restated(gold: Reading, answer: Reading) -> bool:
+    """An answer in two notations must be right in both; a gold in two is met by either."""
+    if isinstance(answer, Restated):
+        return all(compare(gold, way) for way in answer.ways)
+    assert isinstance(gold, Restated)
+    return any(compare(way, answer) for way in gold.ways)
+
+
+def _same_labelled(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Labelled) and isinstance(answer, Labelled):
+        ours, theirs = dict(gold.values), dict(answer.values)
+        return ours.keys() == theirs.keys() and all(compare(ours[label], theirs[label]) for label in ours)
+    return _all_same(_in_order(gold), _in_order(answer))
+
+
+def _in_order(reading: Reading) -> tuple[Reading, ...]:
+    if isinstance(reading, Labelled):
+        return tuple(value for _, value in reading.values)
+    return reading.items if isinstance(reading, Several) and reading.brackets in ("", "()") else (reading,)
+
+
+def _same_conditional(gold: Reading, answer: Reading) -> bool:
+    """Compare formulas, and what both sides say of a letter."""
+    values = (
+        gold.value if isinstance(gold, Conditional) else gold,
+        answer.value if isinstance(answer, Conditional) else answer,
+    )
+    ours, theirs = said(gold, answer), said(answer, gold)
+    if not all(_matched(ours[names], theirs[names], compare) for names in ours.keys() & theirs.keys()):
+        return False
+    if not agree_where_one_is_silent(ours, theirs, values):
+        return False
+    letter = parameter(ours, theirs)
+    return compare(*values) or (letter != "" and same_family(*values, letter))
+
+
+def _same_set(gold: Reading, answer: Reading) -> bool:
+    """Compare where a side is a set of integers by a condition. Raises Unreadable for conditions that are no ranges."""
+    sides = [members(side) or side if isinstance(side, SetBuilder) else side for side in (gold, answer)]
+    if not any(isinstance(side, SetBuilder) for side in sides):
+        return compare(*sides)
+    ranges = [conditioned(side) if isinstance(side, SetBuilder) else counted_on(side) for side in sides]
+    unread = any(span is None and not isinstance(side, SetBuilder) for span, side in zip(ranges, sides, strict=True))
+    if unread and any(isinstance(side, SetBuilder) and side.domain not in ("", "R") for side in sides):
+        return False  # integers by a condition, and what is no set by one
+    if ranges[0] is None or ranges[1] is None:
+        raise Unreadable("a set by a condition that is no range")
+    domains = {side.domain for side in sides if isinstance(side, SetBuilder)}
+    if len(domains) > 1:
+        return False
+    if domains <= {"Z", "N", "Z+", "N0"}:
+        return same_ranges(of_integers(ranges[0]), of_integers(ranges[1]))
+    return all(isinstance(side, SetBuilder) for side in sides) and same_ranges(ranges[0], ranges[1])
+
+
+def _same_words(gold: Reading, answer: Reading) -> bool:
+    if not (isinstance(gold, Words) and isinstance(answer, Words)):
+        return False
+    return _word_key(gold.text) == _word_key(answer.text)
+
+
+def _word_key(text: str) -> tuple[str, ...]:
+    return tuple(sorted(" ".join(_told(part.split())) for part in re.split(r",|\band\b", text)))
+
+
+def _told(words: list[str]) -> list[str]:
+    return [_stem(word) for word in words if word not in ("a", "an", "the", "on")] or words
+
+
+def _stem(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+
+
+def _same_range(gold: Reading, answer: Reading, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
+    pairs = [bool(side.brackets) for side in (gold, answer) if isinstance(side, Several)]
+    if isinstance(gold, Several) and isinstance(answer, Several) and pairs[0] == pairs[1]:
+        return _same_several(gold, answer)  # two pairs: points or intervals, by the same rule
+    names = names_of(gold), names_of(answer)
+    if names[0] and names[1] and names[0] != names[1]:
+        return False
+    return same_ranges(left, right)
+
+
+def _all_same(gold: Sequence[Reading], answer: Sequence[Reading]) -> bool:
+    return len(gold) == len(answer) and all(map(compare, gold, answer))
+
+
+def _same_modular(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Modular) and isinstance(answer, Modular):
+        left = [side.value.sides[0] for side in (gold, answer) if isinstance(side.value, Relation)]
+        if not same(gold.modulus, answer.modulus) or (len(left) == 2 and not compare(*left)):
+            return False
+    elif isinstance(answer, Modular) and not _is_least(answer):
+        return False
+    return compare(_residue(gold), _residue(answer))
+
+
+def _is_least(modular: Modular) -> bool:
+    """Whether the residue is the least one: 3 mod 2 is not 3."""
+    residue = _residue(modular)
+    value = rational(residue.tree) if isinstance(residue, Quantity) else None
+    modulus = rational(modular.modulus)
+    return value is not None and modulus is not None and 0 <= value < modulus
+
+
+def _residue(reading: Reading) -> Reading:
+    if not isinstance(reading, Modular):
+        return reading
+    value = reading.value
+    return value.sides[1] if isinstance(value, Relation) and value.operators == ("==",) else value
+
+
+def _same_relation(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Several) or isinstance(answer, Several):
+        return _same_several(gold, answer)
+    if isinstance(gold, Relation) and isinstance(answer, Relation):
+        return _same_relations(gold, answer)
+    if isinstance(gold, Relation):
+        return any(compare(value, answer) for value in _values(gold, as_gold=True))
+    assert isinstance(answer, Relation)
+    return any(compare(gold, value) for value in _values_for(gold, answer))
+
+
+def _same_relations(gold: Relation, answer: Relation) -> bool:
+    if _inequality(gold) and _inequality(answer):
+        return _same_order(gold, answer)
+    if gold.operators == ("~",) and answer.operators in (("=",), ("~",)) and _one_name(gold, answer):
+        return any(compare(value, answer.sides[1]) for value in _values(gold, as_gold=True))
+    chains = chain(gold), chain(answer)
+    if chains[0] and chains[1]:
+        return set(gold.heads) == set(answer.heads) and _last_same(gold, answer)
+    assigned = _assigned(gold), _assigned(answer)
+    if assigned[0] is not None and assigned[1] is not None and notation.same_head(assigned[0][0], assigned[1][0]):
+        return compare(assigned[0][1], assigned[1][1])
+    if assigned[0] is not None and isinstance(assigned[0][1], Quantity) and is_numeral(assigned[0][1].tree):
+        return False  # x = 5 is not answered by 7x = 35
+    return _same_curve(gold, answer)
+
+
+def _one_name(gold: Relation, answer: Relation) -> bool:
+    return bool(gold.heads[0]) and notation.same_head(gold.heads[0], answer.heads[0])
+
+
+def _last_same(gold: Relation, answer: Relation) -> bool:
+    """Whether two chains end alike, or all that they hold are names."""
+    return bool(gold.heads[-1] and answer.heads[-1]) or compare(gold.sides[-1], answer.sides[-1])
+
+
+def chain(relation: Relation) -> Several | None:
+    """Return ``x = y = 2`` as ``x = 2, y = 2``; None for any other relation."""
+    heads, last = relation.heads[:-1], relation.sides[-1]
+    if set(relation.operators) != {"="} or len(heads) < 2 or len(set(heads)) < len(heads):
+        return None
+    if not all(_VARIABLE.fullmatch(head) for head in heads):
+        return None
+    sides = zip(relation.sides, heads, strict=False)
+    return Several(tuple(Relation(("=",), (side, last), (head, "")) for side, head in sides))
+
+
+def _same_curve(gold: Relation, answer: Relation) -> bool:
+    if gold.operators != answer.operators:
+        return False
+    if gold.operators != ("=",) or not all(isinstance(side, Quantity) for side in (*gold.sides, *answer.sides)):
+        return _all_same(gold.sides, answer.sides)
+    left, right = _difference(gold), _difference(answer)
+    if symbols(left) != symbols(right):
+        return False
+    return proportional(left, right) or proportional(fraction(left)[0], fraction(right)[0])
+
+
+def _difference(relation: Relation) -> Node:
+    first, second = relation.sides[0], relation.sides[-1]
+    assert isinstance(first, Quantity) and isinstance(second, Quantity)
+    return Node("add", (first.tree, Node("neg", (second.tree,))))
+
+
+def _inequality(relation: Relation) -> bool:
+    return set(relation.operators) <= {"<", "<=", ">", ">="}
+
+
+def _same_order(gold: Relation, answer: Relation) -> bool:
+    left, right = _ascending(gold), _ascending(answer)
+    if left is None or right is None or left[0] != right[0]:
+        return False
+    if _all_same(left[1], right[1]):
+        return True
+    if len(left[0]) != 1 or not all(isinstance(side, Quantity) for side in left[1] + right[1]):
+        return False
+    ordered = [Relation(("=",), tuple(sides), ("", "")) for sides in (left[1], right[1])]
+    return proportional(_difference(ordered[0]), _difference(ordered[1]), positive=True)
+
+
+def _ascending(relation: Relation) -> tuple[list[str], list[Reading]] | None:
+    if set(relation.operators) <= {"<", "<="}:
+        return list(relation.operators), list(relation.sides)
+    if set(relation.operators) <= {">", ">="}:
+        return [operator.replace(">", "<") for operator in reversed(relation.operators)], list(reversed(relation.sides))
+    return None
+
+
+def _assigned(relation: Relation) -> tuple[str, Reading] | None:
+    """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in A`` and ``S = 2 + 3 = 5``."""
+    if relation.operators[0] == "in" and len(relation.operators) == 1 and relation.heads[0]:
+        return relation.heads[0], relation.sides[1]
+    if set(relation.operators) != {"="}:
+        return None
+    if len(relation.sides) == 2 and (measure := _measure(relation.sides[0])):
+        return measure, relation.sides[1]
+    if relation.heads[0] and not _consistent(relation.sides[1:]):
+        return None
+    if relation.heads[0] and not relation.heads[-1]:
+        return None if _is_in(relation.heads[0], relation.sides[-1]) else (relation.heads[0], relation.sides[-1])
+    if relation.heads[-1] and not relation.heads[0] and len(relation.sides) == 2:
+        return None if _is_in(relation.heads[-1], relation.sides[0]) else (relation.heads[-1], relation.sides[0])
+    return (relation.heads[0], relation.sides[-1]) if relation.heads[0] else None
+
+
+def _is_in(name: str, value: Reading) -> bool:
+    """Whether a name is part of the value that it is given, as in ``n = n^2``."""
+    return isinstance(value, Quantity) and name in symbols(value.tree)
+
+
+def _measure(side: Reading) -> str:
+    """Return the name of a length or a ratio: AB for ``|AB|`` and ``|BA|``, ``S_1 : S_2``; "" for anything else."""
+    if isinstance(side, Ratio):
+        return ":".join(map(canonical, side.parts)) if all(map(symbols, side.parts)) else ""
+    if not (isinstance(side, Quantity) and side.tree.op == "abs"):
+        return ""
+    names = sorted(symbols(side.tree))
+    return "".join(names) if all(name[:1].isupper() for name in names) else ""
+
+
+def _consistent(sides: tuple[Reading, ...]) -> bool:
+    last = sides[-1]
+    return all(
+        compare(last, side)
+        or (isinstance(last, Quantity) and isinstance(side, Quantity) and same(last.tree, side.tree))
+        for side in sides[:-1]
+    )
+
+
+def _values(relation: Relation, as_gold: bool) -> list[Reading]:
+    """Return the values that a relation states: 5 for ``x = 5``; a for ``a \\approx b``, and for a gold also b."""
+    if relation.operators[-1] == "~":
+        exact = relation.sides[:-1]
+        if relation.heads[0] and len(exact) == 1:
+            last = relation.sides[-1]
+            return [last.approximate() if isinstance(last, Quantity) else last]
+        rest = Relation(relation.operators[:-1], exact, relation.heads[:-1]) if len(exact) > 1 else None
+        values = _values(rest, as_gold) if rest else [exact[0]]
+        if not as_gold and not _near(exact[-1], relation.sides[-1]):
+            return []
+        return [*values, relation.sides[-1]] if as_gold else values
+    assigned = _assigned(relation)
+    return [] if assigned is None else [assigned[1]]
+
+
+def _near(exact: Reading, rounded: Reading) -> bool:
+    if not (isinstance(exact, Quantity) and isinstance(rounded, Quantity)):
+        return False
+    value, shown = real(exact.tree), real(rounded.tree)
+    return value is not None and shown is not None and bool(abs(value - shown) <= abs(value) / 20)
+
+
+def _values_for(gold: Reading, answer: Relation) -> list[Reading]:
+    values = _values(answer, as_gold=False)
+    last = answer.sides[-1]
+    if not values and set(answer.operators) == {"="} and isinstance(last, Quantity) and isinstance(gold, Quantity):
+        first = answer.sides[0]
+        numbers = isinstance(first, Quantity) and is_numeral(gold.tree) and is_numeral(last.tree)
+        named = isinstance(first, Quantity) and len(symbols(first.tree)) > 1 and len(answer.sides) == 2
+        if numbers and (named or _consistent(answer.sides)):
+            return [last]  # a + b = 7, or 3 + 4 = 7, states a number
+    return values
+
+
+def _same_matrix(gold: Reading, answer: Reading) -> bool:
+    rows = [_rows(side) for side in (gold, answer)]
+    if rows[0] is None or rows[1] is None or [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+        return False
+    pairs = zip(sum(rows[0], ()), sum(rows[1], ()), strict=True)
+    return all(same_quantity(Quantity(ours), Quantity(theirs)) for ours, theirs in pairs)
+
+
+def _rows(side: Reading) -> tuple[tuple[Node, ...], ...] | None:
+    if isinstance(side, Matrix):
+        return side.rows
+    if isinstance(side, Several) and side.brackets == "()" and all(isinstance(item, Quantity) for item in side.items):
+        return tuple((item.tree,) for item in side.items if isinstance(item, Quantity))  # a column written in a row
+    if isinstance(side, Relation) and (assigned := _assigned(side)):
+        return _rows(assigned[1])
+    return None
+
+
+def _same_ratio(gold: Reading, answer: Reading) -> bool:
+    parts = [_ratio_parts(side) for side in (gold, answer)]
+    if parts[0] is None or parts[1] is None or len(parts[0]) != len(parts[1]) or len(parts[0]) < 2:
+        return False
+    ours, theirs = parts
+    assert ours is not None and theirs is not None
+    if any(part.op == "ldots" for part in ours + theirs):
+        return all(a == b or same(a, b) for a, b in zip(ours, theirs, strict=True))
+    crosses = ((Node("mul", (a, theirs[0])), Node("mul", (b, ours[0]))) for a, b in zip(ours, theirs, strict=True))
+    return all(same(left, right) for left, right in crosses)
+
+
+def _ratio_parts(side: Reading) -> tuple[Node, ...] | None:
+    if isinstance(side, Ratio):
+        return side.parts
+    if isinstance(side, Quantity) and side.unit is None and not side.percent:
+        return (side.tree, number_node(1))
+    if isinstance(side, Relation) and (assigned := _assigned(side)):
+        return _ratio_parts(assigned[1])
+    return None
+
+
+def _same_cases(gold: Reading, answer: Reading) -> bool:
+    sides = [side.sides[1] if isinstance(side, Relation) and len(side.sides) == 2 else side for side in (gold, answer)]
+    ours, theirs = sides
+    if not (isinstance(ours, Cases) and isinstance(theirs, Cases)) or len(ours.rows) != len(theirs.rows):
+        return False
+    return _matched(ours.rows, theirs.rows, _all_same)
+
+
+def _same_several(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Relation) and isinstance(answer, Several):
+        if (chained := chain(gold)) and _same_several(chained, answer):
+            return True
+        if gold.operators == ("in",) and answer.brackets == "":
+            return False  # an interval needs its brackets
+        return any(compare(value, answer) for value in _values(gold, as_gold=True) if not isinstance(value, Relation))
+    if isinstance(answer, Relation) and isinstance(gold, Several):
+        if (chained := chain(answer)) and _same_several(gold, chained):
+            return True
+        if answer.operators == ("in",) and gold.brackets == "":
+            return False
+        return any(compare(gold, value) for value in _values(answer, as_gold=False) if not isinstance(value, Relation))
+    if not (isinstance(gold, Several) and isinstance(answer, Several)):
+        return _same_singleton(gold, answer)
+    if max(len(gold.items), len(answer.items)) > _MAX_ITEMS:
+        return False
+    if len(answer.items) > len(gold.items) > 1 and answer.brackets in ("", "{}"):
+        answer = Several(_distinct(answer.items), answer.brackets, answer.joined_by)
+    if len(gold.items) != len(answer.items) or not _joined_alike(gold, answer):
+        return False
+    named = notation.assignments(gold), notation.assignments(answer)
+    if (named[0] or named[1]) and _same_assignments(gold, answer, named):
+        return True
+    if any(_name_variables(names) for names in named):
+        return False
+    brackets = {gold.brackets, answer.brackets}
+    if "{}" in brackets and brackets <= {"", "{}"}:
+        return _matched(gold.items, answer.items, _same_member)
+    if brackets == {""} and not any(isinstance(item, Dots) for item in gold.items):
+        return _matched(gold.items, answer.items, _same_member)
+    if brackets == {"", "()"}:
+        bare = answer if gold.brackets else gold
+        if bare.joined_by == "or" or any(isinstance(item, Relation) for item in bare.items):
+            return False  # alternatives are no point
+    return (len(brackets) == 1 or brackets == {"", "()"}) and _all_same(gold.items, answer.items)
+
+
+def _same_member(gold: Reading, answer: Reading) -> bool:
+    """Compare members of sets or lists, where ``\\{1\\}`` is not 1."""
+    braces = [isinstance(side, Several) and side.brackets == "{}" for side in (gold, answer)]
+    return braces[0] == braces[1] and compare(gold, answer)
+
+
+def _joined_alike(gold: Several, answer: Several) -> bool:
+    """Whether relations are joined alike: "or" and "and" differ, but for one variable's values."""
+    joiners = {gold.joined_by, answer.joined_by}
+    relations = [item for item in gold.items if isinstance(item, Relation)]
+    if "or" not in joiners or len(joiners) == 1 or not relations:
+        return True
+    stated = [names_of(item) if _inequality(item) else {item.heads[0]} for item in relations]
+    names = {frozenset(name.partition("_")[0] for name in named) for named in stated}
+    return len(names) == 1 and not ("and" in joiners and any(map(_excludes, relations)))
+
+
+def _excludes(relation: Relation) -> bool:
+    """Whether the relation is an inequality, or says what is not."""
+    return _inequality(relation) or relation.operators == ("!=",)
+
+
+def _name_variables(names: dict[str, Reading] | None) -> bool:
+    """Whether the names are different variables, and not one variable with numbers, as for the roots x_1 and x_2."""
+    return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
+
+
+def _same_singleton(gold: Reading, answer: Reading) -> bool:
+    if isinstance(gold, Several):
+        return gold.brackets in ("", "{}") and len(gold.items) == 1 and compare(gold.items[0], answer)
+    assert isinstance(answer, Several)
+    return answer.brackets in ("", "{}") and len(answer.items) == 1 and compare(gold, answer.items[0])
+
+
+def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Reading] | None, ...]) -> bool:
+    ours, theirs = named
+    if ours and theirs:
+        return ours.keys() == theirs.keys() and all(compare(ours[name], theirs[name]) for name in ours)
+    if answer.brackets == "{}" or gold.brackets == "{}":
+        return False
+    if _name_variables(ours or theirs) and any(isinstance(item, Relation) for item in (answer if ours else gold).items):
+        return False  # x = 1 or x = 2, beside x = 1 and y = 2
+    left = list(ours.values()) if ours else gold.items
+    # Against a tuple an answer's values count in the order of their names, not in the order that it lists them.
+    right = [value for _, value in sorted(theirs.items())] if theirs else answer.items
+    if _all_same(left, right):
+        return True
+    return bool(theirs) and gold.brackets == "" and _all_same(left, list((theirs or {}).values()))
+
+
+def _distinct(items: tuple[Reading, ...]) -> tuple[Reading, ...]:
+    """Return the items without repetitions."""
+    kept: list[Reading] = []
+    for item in items:
+        if not any(compare(other, item) for other in kept):
+            kept.append(item)
+    return tuple(kept)
+
+
+def _matched[T](ours: Sequence[T], theirs: Sequence[T], equal: Callable[[T, T], bool]) -> bool:
+    """Whether the two have the same items, each equally often. A greedy match does: equality is transitive enough."""
+    if len(ours) != len(theirs):
+        return False
+    rest = list(theirs)
+    for item in ours:
+        index = next((index for index, other in enumerate(rest) if equal(item, other)), None)
+        if index is None:
+            return False
+        del rest[index]
+    return True
+
+
+_Rules = Sequence[tuple[type, Callable[[Reading, Reading], bool]]]
+_WHOLE_RULES: _Rules = (
+    (Conditional, _same_conditional),
+    (Restated, _same_restated),
+    (Labelled, _same_labelled),
+    (Words, _same_words),
+    (Empty, operator.eq),
+    (Dots, operator.eq),
+    (Cases, _same_cases),
+)
+_SPREAD_RULES: _Rules = (
+    (Modular, _same_modular),
+    (Relation, _same_relation),
+    (Matrix, _same_matrix),
+    (Ratio, _same_ratio),
+    (Several, _same_several),
+)
+"""Rules by the type of either side, in this order: for whole readings, then for readings that were spread."""

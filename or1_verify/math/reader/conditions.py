@@ -1,0 +1,173 @@
+"""Compares formulas and sets with what is said about their letters: where a formula holds, which numbers are meant.
+
+A letter of which both sides say something must be over the same numbers. Where one side says nothing, a formula's
+condition may be left out, and so may the integers or reals that a parameter runs over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.ranges import Interval, covered, names_of, same_ranges
+from or1_verify.math.reader.records import (
+    Conditional,
+    NumberSet,
+    Reading,
+    Relation,
+    SetBuilder,
+    Several,
+    Words,
+)
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.value import symbols
+
+Said = dict[frozenset[str], tuple[Reading, ...]]
+"""The conditions by the letters that they are about."""
+
+_INTEGERS = NumberSet("Z")
+_REALS = NumberSet("R")
+_UNKNOWN = re.compile(r"[a-z]|\\[a-z]+ ")
+
+
+def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
+    """Return ``value`` under conditions. The numbers of an inequality's own letter make it a set by a condition."""
+    kept = []
+    for condition in conditions:
+        domain, (letter, *more) = number_set(condition), sorted(names_of(condition)) or [""]
+        ranged = None if domain is None or more or not letter else _ranged(value, letter)
+        if ranged is None or domain is None:
+            kept.append(condition)
+        elif domain != _REALS:
+            value = SetBuilder(letter, domain.name, ranged)
+    if isinstance(value, Conditional):
+        return Conditional(value.value, (*value.conditions, *kept)) if kept else value
+    return Conditional(value, tuple(kept)) if kept else value
+
+
+def _ranged(value: Reading, letter: str) -> Reading | None:
+    """Return an inequality of the letter, and an interval as ``letter \\in ...``; None for anything else."""
+    spans = None if isinstance(value, SetBuilder) else covered(value)
+    if spans is None or names_of(value):
+        return value if spans is not None and names_of(value) == {letter} else None
+    if any(letter in symbols(end) for span in spans for end in (span.low, span.high)):
+        return None
+    return Relation(("in",), (Quantity(Node("sym", name=letter)), value), (letter, ""))
+
+
+def number_set(condition: Reading) -> NumberSet | None:
+    """Return Z of ``k \\in Z``, and so on; None for any other condition."""
+    inside = condition.sides[1] if isinstance(condition, Relation) and condition.operators == ("in",) else None
+    return inside if isinstance(inside, NumberSet) and not inside.without else None
+
+
+def said(reading: Reading, other: Reading) -> Said:
+    """Return what is said of each letter. That it is an integer or real says nothing beside a bound."""
+    by_names: dict[frozenset[str], list[Reading]] = {}
+    for condition in reading.conditions if isinstance(reading, Conditional) else ():
+        by_names.setdefault(names_of(condition), []).append(condition)
+    indices = _indices(reading) | _indices(other)
+    for names, stated in by_names.items():
+        bounds = [condition for condition in stated if number_set(condition) not in (_INTEGERS, _REALS)]
+        by_names[names] = bounds or stated[:1]
+        if len(bounds) == 1 and names <= indices and (domain := _counted(bounds[0])):
+            by_names[names] = [Relation(("in",), (Quantity(Node("sym", name=min(names))), domain), (min(names), ""))]
+    return {names: tuple(stated) for names, stated in by_names.items()}
+
+
+def _indices(reading: Reading) -> set[str]:
+    """Return n of a sequence ``a_n = ...``, which is an integer."""
+    value = reading.value if isinstance(reading, Conditional) else reading
+    return set(re.findall(r"_\{?([a-z])\}?", value.heads[0])) if isinstance(value, Relation) else set()
+
+
+def _counted(bound: Reading) -> NumberSet | None:
+    """Return the integers of ``n >= 1`` or ``n >= 0`` as a number set."""
+    for low, name in ((1, "Z+"), (0, "N0")):
+        spans = covered(bound)
+        if spans and same_ranges(spans, (Interval(number_node(low), Node("infty"), True, False),)):
+            return NumberSet(name)
+    return None
+
+
+def agree_where_one_is_silent(gold: Said, answer: Said, values: tuple[Reading, Reading]) -> bool:
+    """Whether nothing is lost by what one side alone says."""
+    bounded = [{names for names, stated in side.items() if not _only_number_sets(stated)} for side in (gold, answer)]
+    if bounded[0] and bounded[1] and bounded[0] != bounded[1]:
+        return False
+    for side in (gold, answer):
+        for names in side.keys() - (answer if side is gold else gold).keys():
+            if not _is_real(side[names]) and any(map(_is_order, values)) and names & (names_of(values[0])):
+                return False  # x > y for integers x
+    return not any(_narrows(names, answer[names], values) for names in answer.keys() - gold.keys())
+
+
+def _only_number_sets(stated: Sequence[Reading]) -> bool:
+    return all(number_set(condition) is not None for condition in stated)
+
+
+def _is_real(stated: Sequence[Reading]) -> bool:
+    return all(number_set(condition) == _REALS for condition in stated)
+
+
+def _is_order(value: Reading) -> bool:
+    return isinstance(value, Relation) and bool(set(value.operators) & {"<", "<=", ">", ">=", "!="})
+
+
+def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
+    r"""Whether an answer alone says ``x = 0`` or ``x \in Z`` of its formula's x, or bounds the k of ``x = k\pi``."""
+    if any(map(_is_point, stated)):
+        return any(names & {head, *symbols(tree)} for head, tree in map(_formula, values) if tree is not None)
+    if any(isinstance(one, Relation) and isinstance(one.sides[-1], Words) for one in stated):
+        return bool(_NARROWING & {word for one in stated for word in _words(one)})
+    domain = number_set(stated[0])
+    if domain not in (None, _REALS) and names <= set("xyz") and any(names <= _inside(value) for value in values):
+        return True
+    if domain in (_INTEGERS, _REALS):
+        return False
+    formulas = [_formula(value) for value in values]
+    heads = [head for head, _ in formulas if head]
+    alone = all(tree is not None and symbols(tree) == names for _, tree in formulas) and names <= set("klmn")
+    return alone and bool(heads) and all(_UNKNOWN.fullmatch(head) and head not in names for head in heads)
+
+
+_NARROWING = frozenset({"even", "odd", "prime", "composite", "negative"})
+
+
+def _words(condition: Reading) -> list[str]:
+    last = condition.sides[-1] if isinstance(condition, Relation) else condition
+    return last.text.split() if isinstance(last, Words) else []
+
+
+def _is_point(condition: Reading) -> bool:
+    """Whether the reading is ``x = 0`` or ``x \\in \\{0, 1\\}``."""
+    if not isinstance(condition, Relation):
+        return False
+    inside = condition.sides[-1]
+    return condition.operators == ("=",) or (isinstance(inside, Several) and inside.brackets == "{}")
+
+
+def _inside(value: Reading) -> frozenset[str]:
+    """Return the letters of an expression or relation, without those that are a side of their own."""
+    sides = value.sides if isinstance(value, Relation) else (value,)
+    trees = [side.tree for side in sides if isinstance(side, Quantity) and side.tree.op != "sym"]
+    return frozenset().union(*map(symbols, trees))
+
+
+def _formula(value: Reading) -> tuple[str, Node | None]:
+    """Return (name, expression) of ``x = 2k``, and ("", expression) of a bare one."""
+    if isinstance(value, Relation) and value.operators == ("=",):
+        last = value.sides[1]
+        return value.heads[0], last.tree if isinstance(last, Quantity) else None
+    return "", value.tree if isinstance(value, Quantity) else None
+
+
+def parameter(gold: Said, answer: Said) -> str:
+    """Return the one letter of which both sides say that it is an integer, and nothing else; "" for none."""
+    both = [
+        names
+        for names in gold.keys() & answer.keys()
+        if len(names) == 1 and all([number_set(one) for one in side[names]] == [_INTEGERS] for side in (gold, answer))
+    ]
+    return min(both[0]) if len(both) == 1 else ""

@@ -1,0 +1,249 @@
+r"""Judges whether an answer says what a gold says: it reads both and compares them by their types.
+
+The policy, class by class and with its reasons, is in docs/math_verifier.md. Where a side cannot be read, the functions
+raise ``Unreadable``; only equal texts are decided without reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from or1_verify.math.reader import notation
+from or1_verify.math.reader.alike import alike
+from or1_verify.math.reader.compare import compare
+from or1_verify.math.reader.numerals import is_numeral
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.reading import read
+from or1_verify.math.reader.records import Conditional, Reading, Words
+from or1_verify.math.reader.rounding import as_rounded
+from or1_verify.math.reader.text import Token, Unreadable, clean, tokens
+from or1_verify.math.reader.units import HEDGES
+
+_MAX_CHARS = 2000
+_DECLARED = r"(?<![A-Za-z])([a-z])\s*\\in\s*\\mathbb\s*\{\s*[ZN]\s*\}"
+_POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\s*\d\s*\}))?"
+_BARE_UNIT = re.compile(rf"(.*[\d}}])\s*([mgshlL]|[A-Za-z]+{_POWER}(?:\s*(?:/|\\cdot|)\s*[A-Za-z]+{_POWER})+)")
+_MARK = re.compile(r"([^'∘]?)('+|∘+)")
+_MARKED_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*(?:\^?\{?\s*(?:\\prime\s*|\\circ|['°′″])+\}?)\s*")
+_TUPLE_OF_REAL = r"^\(.*\)\s*[,(]\s*([a-z])\s*\\in\s*\\mathbb\s*\{\s*R\s*\}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    right: bool
+    how: str
+    """The types that the two were compared as."""
+
+
+def judge(gold: str, answer: str, rounding: bool = False) -> Judgement:
+    """Judge ``answer`` by ``gold``. Raises Unreadable where one of them cannot be read.
+
+    ``rounding``: an exact answer is right where it rounds to a decimal gold (``reader.rounding``).
+    """
+    if max(len(gold), len(answer)) > _MAX_CHARS:
+        raise Unreadable(f"longer than {_MAX_CHARS} characters")
+    gold, answer = alike(gold, answer)
+    if (said := notation.ordinals(gold, answer)) is not None:
+        return Judgement(said, "compared as ordinals")
+    cleaned = _cleaned(gold), _cleaned(answer)
+    if _squeezed(cleaned[0]) == _squeezed(cleaned[1]) != "":
+        return Judgement(True, "the same text")
+    for name, rule in notation.RULES:
+        if (said := rule(cleaned[0], cleaned[1], partial(_same_value, rounding=rounding))) is not None:
+            return Judgement(said, name)
+    return _judge_readings(gold, answer, rounding)
+
+
+def is_readable(gold: str) -> bool:
+    """Whether :func:`judge` can compare answers with this gold."""
+    try:
+        _reading(gold, True)
+    except (Unreadable, RecursionError):
+        return bool(notation.based(gold))
+    return True
+
+
+def states_number_or_words(gold: str) -> bool:
+    """Whether the gold is a number written out, or words. An answer that cannot be read is neither."""
+    try:
+        reading = _reading(gold, True)
+    except (Unreadable, RecursionError):
+        return False
+    reading = reading.value if isinstance(reading, Conditional) else reading
+    return isinstance(reading, Words) or (isinstance(reading, Quantity) and is_numeral(reading.tree))
+
+
+def leaves_open(answer: str) -> bool:
+    """Whether an answer has struck-out parts, or words that hedge, negate or bound what stands beside them."""
+    try:
+        words = set(re.findall(r"[a-z]+", _cleaned(answer).lower()))
+    except Unreadable:
+        return True
+    return bool(words & HEDGES)
+
+
+def letters(text: str) -> frozenset[str]:
+    """Return the letters of a text that name something: not those of commands, words, or a name before ``=``."""
+    named = re.fullmatch(r"[^=+\-^]*=([^=]*)", text)
+    text = named[1] if named else text
+    bare = re.sub(r"\\[A-Za-z]+|«[^»]*»", " ", re.sub(r"\\text\w*\s*\{[^{}]*\}", " ", text))
+    return frozenset(re.findall(r"[A-Za-z]", bare))
+
+
+def marks_agree(gold: str, answer: str) -> bool:
+    """Whether two texts have the same primes and degree signs, behind the same characters; a lone unit may be left out.
+
+    Math-Verify does not look at them: it takes 20' for 20".
+    """
+    ours, theirs = _marks(gold), _marks(answer)
+    return ours == theirs or (not theirs and _MARKED_NUMBER.fullmatch(gold) is not None)
+
+
+def _marks(text: str) -> list[tuple[str, str]]:
+    for spelled, sign in (("°", "∘"), (r"\circ", "∘"), (r"\degree", "∘"), (r"\prime", "'"), ("′", "'"), ("″", "''")):
+        text = text.replace(spelled, sign)
+    return sorted(_MARK.findall(re.sub(r"[{}^\s$]|\\text\w*", "", text)))
+
+
+def one_changed(answer: str) -> Iterator[str]:
+    """Yield the answers that differ in one number, raised by one, or in one letter. Commands and words stay."""
+    for match in re.finditer(r"\\text\w*\s*\{[^{}]*\}|\\[A-Za-z]+|([0-9]+)|([A-Za-z])", answer):
+        if match[1] or match[2]:
+            other = str(int(match[1]) + 1) if match[1] else "a" if match[2] in "zZ" else chr(ord(match[2]) + 1)
+            yield answer[: match.start()] + other + answer[match.end() :]
+
+
+def _same_value(gold: str, answer: str, rounding: bool) -> bool:
+    try:
+        return judge(gold, answer, rounding).right
+    except Unreadable:
+        return False
+
+
+def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
+    """Try both ways to read commas between digits: ``1,234`` can be one number or two."""
+    rename = _renaming(_cleaned(gold), _cleaned(answer))
+    failed: Unreadable | None = None
+    said: Judgement | None = None
+    for gold_groups in _comma_readings(gold):
+        for answer_groups in _comma_readings(answer):
+            try:
+                left = as_rounded(_reading(gold, gold_groups)) if rounding else _reading(gold, gold_groups)
+                right = read(clean(answer, answer_groups), rename)
+                kind = f"{_name(left)} and {_name(right)}"
+                said = Judgement(compare(left, right), f"compared as {kind}")
+            except (Unreadable, RecursionError) as error:
+                failed = error if isinstance(error, Unreadable) else Unreadable("nested too deep")
+                continue
+            if said.right:
+                return said
+    bare = _bare_units(gold, answer)
+    if bare is not None:
+        return bare
+    if said is None:
+        raise failed or Unreadable("no reading")
+    return said
+
+
+def _bare_units(gold: str, answer: str) -> Judgement | None:
+    """Judge with a letter right behind the answer's number read as a unit (``7 m``), where the gold has a unit."""
+    try:
+        expected = _reading(gold, True)
+        if not isinstance(expected, Quantity) or expected.unit is None:
+            return None
+        match = _BARE_UNIT.fullmatch(_cleaned(answer))
+        if match is None:
+            return None
+        marked = re.sub(r"(?<!\\)\b[A-Za-z]+", r" «\g<0>» ", match[2])
+        return Judgement(compare(expected, read(match[1] + marked)), "compared as quantities")
+    except Unreadable:
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _cleaned(text: str) -> str:
+    return clean(text)
+
+
+@lru_cache(maxsize=1024)  # a group's answers share their gold
+def _reading(text: str, commas_group: bool) -> Reading:
+    return read(clean(text, commas_group))
+
+
+def _comma_readings(text: str) -> tuple[bool, ...]:
+    return (True, False) if re.search(r"\d,\d{3}", text) else (True,)
+
+
+def _squeezed(cleaned: str) -> str:
+    """Remove white space except between two numbers or words."""
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"[«»]", " ", cleaned))
+
+
+def _name(reading: Reading) -> str:
+    return {"Quantity": "a value", "Several": "several values", "Relation": "a relation", "Words": "words"}.get(
+        type(reading).__name__, type(reading).__name__.lower()
+    )
+
+
+def _renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
+    """Return what renames the answer's parameter, or its function's argument, to the gold's; None for neither."""
+    for rule in (_integers, lambda a, b: _integers(b, a), _arguments, _reals, _constants):
+        names = rule(gold, answer)
+        if names and names[0] != names[1]:
+            swap = {names[0]: names[1], names[1]: names[0]}
+            return lambda items: [
+                Token(token.kind, swap.get(token.text, token.text), token.spaced) if token.kind == "symbol" else token
+                for token in items
+            ]
+    return None
+
+
+def _arguments(gold: str, answer: str) -> tuple[str, str] | None:
+    names = [set(re.findall(r"^[A-Za-z]\w*\s*\(\s*([a-z])\s*\)\s*=", text)) for text in (gold, answer)]
+    return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
+
+
+def _reals(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the real parameters of two tuples: declared, or the only letter that the answer alone has."""
+    names = [re.findall(_TUPLE_OF_REAL, text) for text in (gold, answer)]
+    if not names[0]:
+        return None
+    own = _symbols(answer) - _symbols(gold)
+    if not names[1] and answer.startswith("(") and len(own) == 1 and names[0][0] not in _symbols(answer):
+        return names[0][0], own.pop()
+    return (names[0][0], names[1][0]) if names[1] else None
+
+
+def _constants(gold: str, answer: str) -> tuple[str, str] | None:
+    """Return the constant of integration C, or C_1 and c_1, of a gold in x or t, and the answer's in its place."""
+    ours, theirs = _symbols(gold), _symbols(answer)
+    constants, others = ours - theirs, theirs - ours
+    named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
+    if constants not in ({"C"}, {"c"}) or named or not ours & {"x", "t"} or len(others) != 1:
+        return None
+    return (constants.pop(), others.pop()) if others <= {"C", "c", "K", "k", "A"} else None
+
+
+def _symbols(cleaned: str) -> set[str]:
+    try:
+        return {token.text for token in tokens(cleaned) if token.kind == "symbol"}
+    except Unreadable:
+        return set()
+
+
+def _integers(one: str, other: str) -> tuple[str, str] | None:
+    """Return the integer that ``one`` declares, and the other's: declared, or its only letter of k, l, m, n."""
+    declared = [set(re.findall(_DECLARED, text)) for text in (one, other)]
+    if len(declared[0]) != 1:
+        return None
+    if declared[1]:
+        return (*declared[0], *declared[1]) if len(declared[1]) == 1 else None
+    letters = [_symbols(text) for text in (one, other)]
+    free = letters[1] & {"k", "l", "m", "n"}
+    (name,) = declared[0]
+    if len(free) != 1 or name in letters[1] or free & letters[0]:
+        return None
+    return name, free.pop()

@@ -1,0 +1,200 @@
+r"""Rules for notations that the spelling alone shows, and small helpers over readings and trees.
+
+Each rule takes the cleaned gold and answer and says whether they agree, or None where the notation is not used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.records import Reading, Relation, Several
+from or1_verify.math.reader.text import plain
+from or1_verify.math.reader.tree import Node
+from or1_verify.math.reader.units import NUMBER_WORDS, ORDINAL_WORDS, ROMAN
+
+SameValue = Callable[[str, str], bool]
+
+_BASE = re.compile(r"\(?([0-9][0-9A-Z]*|[A-F][0-9A-F]+)\)?_(?:\{([^{}]*)\}|(\d))")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?( ?[ap]m)?")
+_CHOICE = re.compile(
+    r"(?:(?:«(?:option|choice|answer)» ?)?\(([A-H])\)|«(?:Option|Choice|option|choice)» ?([A-H])|([A-H])[).])(.*)"
+)
+_SECOND_CHOICE = re.compile(r"\b[A-H]\b|\b(?:or|and|not|no)\b", re.IGNORECASE)
+_BARE_LETTER = re.compile(r"[A-H]")
+_MONTH = "|".join(
+    (
+        *("jan(?:uary)?", "feb(?:ruary)?", "mar(?:ch)?", "apr(?:il)?", "may", "june?", "july?", "aug(?:ust)?"),
+        *("sept?(?:ember)?", "oct(?:ober)?", "nov(?:ember)?", "dec(?:ember)?"),
+    )
+)
+_DATE = re.compile(
+    rf"(?:the )?(?:(?P<month>{_MONTH}) ?\.? (?P<day>\d{{1,2}})|(?P<before>\d{{1,2}}) (?:of )?(?P<of>{_MONTH}))"
+    r"(?:,? (?P<year>\d{4}))?"
+)
+_CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
+_NUMBERED = re.compile(r"(\d{1,3}) ?(?:st|nd|rd|th)(?: ([a-z]{3,}))?")
+_ORDINAL_WORD = re.compile(r"([a-z]+)(?: ([a-z]{3,}))?")
+_ROMAN_BEHIND = re.compile(r"([a-z]{3,}) ([ivx]+)")
+_LETTERS = re.compile(r"[A-H](?:(?:,| )*[A-H]){1,7}")
+
+
+def based(cleaned: str) -> tuple[str, int] | None:
+    """Return (digits, base) of ``1011_2``."""
+    text = re.sub(r"[\s«»]", "", cleaned)
+    match = _BASE.fullmatch(text)
+    if match is None:
+        return None
+    said = (match[2] or match[3] or "").lower()
+    base = int(said) if said.isdigit() else NUMBER_WORDS.get(said, 0)
+    return (match[1], base) if 2 <= base <= 36 else None
+
+
+def bases(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Compare digits in the stated base. A base that is left out is the question's, or ten for a plain gold."""
+    ours, theirs = based(gold), based(answer)
+    if ours is None and theirs is None:
+        return None
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    digits = re.sub(r"[\s«»(){}]", "", answer if ours else gold)
+    known = ours or theirs
+    assert known is not None
+    return digits == known[0] and (ours is not None or known[1] == 10)
+
+
+def times(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Compare times of day, by 12 or 24 hours. A missing am or pm is the question's."""
+    both = [_TIME.fullmatch(plain(text)) for text in (gold, answer)]
+    if not (both[0] and both[1]):
+        return None
+    ours, theirs = (_clock(match) for match in both if match)
+    return ours == theirs or (None in (ours[0], theirs[0]) and ours[1] == theirs[1])
+
+
+def _clock(match: re.Match[str]) -> tuple[int | None, tuple[int, int, int]]:
+    """Return (half of the day or None, time on a 12-hour dial)."""
+    hour, minute, second = int(match[1]), int(match[2]), int(match[3] or 0)
+    half = None if not match[4] else int("p" in match[4])
+    if hour > 12 or hour == 0:
+        half = int(hour >= 12)
+    return half, (hour % 12, minute, second)
+
+
+def choices(gold: str, answer: str, same_value: SameValue) -> bool | None:
+    """Compare letters of a multiple choice, with or without the value behind them."""
+    ours, theirs = _choice(gold), _choice(answer)
+    if ours is None:
+        return None
+    if theirs is None:
+        return ours[1] != "" and same_value(ours[1], answer) if not _BARE_LETTER.fullmatch(gold) else None
+    if ours[0] != theirs[0] or _SECOND_CHOICE.search(theirs[1]):
+        return False
+    return not ours[1] or not theirs[1] or same_value(ours[1], theirs[1])
+
+
+def _choice(cleaned: str) -> tuple[str, str] | None:
+    text = cleaned.strip(" {}")
+    if _BARE_LETTER.fullmatch(text):
+        return text, ""
+    match = _CHOICE.fullmatch(text)
+    return (match[1] or match[2] or match[3], match[4].strip(" .:")) if match else None
+
+
+def dates(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Compare a month's name and its day, and the year where both have one."""
+    ours, theirs = (_date(plain(text)) for text in (gold, answer))
+    if ours is None and theirs is None:
+        return None
+    if ours is None or theirs is None:
+        return False
+    return ours[:2] == theirs[:2] and (None in (ours[2], theirs[2]) or ours[2] == theirs[2])
+
+
+def _date(text: str) -> tuple[str, int, str | None] | None:
+    match = _DATE.fullmatch(text)
+    if match is None:
+        return None
+    return (match["month"] or match["of"])[:3], int(match["day"] or match["before"]), match["year"]
+
+
+def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
+    """Compare several letters, in rising order: ``ABD``, ``A, B, D``."""
+    texts = [re.sub(r"[{}«»]", " ", text).strip() for text in (gold, answer)]
+    if not all(_LETTERS.fullmatch(text) for text in texts):
+        return None
+    ours, theirs = (re.findall("[A-H]", text) for text in texts)
+    return ours == theirs if ours == sorted(set(ours)) else None
+
+
+_OTHER_PLACES = frozenset({"last", "root", "power", "from"})
+
+
+def ordinals(gold: str, answer: str) -> bool | None:
+    """Compare ``third`` with ``3^{rd}``, and ``second quadrant`` with ``Quadrant II``. Both are still as written."""
+    ours, theirs = _ordinal(gold), _ordinal(answer)
+    if ours is None or theirs is None or not (ours[2] or theirs[2]):
+        return None
+    said = ours[1] == theirs[1] or theirs[1] == "" or (ours[1] == "" and theirs[1] not in _OTHER_PLACES)
+    return ours[0] == theirs[0] and said
+
+
+def _ordinal(raw: str) -> tuple[int, str, bool] | None:
+    """Return (number, noun or "", whether it is in words or Roman)."""
+    text = re.sub(r"\\(?:text\w*|mathrm|mbox)|\\[ ,;]|[{}^$~\s]+", " ", raw)
+    text = re.sub(r"\s+", " ", text).strip(" .").lower().removeprefix("the ")
+    if match := _NUMBERED.fullmatch(text):
+        return int(match[1]), match[2] or "", False
+    if (match := _ORDINAL_WORD.fullmatch(text)) and match[1] in ORDINAL_WORDS:
+        return ORDINAL_WORDS.index(match[1]) + 1, match[2] or "", True
+    if (match := _ROMAN_BEHIND.fullmatch(text)) and match[2] in ROMAN:
+        return ROMAN.index(match[2]) + 1, match[1], True
+    return None
+
+
+RULES: tuple[tuple[str, Callable[[str, str, SameValue], bool | None]], ...] = (
+    ("compared as numerals in a base", bases),
+    ("compared as times of day", times),
+    ("compared as dates", dates),
+    ("compared as choices", choices),
+    ("compared as several choices", several_choices),
+)
+
+
+def branches(tree: Node) -> tuple[Node, Node]:
+    r"""Return the two values of an expression with ``\pm``. All its signs change together."""
+    return _branch(tree, upper=True), _branch(tree, upper=False)
+
+
+def _branch(tree: Node, upper: bool) -> Node:
+    arguments = tuple(_branch(argument, upper) for argument in tree.args)
+    if tree.op in ("pm", "mp"):
+        return arguments[0] if (tree.op == "pm") == upper else Node("neg", arguments)
+    return Node(tree.op, arguments, tree.number, tree.name)
+
+
+def same_head(gold: str, answer: str) -> bool:
+    """Whether two names are one: ``\\angle A`` and ``A``, or a function as ``f(x)``, as ``f`` and as ``y``."""
+    names = _head(gold), _head(answer)
+    for name, other in (names, names[::-1]):
+        if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
+            return other == call[1] + call[2] or (other == "y" + call[2] and "y" not in call[3])
+    return names[0] == names[1]
+
+
+def _head(text: str) -> str:
+    return re.sub(r"[{}\s]|\\angle", "", text)
+
+
+def assignments(group: Several) -> dict[str, Reading] | None:
+    """Return name to value where every item is ``name = value`` or ``name \\approx value`` with a name of its own."""
+    named: dict[str, Reading] = {}
+    for item in group.items:
+        if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):
+            return None
+        value = item.sides[1]
+        if item.operators == ("~",) and isinstance(value, Quantity):
+            value = value.approximate()
+        named[_head(item.heads[0])] = value
+    return named if len(named) == len(group.items) else None

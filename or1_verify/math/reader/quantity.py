@@ -1,0 +1,187 @@
+r"""Reads one value and what stands around it: a unit, a currency, a percent sign, a noun, lead-in words, "minus"."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+
+from or1_verify.math.reader.expression import parse
+from or1_verify.math.reader.text import Token, Unreadable
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.units import (
+    HEDGES,
+    LEAD_INS,
+    MULTIPLIERS,
+    NUMBER_WORDS,
+    POWER_WORDS,
+    SYMBOL_UNITS,
+    UNITS,
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """``tree`` times ``unit``: (dimension, size), such as ("length^2", 1/10000) for square centimetres."""
+
+    tree: Node
+    unit: tuple[str, Fraction] | None = None
+    noun: str = ""
+    percent: bool = False
+    approximated: bool = False
+    rounded: bool = False
+    """A gold whose digits stop where it was rounded, by ``verify.math.rounding``."""
+
+    def approximate(self) -> Quantity:
+        return replace(self, approximated=True)
+
+
+def read_quantity(items: list[Token]) -> Quantity:
+    """Read a value. Raises Unreadable where words say more than a unit, a noun or a lead-in."""
+    items = without_lead_in(items)
+    if len(items) > 1 and items[0].text == ":":
+        items = items[1:]
+    negative = len(items) == 2 and items[0].kind == "word" and items[0].text in ("minus", "negative")
+    items = items[1:] if negative else items
+    unit: tuple[str, Fraction] | None = None
+    if len(items) > 1 and items[0].text in SYMBOL_UNITS and items[0].kind == "sign":
+        unit, items = UNITS[SYMBOL_UNITS[items[0].text]], items[1:]
+    elif len(items) > 2 and items[0].text == "-" and items[1].text in SYMBOL_UNITS:
+        unit, items = UNITS[SYMBOL_UNITS[items[1].text]], [items[0], *items[2:]]
+    end = next((index for index, token in enumerate(items) if token.kind == "word"), len(items))
+    body, tail = items[:end], items[end:]
+    if not body and tail and tail[0].text in NUMBER_WORDS:
+        unit_behind = _unit(tail[1:])
+        if unit_behind is None and len(tail) > 1:
+            raise Unreadable("words behind a number word")
+        return _signed(Quantity(number_node(NUMBER_WORDS[tail[0].text]), unit_behind), negative)
+    percent = False
+    if body and body[-1].text == "%" and not tail:
+        percent, body = True, body[:-1]
+    elif tail and tail[0].text in ("percent", "percents", "pct") and len(tail) == 1:
+        percent, tail = True, []
+    if body and body[-1].text in SYMBOL_UNITS and unit is None:
+        unit, body = UNITS[SYMBOL_UNITS[body[-1].text]], body[:-1]
+    multiplier = MULTIPLIERS.get(tail[0].text) if body and tail and not percent else None
+    tail = tail if multiplier is None else tail[1:]
+    noun = ""
+    if tail:
+        unit_behind, noun = _tail(tail)
+        if unit_behind is not None and unit is not None and unit_behind != unit:
+            raise Unreadable("two units")
+        unit = unit or unit_behind
+    tree = parse(body)
+    if multiplier is not None:
+        tree = _multiplied(tree, multiplier)
+    if unit is None and (degrees := _degrees(tree)) is not None:
+        return _signed(Quantity(degrees, UNITS["degree"]), negative)
+    return _signed(Quantity(tree, unit, noun, percent), negative)
+
+
+def _multiplied(tree: Node, multiplier: int) -> Node:
+    """Return the number of ``1.2 million``. Raises Unreadable for anything but a number before the word."""
+    if tree.op != "num":
+        raise Unreadable("a multiplier behind what is no number")
+    return number_node(tree.number * multiplier)
+
+
+def _signed(quantity: Quantity, negative: bool) -> Quantity:
+    return replace(quantity, tree=Node("neg", (quantity.tree,))) if negative else quantity
+
+
+def without_lead_in(items: list[Token], keep: int = 1) -> list[Token]:
+    """Drop words such as "the answer is" from the front, while more than ``keep`` tokens are there."""
+    while len(items) > keep and items[0].kind == "word" and items[0].text in LEAD_INS:
+        items = items[1:]
+    return items
+
+
+def _degrees(tree: Node) -> Node | None:
+    if tree.op == "degree":
+        return tree.args[0]
+    if tree.op == "neg" and tree.args[0].op == "degree":
+        return Node("neg", tree.args[0].args)
+    return None
+
+
+def _tail(items: list[Token]) -> tuple[tuple[str, Fraction] | None, str]:
+    """Return what the words behind a number say: (unit, "") or (None, noun)."""
+    unit = _unit(items)
+    if unit is not None:
+        return unit, ""
+    for token in items:
+        if token.kind not in ("word", "symbol") and token.text not in ("(", ")", "-", "'"):
+            raise Unreadable("something behind a word")
+        if token.text in HEDGES or token.text in NUMBER_WORDS:
+            raise Unreadable(f"the word {token.text!r}")
+    return None, " ".join(token.text for token in items if token.kind in ("word", "symbol"))
+
+
+def _unit(items: list[Token]) -> tuple[str, Fraction] | None:
+    """Read a unit: ``cm``, ``cm^2``, ``square cm``, ``km/h``, ``kilometers per hour``."""
+    at, factors, sign = 0, [], 1
+    while at < len(items):
+        power = 1
+        if items[at].text in POWER_WORDS and at + 1 < len(items):
+            power, at = POWER_WORDS[items[at].text], at + 1
+        name = items[at].text
+        if items[at].kind not in ("word", "symbol") or name not in UNITS:
+            return None
+        at += 1
+        written, at = _written_power(items, at)
+        factors.append((UNITS[name], power * written * sign))
+        if at < len(items):
+            if sign < 0 or at + 1 == len(items):
+                return None
+            if items[at].text in ("/", "per"):
+                sign, at = -1, at + 1
+            elif items[at].text == "cdot":
+                at += 1
+    if not factors:
+        return None
+    powers: Counter[str] = Counter()
+    for unit, power in factors:
+        powers[unit[0]] += power
+    dimension = "/".join(f"{name}^{power}" for name, power in sorted(powers.items()))
+    size = Fraction(1)
+    for unit, power in factors:
+        size *= unit[1] ** power
+    return factors[0][0] if len(factors) == 1 and factors[0][1] == 1 else (dimension, size)
+
+
+def _written_power(items: list[Token], at: int) -> tuple[int, int]:
+    texts = [token.text for token in items[at : at + 4]]
+    if texts[:1] in (["squared"], ["cubed"]):
+        return {"squared": 2, "cubed": 3}[texts[0]], at + 1
+    if texts[:1] == ["^"]:
+        if len(texts) > 1 and texts[1] in ("2", "3"):
+            return int(texts[1]), at + 2
+        if texts[1:2] == ["{"] and texts[3:4] == ["}"] and texts[2] in ("2", "3"):
+            return int(texts[2]), at + 4
+        if texts[1:3] == ["{", "-"] and texts[3:4] and texts[3] in ("1", "2", "3") and items[at + 4 : at + 5]:
+            return -int(texts[3]), at + 5
+        if texts[1:2] == ["-"] and texts[2:3] and texts[2] in ("1", "2", "3"):
+            return -int(texts[2]), at + 3
+        raise Unreadable("a unit to a power")
+    return 1, at
+
+
+def read_compound(items: list[Token]) -> Quantity | None:
+    """Read ``2 hours 30 minutes``, also with "and": numbers and units of one dimension in turn, largest first."""
+    items = [token for token in items if token.text != "and"]
+    if len(items) < 4 or len(items) % 2:
+        return None
+    pairs = list(zip(items[::2], items[1::2], strict=True))
+    if any(number.kind != "number" or word.kind != "word" or word.text not in UNITS for number, word in pairs):
+        return None
+    units = [UNITS[word.text] for _, word in pairs]
+    if len({dimension for dimension, _ in units}) != 1 or any(a[1] <= b[1] for a, b in pairwise(units)):
+        return None
+    try:
+        total = sum(
+            (Fraction(number.text) * unit[1] for (number, _), unit in zip(pairs, units, strict=True)), Fraction(0)
+        )
+    except ValueError:
+        return None
+    return Quantity(number_node(total / units[0][1]), units[0])

@@ -1,0 +1,320 @@
+r"""Reads sets of real numbers in any notation: intervals and unions, inequalities, ``x \ne 1``, ``\mathbb{R}``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.records import (
+    Dots,
+    NumberSet,
+    Reading,
+    Relation,
+    SetBuilder,
+    Several,
+    Union,
+)
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.value import operations, rational, real, same, symbols
+
+_INFINITY = Node("infty")
+_MINUS_INFINITY = Node("neg", (_INFINITY,))
+_ZERO = Node("num", name="0")
+
+
+@dataclass(frozen=True)
+class Interval:
+    low: Node
+    high: Node
+    low_closed: bool
+    high_closed: bool
+
+
+_MAX_MEMBERS = 64
+_SHOWN = 3
+_EVERYTHING = Interval(_MINUS_INFINITY, _INFINITY, False, False)
+_NUMBER_SETS = {
+    "R": (_EVERYTHING,),
+    "R+": (Interval(_ZERO, _INFINITY, False, False),),
+}
+
+
+def covered(reading: Reading) -> tuple[Interval, ...] | None:
+    """Return the intervals that a reading covers, lowest first; None when it is no set of reals."""
+    if isinstance(reading, NumberSet):
+        spans = _NUMBER_SETS.get(reading.name)
+        return spans if spans is None or not reading.without else _punctured(reading.without)
+    if isinstance(reading, Union):
+        return _joined([_part(part) for part in reading.parts])
+    if isinstance(reading, Several):
+        if reading.brackets in ("()", "[]", "(]", "[)"):
+            return _bracketed(reading)
+        if reading.brackets == "" and all(isinstance(item, Relation) for item in reading.items):
+            return _alternatives(reading)
+        return None
+    if isinstance(reading, SetBuilder):
+        return conditioned(reading) if reading.domain in ("", "R") else None
+    return _inequality(reading) if isinstance(reading, Relation) else None
+
+
+def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
+    """Return what the condition of a set covers, whatever the domain; None where it does not bound the variable."""
+    return covered(built.condition) if built.variable in names_of(built.condition) else None
+
+
+def members(built: SetBuilder) -> Several | None:
+    """Return the integers of a finite set: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``."""
+    spans = conditioned(built)
+    if built.domain not in ("Z", "N", "Z+") or spans is None:
+        return None
+    integers: list[int] = []
+    for span in spans:
+        ends = real(span.low), real(span.high)
+        if ends[0] is None or ends[1] is None or not ends[1] - ends[0] < _MAX_MEMBERS:
+            return None
+        inside = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
+        integers += [n for n in inside if (n > ends[0] or span.low_closed) and (n < ends[1] or span.high_closed)]
+    if built.domain == "N" and 0 in integers:
+        return None  # whether N begins at 0 is not known
+    counted = [n for n in integers if n > 0 or built.domain == "Z"]
+    return Several(tuple(Quantity(number_node(n)) for n in counted), "{}") if counted else None
+
+
+def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
+    r"""Return what ``\{3, 4, 5, \ldots\}`` and ``\{\ldots, -2, -1\}`` cover; None for anything else."""
+    if not isinstance(reading, Several) or reading.brackets != "{}":
+        return None
+    shown = [rational(item.tree) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
+    dots = [index for index, item in enumerate(reading.items) if isinstance(item, Dots)]
+    numbers = [value for value in shown if value is not None]
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) < _SHOWN or len(numbers) + 1 != len(reading.items) or steps not in ({1}, {-1}):
+        return None
+    if dots not in ([0], [len(numbers)]):
+        return None
+    end = number_node(numbers[-1] if dots == [0] else numbers[0])
+    upwards = (dots == [0]) == (steps == {-1})
+    return (Interval(end, _INFINITY, True, False) if upwards else Interval(_MINUS_INFINITY, end, False, True),)
+
+
+def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """Return the intervals with integers as closed ends: those of ``n > 2`` begin at 3. Other ends stay."""
+    return tuple(
+        Interval(low, high, low_closed, high_closed)
+        for span in spans
+        for low, low_closed in (_integer_end(span.low, span.low_closed, 1),)
+        for high, high_closed in (_integer_end(span.high, span.high_closed, -1),)
+    )
+
+
+def _integer_end(end: Node, closed: bool, inwards: int) -> tuple[Node, bool]:
+    value = rational(end)
+    if value is None:
+        return end, closed
+    if value.denominator == 1:
+        return (end, True) if closed else (number_node(value + inwards), True)
+    return number_node(math.ceil(value) if inwards > 0 else math.floor(value)), True
+
+
+def names_of(reading: Reading) -> frozenset[str]:
+    """Return the variables in the inequalities of a reading."""
+    if isinstance(reading, Relation):
+        trees = [side.tree for side in reading.sides if isinstance(side, Quantity)]
+        barred = (tree.args[0].name for tree in trees if _is_bar(tree))
+        heads = (head for head in reading.heads if head and head not in ("e", "i", "\\infty ", "\\pi "))
+        return frozenset((*barred, *heads))
+    parts = reading.items if isinstance(reading, Several) else reading.parts if isinstance(reading, Union) else ()
+    return frozenset().union(*map(names_of, parts))
+
+
+def same_ranges(left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
+    return len(left) == len(right) and all(
+        a.low_closed == b.low_closed
+        and a.high_closed == b.high_closed
+        and _same(a.low, b.low)
+        and _same(a.high, b.high)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _same(left: Node, right: Node) -> bool:
+    infinite = [real(node) for node in (left, right)]
+    if any(value is not None and abs(value) == float("inf") for value in infinite):
+        return infinite[0] == infinite[1]
+    return same(left, right)
+
+
+def _position(tree: Node) -> float:
+    value = real(tree)
+    assert value is not None
+    return float(value)
+
+
+def _part(reading: Reading) -> tuple[Interval, ...] | None:
+    if isinstance(reading, Several) and reading.brackets == "{}":
+        points = [item.tree for item in reading.items if isinstance(item, Quantity)]
+        return (
+            tuple(Interval(point, point, True, True) for point in points) if len(points) == len(reading.items) else None
+        )
+    return covered(reading)
+
+
+def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | None:
+    """Return all intervals in order, with those that touch joined."""
+    if any(part is None for part in parts):
+        return None
+    spans = [span for part in parts if part for span in part]
+    if any(real(span.low) is None for span in spans):
+        return tuple(spans)
+    ordered = sorted(spans, key=lambda span: _position(span.low))
+    merged = ordered[:1]
+    for span in ordered[1:]:
+        last = merged[-1]
+        if _same(last.high, span.low) and (last.high_closed or span.low_closed):
+            merged[-1] = Interval(last.low, span.high, last.low_closed, span.high_closed)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def _bracketed(group: Several) -> tuple[Interval, ...] | None:
+    if len(group.items) != 2 or not all(isinstance(item, Quantity) and item.unit is None for item in group.items):
+        return None
+    low, high = (item.tree for item in group.items if isinstance(item, Quantity))
+    if {"pm", "mp"} & {*operations(low), *operations(high)}:
+        return None  # points
+    ends = real(low), real(high)
+    if ends[0] is not None and ends[1] is not None and not ends[0] < ends[1]:
+        return None
+    return (Interval(low, high, group.brackets[0] == "[", group.brackets[1] == "]"),)
+
+
+def _alternatives(group: Several) -> tuple[Interval, ...] | None:
+    relations = [item for item in group.items if isinstance(item, Relation)]
+    if group.joined_by != "or" and all(relation.operators == ("!=",) for relation in relations):
+        return _punctured(tuple(relation.sides[1] for relation in relations))
+    excluding = any(relation.operators == ("!=",) for relation in relations)
+    if group.joined_by == "and" or (group.joined_by == "," and excluding):
+        return _where_all_hold(relations)
+    points = [_point(relation) if group.joined_by == "or" else None for relation in relations]
+    if all(points) or not frozenset.intersection(*map(names_of, relations)):
+        return None  # x = 1 or x = 2 is a list, and x < 1 or y > 2 no set of numbers
+    return _joined([point or _inequality(relation) for point, relation in zip(points, relations, strict=True)])
+
+
+def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
+    """Return where inequalities of one variable hold together: ``x > -3, x \\ne -1``. None where they never do."""
+    parts = [_inequality(relation) for relation in relations]
+    if len(frozenset().union(*map(names_of, relations))) != 1:
+        return None
+    common: tuple[Interval, ...] = (_EVERYTHING,)
+    for part in parts:
+        if part is None or any(real(end) is None for span in part for end in (span.low, span.high)):
+            return None
+        common = tuple(both for one in common for other in part if (both := _overlap(one, other)) is not None)
+    return common or None
+
+
+def _overlap(one: Interval, other: Interval) -> Interval | None:
+    if one.low == other.low or _same(one.low, other.low):
+        low, low_closed = one.low, one.low_closed and other.low_closed
+    else:
+        later = max((one, other), key=lambda span: _position(span.low))
+        low, low_closed = later.low, later.low_closed
+    if one.high == other.high or _same(one.high, other.high):
+        high, high_closed = one.high, one.high_closed and other.high_closed
+    else:
+        earlier = min((one, other), key=lambda span: _position(span.high))
+        high, high_closed = earlier.high, earlier.high_closed
+    return Interval(low, high, low_closed, high_closed) if _position(low) < _position(high) else None
+
+
+def _point(relation: Relation) -> tuple[Interval, ...] | None:
+    """Read ``x = 2``, beside an inequality of x."""
+    value = relation.sides[-1]
+    if relation.operators != ("=",) or not relation.heads[0] or not isinstance(value, Quantity):
+        return None
+    return (Interval(value.tree, value.tree, True, True),) if real(value.tree) is not None else None
+
+
+def _punctured(points: tuple[Reading, ...]) -> tuple[Interval, ...] | None:
+    """Return all numbers but the given ones, which are values or sets."""
+    sets = [covered(point) for point in points if not isinstance(point, Quantity)]
+    if len(sets) == len(points) == 1:
+        return _complement(sets[0])
+    values = [point.tree for point in points if isinstance(point, Quantity)]
+    if len(values) != len(points) or any(real(value) is None for value in values):
+        return None
+    spans, low = [], _MINUS_INFINITY
+    for point in sorted(values, key=_position):
+        spans.append(Interval(low, point, False, False))
+        low = point
+    return (*spans, Interval(low, _INFINITY, False, False))
+
+
+def _complement(spans: tuple[Interval, ...] | None) -> tuple[Interval, ...] | None:
+    if spans is None or any(real(end) is None for span in spans for end in (span.low, span.high)):
+        return None
+    gaps: list[Interval] = []
+    low, closed = _MINUS_INFINITY, False
+    for span in spans:
+        if _position(low) < _position(span.low):
+            gaps.append(Interval(low, span.low, closed, not span.low_closed))
+        low, closed = span.high, not span.high_closed
+    if real(low) != float("inf"):
+        gaps.append(Interval(low, _INFINITY, closed, False))
+    return tuple(gaps)
+
+
+def _inequality(relation: Relation) -> tuple[Interval, ...] | None:
+    """Read ``1 < x <= 2``, ``x > 3``, ``3 > x``, ``|x| <= 1``, ``x \\ne 1``, ``x \\in [0, 1]``."""
+    if relation.operators == ("in",) and relation.heads[0]:
+        return covered(relation.sides[1])
+    sides = [side.tree for side in relation.sides if isinstance(side, Quantity)]
+    if len(sides) != len(relation.sides):
+        return None
+    if relation.operators == ("!=",):
+        point = relation.sides[1] if relation.heads[0] else relation.sides[0]
+        return _punctured((point,)) if any(relation.heads) else None
+    if not set(relation.operators) <= {"<", "<=", ">", ">="}:
+        return None
+    operators = list(relation.operators)
+    if operators[0].startswith(">"):
+        sides, operators = sides[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
+    if any(operator.startswith(">") for operator in operators):
+        return None
+    named = len(sides) != 3 or bool(relation.heads[1])  # 1 < 2x < 4 says nothing of x between 1 and 4
+    return _ascending(sides, [operator == "<=" for operator in operators]) if named else None
+
+
+def _ascending(sides: list[Node], closed: list[bool]) -> tuple[Interval, ...] | None:
+    if len(sides) == 3:
+        low, middle, high = sides
+        if symbols(middle) & (symbols(low) | symbols(high)):
+            return None
+        return (Interval(low, high, closed[0], closed[1]),)
+    if len(sides) != 2:
+        return None
+    left, right = sides
+    if _is_bar(left) and _is_positive(right):
+        return (Interval(Node("neg", (right,)), right, closed[0], closed[0]),)
+    if _is_bar(right) and _is_positive(left):
+        below = Interval(_MINUS_INFINITY, Node("neg", (left,)), False, closed[0])
+        return below, Interval(left, _INFINITY, closed[0], False)
+    if left.op == "sym" and not symbols(right):
+        return (Interval(_MINUS_INFINITY, right, False, closed[0]),)
+    if right.op == "sym" and not symbols(left):
+        return (Interval(left, _INFINITY, closed[0], False),)
+    return None
+
+
+def _is_bar(tree: Node) -> bool:
+    """Whether the tree is ``|x|``."""
+    return tree.op == "abs" and tree.args[0].op == "sym"
+
+
+def _is_positive(tree: Node) -> bool:
+    value = real(tree)
+    return value is not None and value > 0

@@ -1,0 +1,329 @@
+r"""Reads tokens as a typed answer: a quantity, a list, a tuple, an interval, a relation, a matrix, words, ...
+
+It goes by structure alone, outermost first: unions, then commas and joining words, then relations, then one bracket
+around everything, then a quantity. Anything else is words, where the text has any, and otherwise unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from or1_verify.math.reader.brackets import depths, spelling, split
+from or1_verify.math.reader.conditions import with_conditions
+from or1_verify.math.reader.declarations import ORDERS, split_off
+from or1_verify.math.reader.expression import parse
+from or1_verify.math.reader.quantity import Quantity, read_compound, read_quantity, without_lead_in
+from or1_verify.math.reader.records import (
+    Cases,
+    Conditional,
+    Dots,
+    Empty,
+    Labelled,
+    Matrix,
+    Modular,
+    NumberSet,
+    Ratio,
+    Reading,
+    Relation,
+    Restated,
+    SetBuilder,
+    Several,
+    Union,
+    Words,
+)
+from or1_verify.math.reader.text import Token, Unreadable, plain, tokens
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.units import JOINERS, KNOWN_WORDS
+from or1_verify.math.reader.value import symbols
+
+_RELATIONS = {"le": "<=", "ge": ">=", "ne": "!=", "in": "in", "approx": "~", "equiv": "=="} | {op: op for op in "=<>"}
+_SET_HEAD = re.compile(r"([A-Za-z]|\\[a-z]+ )(?:\\in \\mathbb \{?([RZNQ])\}?)?")
+_LABEL_WORDS = (
+    *("domain", "range", "increasing", "decreasing", "radius", "length", "width", "height", "center", "vertex"),
+    *("focus", "directrix", "amplitude", "period", "slope", "x-intercept", "y-intercept", "mean", "median", "mode"),
+    *("minimum", "maximum"),
+)
+_LABELS = {word: word for word in _LABEL_WORDS} | {"min": "minimum", "max": "maximum", "centre": "center"}
+_HEAD = re.compile(
+    r"(?:\\angle |\\triangle )?(?:[A-Za-z]|\\(?:vec|overline) \{[A-Za-z]+\}|\\[a-z]+ ?|[A-Z]{2,3})"
+    r"'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\([^()]*\))?"
+)
+_CALL = re.compile(r"[A-Za-z]\([a-z](?:,[a-z])+\)")
+_MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
+_NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?(?: ?:? ?\\emptyset)?")
+_NUMBERS = {"integers": "Z", "rational numbers": "Q", "rationals": "Q", "real numbers": "R", "reals": "R"}
+_SIGNED = re.compile(rf"(?:all |the |all the )?(positive|negative|non-?negative) ({'|'.join(_NUMBERS)})")
+_EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "any real number", "the real numbers"})
+
+
+def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
+    """Return the typed answer that a cleaned text holds. Raises Unreadable."""
+    words = plain(cleaned)
+    if (known := _set_in_words(words)) is not None:
+        return known
+    try:
+        items = tokens(cleaned)
+        items, conditions = split_off(rename(items) if rename else items, _read)
+        value = _read(items)
+        return with_conditions(value, conditions) if conditions else value
+    except Unreadable:
+        if "\\" not in cleaned and re.search(r"[a-zA-Z]{2,}", cleaned):
+            return Words(words)
+        raise
+
+
+def _set_in_words(words: str) -> Reading | None:
+    if _NO_SOLUTION.fullmatch(words) or words in ("empty set", "the empty set"):
+        return Empty()
+    if match := _SIGNED.fullmatch(words):
+        operator = {"positive": ">", "negative": "<"}.get(match[1], ">=")
+        sides = (Quantity(Node("sym", name="x")), Quantity(number_node(0)))
+        return SetBuilder("x", _NUMBERS[match[2]], Relation((operator,), sides, ("x", "")))
+    return NumberSet("R") if words in _EVERYTHING else None
+
+
+def _read(items: list[Token]) -> Reading:
+    if not items:
+        raise Unreadable("nothing")
+    spoken = " ".join(token.text for token in items) if all(token.kind == "word" for token in items) else ""
+    if known := _set_in_words(spoken):
+        return known
+    if len(items) == 1 and items[0].text == "ldots":
+        return Dots()
+    if special := read_compound(items) or _number_set(items) or _labelled(items) or _restated(items):
+        return special
+    parts, separators = split(items, lambda token: token.text == "cup")
+    if separators:
+        return Union(tuple(_read(part) for part in parts))
+    parts, separators = split(items, _separates)
+    if {",", ";"} <= set(separators):  # p=5,q=2; p=7,q=2
+        parts, _ = split(items, lambda token: token.kind == "sign" and token.text == ";")
+        return Several(tuple(_as_tuple(_read(part)) for part in parts if part))
+    if "or" in separators and _has_solutions(parts):  # x=1, y=2 or x=3, y=4
+        parts, _ = split(items, lambda token: token.kind == "word" and token.text == "or")
+        return Several(tuple(_as_tuple(_read(part)) for part in parts if part), joined_by="or")
+    if separators:
+        return _listed(parts, separators)
+    if modular := _modular(items):
+        return modular
+    parts, separators = split(items, lambda token: token.kind != "word" and token.text in _RELATIONS)
+    if separators:
+        return _relation(parts, separators)
+    parts, separators = split(items, lambda token: token.text == ":" or (token.kind == "word" and token.text == "to"))
+    if separators:
+        return _ratio(parts)
+    if environment := _environment(items):
+        return environment
+    if group := _bracketed(items):
+        return group
+    return read_quantity(items)
+
+
+def _has_solutions(parts: list[list[Token]]) -> bool:
+    """Whether the parts give several names values, and some more than once."""
+    names = [spelling(split(part, lambda token: token.text == "=")[0][0]) for part in parts]
+    given = all(any(token.text == "=" for token in part) for part in parts)
+    return given and 1 < len(set(names)) < len(names)
+
+
+def _as_tuple(reading: Reading) -> Reading:
+    return Several(reading.items, "()") if isinstance(reading, Several) and reading.brackets == "" else reading
+
+
+def _separates(token: Token) -> bool:
+    return (token.kind == "sign" and token.text in ",;") or (token.kind == "word" and token.text in JOINERS)
+
+
+def _listed(parts: list[list[Token]], separators: list[str]) -> Reading:
+    joiner = next((text for text in separators if text in JOINERS), ",")
+    filled = [part for part in parts if part]
+    if len(filled) < 2 or not parts[0] or not parts[-1] or (joiner == "," and len(filled) != len(parts)):
+        raise Unreadable("a list with an empty place")
+    filled[0] = without_lead_in(filled[0])
+    several = Several(tuple(_as_tuple(_read(part)) for part in filled), joined_by=joiner)
+    return _conditional(several) or several
+
+
+def _conditional(group: Several) -> Conditional | None:
+    """Read a formula with inequalities of its own variables behind it: ``y = x^2, x > 0``."""
+    value, *rest = group.items
+    last = value.sides[-1] if isinstance(value, Relation) and value.operators == ("=",) else value
+    if group.joined_by != "," or not isinstance(last, Quantity):
+        return None
+    conditions = [_unlabelled(item) for item in rest]
+    for item in conditions:
+        if not isinstance(item, Relation) or not {head for head in item.heads if head} & symbols(last.tree):
+            return None
+        if not set(item.operators) <= {"<", "<=", ">", ">=", "!=", "in"}:
+            return None
+    return Conditional(value, tuple(conditions))
+
+
+def _unlabelled(item: Reading) -> Reading:
+    if isinstance(item, Labelled) and len(item.values) == 1 and item.values[0][0] == "domain":
+        return item.values[0][1]
+    return item
+
+
+def _labelled(items: list[Token]) -> Labelled | None:
+    """Read values that each have a word before them, all words different; a single one only with one of ``_LABELS``."""
+    parts = [part for part in split(items, _separates)[0] if part]
+    values = []
+    for part in parts:
+        named = part[0].kind == "command" and part[0].text in ("min", "max") and part[1:2] and part[1].text in "=:"
+        word = part[0].text if part[0].kind == "word" or named else ""
+        label = _LABELS.get(word, word if len(parts) > 1 and len(word) > 2 and word not in KNOWN_WORDS else "")
+        value = part[1:]
+        while value and value[0].text in ("is", "has", "on", "at", ":", "="):
+            value = value[1:]
+        if not label or not value:
+            return None
+        values.append((label, _read(value)))
+    return Labelled(tuple(values)) if len(dict(values)) == len(values) > 0 else None
+
+
+def _restated(items: list[Token]) -> Restated | None:
+    """Read an inequality and, behind a colon, its interval."""
+    parts, separators = split(items, lambda token: token.text == ":")
+    if len(separators) != 1 or not all(parts) or parts[1][0].text not in ("(", "["):
+        return None
+    stated = any(token.kind != "word" and token.text in ORDERS for token in parts[0])
+    return Restated(tuple(_read(part) for part in parts)) if stated else None
+
+
+def _number_set(items: list[Token]) -> Reading | None:
+    text = spelling(items)
+    if text in ("\\emptyset ", "\\{\\}"):
+        return Empty()
+    if match := re.fullmatch(r"\\mathbb \{?([RZNQC])\}?((?:[\^_]\{?[+*]\}?)?)(\\setminus .*)?", text):
+        if match[3]:
+            start = next(index for index, token in enumerate(items) if token.text == "setminus")
+            inside = items[start + 1 :]
+            if not match[2] and inside and inside[0].text == "\\{" and inside[-1].text == "\\}":
+                parts, _ = split(inside[1:-1], _separates)
+                return NumberSet(match[1], tuple(_read(part) for part in parts))
+            if match[1] == "R" and not match[2]:
+                return NumberSet("R", (_read(inside),))
+            raise Unreadable("a set difference")
+        return NumberSet(match[1] + re.sub(r"[{}^_]", "", match[2]))
+    return None
+
+
+def _modular(items: list[Token]) -> Reading | None:
+    for index, (token, depth) in enumerate(zip(items, depths(items), strict=True)):
+        if token.text in ("pmod", "bmod", "mod") and index > 0 and depth <= 1:
+            before, after = items[:index], items[index + 1 :]
+            if depth == 1 and before[-1].text == "(" and after and after[-1].text == ")":
+                before, after = before[:-1], after[:-1]
+            return Modular(_read(before), parse(after))
+    return None
+
+
+def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
+    operators = tuple(_RELATIONS[text] for text in separators)
+    if not parts[0] and operators == ("~",):
+        reading = _read(parts[1])
+        if isinstance(reading, Quantity):
+            return reading.approximate()
+        if isinstance(reading, Several) and all(isinstance(item, Quantity) for item in reading.items):
+            items = tuple(item.approximate() for item in reading.items if isinstance(item, Quantity))
+            return Several(items, reading.brackets, reading.joined_by)
+    parts[0] = without_lead_in(parts[0], keep=0)
+    if not all(parts):
+        if len(parts) == 2 and operators == ("=",) and parts[1]:
+            return _read(parts[1])  # "the answer is = 5"
+        raise Unreadable("a relation with an empty side")
+    spelled = [spelling(part) for part in parts]
+    heads = tuple(text if _HEAD.fullmatch(text) else "" for text in spelled)
+    return Relation(operators, tuple(map(_side, parts, spelled)), heads)
+
+
+def _side(items: list[Token], spelled: str) -> Reading:
+    """Read one side. A function of several variables, ``u(x,t)``, is a name."""
+    return Quantity(Node("sym", name=spelled)) if _CALL.fullmatch(spelled) else _read(items)
+
+
+def _ratio(parts: list[list[Token]]) -> Reading:
+    parts[0] = without_lead_in(parts[0], keep=0)
+    return Ratio(tuple(Node("ldots") if spelling(part) == "\\ldots " else parse(part) for part in parts))
+
+
+def _bracketed(items: list[Token]) -> Reading | None:
+    opener, closer = items[0].text, items[-1].text
+    if opener == "langle" and closer == "rangle":
+        opener, closer = "(", ")"
+        inside = items[1:-1]
+    elif len(items) >= 2 and opener in ("(", "[", "\\{", "{") and closer in (")", "]", "\\}", "}"):
+        if any(depth == 0 for depth in depths(items)[1:-1]):
+            return None
+        inside = items[1:-1]
+    else:
+        return None
+    if opener == "\\{" and (built := _set_builder(inside)):
+        return built
+    parts, separators = split(inside, _separates)
+    if opener == "{" and closer == "}":
+        old_style = any(token.text in ("over", "choose") for token in inside)  # these need their braces
+        return None if old_style else _read(inside)
+    if opener == "\\{" and len(parts) == 1:
+        return Several((_read(inside),), "{}")
+    if not separators:
+        content = _read(inside) if (opener, closer) == ("(", ")") else None
+        return content if isinstance(content, Quantity | Relation | Several) else None
+    if not all(parts):
+        raise Unreadable("a tuple with an empty place")
+    brackets = (opener + closer).replace("\\", "")
+    return Several(tuple(_read(part) for part in parts), brackets)
+
+
+def _set_builder(inside: list[Token]) -> SetBuilder | None:
+    bars = [index for index, token in enumerate(inside) if token.kind == "sign" and token.text in ("|", ":")]
+    head = _SET_HEAD.fullmatch(spelling(inside[: bars[0]])) if bars else None
+    if head is None:
+        return None
+    return SetBuilder(head[1], head[2] or "", _read(inside[bars[0] + 1 :]))
+
+
+def _environment(items: list[Token]) -> Reading | None:
+    """Read a matrix, a system of equations, or a piecewise value."""
+    wrapped = ""
+    if items[0].text in ("[", "(", "\\{") and len(items) > 1 and items[1].text == "begin":
+        wrapped = items[0].text
+        items = items[1:-1] if items[-1].text in ("]", ")", "\\}") else items[1:]
+    if items[0].text != "begin":
+        return None
+    name_end = next(index for index, token in enumerate(items) if token.text == "}")
+    name = "".join(token.text for token in items[2:name_end])
+    ends = [index for index, token in enumerate(items) if token.text == "end"]
+    if len(ends) != 1 or any(token.text == "}" for token in items[ends[0] + 2 : -1]) or items[-1].text != "}":
+        raise Unreadable("nested environments, or something behind one")
+    body = items[name_end + 1 : ends[0]]
+    if name == "array" and body and body[0].text == "{":
+        body = body[next(index for index, token in enumerate(body) if token.text == "}") + 1 :]
+    rows, _ = split(body, lambda token: token.kind == "escape" and token.text == "\\\\")
+    cells = [split(row, lambda token: token.text == "&")[0] for row in rows if row]
+    if name == "cases" or (name in ("array", "aligned") and wrapped == "\\{"):
+        return _system(cells)
+    if name not in _MATRICES or (name == "array" and wrapped not in ("(", "[")):
+        raise Unreadable(f"environment {name}")
+    if len({len(row) for row in cells}) != 1:
+        raise Unreadable("a matrix with rows of different lengths")
+    return Matrix(tuple(tuple(parse(cell) for cell in row) for row in cells))
+
+
+def _system(cells: list[list[list[Token]]]) -> Reading:
+    stripped = [[_without_commas(cell) for cell in row] for row in cells]
+    if all(len(row) == 1 for row in stripped):
+        return Several(tuple(_read(row[0]) for row in stripped), joined_by="and")
+    if all(len(row) == 2 for row in stripped):
+        return Cases(tuple((_read(row[0]), _read(_unworded(row[1]))) for row in stripped))
+    raise Unreadable("cases")
+
+
+def _without_commas(items: list[Token]) -> list[Token]:
+    return items[:-1] if items and items[-1].text in (",", ";") else items
+
+
+def _unworded(items: list[Token]) -> list[Token]:
+    return items[1:] if items and items[0].kind == "word" and items[0].text in ("if", "for", "when") else items

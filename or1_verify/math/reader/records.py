@@ -1,0 +1,114 @@
+"""The typed answers that ``reading.read`` returns, beside ``quantity.Quantity``. A Reading is one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.tree import Node
+
+
+@dataclass(frozen=True)
+class Several:
+    """Several answers: ``brackets`` is "" for a bare list, else the opening and the closing one, such as "[)"."""
+
+    items: tuple[Reading, ...]
+    brackets: str = ""
+    joined_by: str = ","
+
+
+@dataclass(frozen=True)
+class Dots:
+    """An ellipsis among the items of a list."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """``sides[0] operators[0] sides[1] ...``; ``heads`` are the sides' spellings where they can name a value."""
+
+    operators: tuple[str, ...]
+    sides: tuple[Reading, ...]
+    heads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Union:
+    parts: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class NumberSet:
+    """``\\mathbb{R}`` and the like, without the numbers of ``without``."""
+
+    name: str
+    without: tuple[Reading, ...] = ()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A piecewise value: (value, condition) by rows."""
+
+    rows: tuple[tuple[Reading, Reading], ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Modular:
+    value: Reading
+    modulus: Node
+
+
+@dataclass(frozen=True)
+class Words:
+    text: str
+
+
+@dataclass(frozen=True)
+class Empty:
+    """The empty set."""
+
+
+@dataclass(frozen=True)
+class SetBuilder:
+    """``\\{variable \\in domain \\mid condition\\}``; ``domain`` is a number set's name, or "" where there is none."""
+
+    variable: str
+    domain: str
+    condition: Reading
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Values with a word each, in the order that they stand in: ``minimum: 1, maximum: 3``."""
+
+    values: tuple[tuple[str, Reading], ...]
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """An answer and what is said about its letters: ``y = x^2, x > 0``, ``x = k\\pi, k \\in Z``."""
+
+    value: Reading
+    conditions: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class Restated:
+    """One answer in two notations: ``x < 2 : (-\\infty, 2)``."""
+
+    ways: tuple[Reading, ...]
+
+
+Reading = (
+    Quantity | Several | Dots | Relation | Union | NumberSet | Matrix | Cases | Ratio | Modular | Words | Empty
+    | SetBuilder | Labelled | Conditional | Restated
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""``verify.math.rounding``: an exact answer is right where it rounds to the digits that a decimal gold shows.
+
+A decimal answer is not exact, so 85.7 and 85.714 stay wrong for 85.71: they were rounded to other digits. A rational
+answer must be a numeral, and a closed form may have roots, pi and e. Functions such as a logarithm or a sine are left
+to be worked out, as in a question.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import mpmath
+
+from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.records import Conditional, Labelled, Reading, Relation, Several
+from or1_verify.math.reader.tree import Node
+from or1_verify.math.reader.units import UNITS
+from or1_verify.math.reader.value import operations, rational, real, symbols
+
+_MIN_DIGITS = 2
+"""A gold with one significant digit, such as 0.5, is not read as rounded: too many values round to it."""
+
+_CLOSED_FORM = frozenset({"num", "sym", "pi", "neg", "add", "mul", "div", "pow", "root", "mixed"})
+
+
+def as_rounded(gold: Reading) -> Reading:
+    """Return the gold with its decimals marked as rounded, in lists and tuples too, and behind a name or a label."""
+    if isinstance(gold, Quantity):
+        return replace(gold, rounded=True) if _significant_digits(gold.tree) >= _MIN_DIGITS else gold
+    if isinstance(gold, Several):
+        return replace(gold, items=tuple(map(as_rounded, gold.items)))
+    if isinstance(gold, Relation) and set(gold.operators) == {"="}:
+        return replace(gold, sides=tuple(map(as_rounded, gold.sides)))
+    if isinstance(gold, Conditional):
+        return replace(gold, value=as_rounded(gold.value))
+    if isinstance(gold, Labelled):
+        return Labelled(tuple((label, as_rounded(value)) for label, value in gold.values))
+    return gold
+
+
+def rounds_to(answer: Quantity, gold: Quantity) -> bool:
+    """Whether an exact answer rounds, half away from zero, to what the gold shows. Units are converted."""
+    value, shown = _exact(answer.tree), rational(gold.tree)
+    if value is None or shown is None:
+        return False
+    digits = decimals(gold.tree)
+    return any(_rounded(value * scale, digits) == shown for scale in _scales(answer, gold))
+
+
+def _significant_digits(tree: Node) -> int:
+    inner = tree.args[0] if tree.op in ("neg", "pm") else tree
+    return len(inner.name.replace(".", "").lstrip("0")) if decimals(inner) else 0
+
+
+def _exact(tree: Node) -> Fraction | None:
+    """Return the value of an exact answer, of an irrational one to 50 digits; None for any other answer."""
+    if symbols(tree) or _has_decimals(tree) or not set(operations(tree)) <= _CLOSED_FORM:
+        return None
+    exact = rational(tree)
+    if exact is not None:
+        return exact if is_numeral(tree) else None
+    value = real(tree)
+    return None if value is None else Fraction(mpmath.nstr(value, 50))
+
+
+def _has_decimals(tree: Node) -> bool:
+    """Whether a finite decimal is in the tree. A repeating one, by a bar or dots, is exact."""
+    finite = tree.op == "num" and re.match(r"\d*\.\d+(?![\d.\\])", tree.name) is not None
+    return finite or any(map(_has_decimals, tree.args))
+
+
+def _scales(answer: Quantity, gold: Quantity) -> tuple[Fraction, ...]:
+    """Return the factors by which the answer's value may be the gold's: its unit's, or that of a percentage."""
+    one = Fraction(1)
+    if gold.percent and not answer.percent:
+        return () if answer.unit else (one, Fraction(100))
+    if answer.percent and not gold.percent:
+        return ()
+    if gold.unit and answer.unit:
+        return (answer.unit[1] / gold.unit[1],) if gold.unit[0] == answer.unit[0] else ()
+    bare_angle = UNITS["degree"] in (gold.unit, answer.unit) and "pi" in operations(answer.tree)
+    return () if bare_angle else (one,)
+
+
+def _rounded(value: Fraction, digits: int) -> Fraction:
+    size = Fraction(math.floor(abs(value) * 10**digits + Fraction(1, 2)), 10**digits)
+    return size if value >= 0 else -size

@@ -1,0 +1,101 @@
+r"""Decides when two values are the same answer: equal numbers, worked out as far as asked, with units that agree."""
+
+from __future__ import annotations
+
+from or1_verify.math.reader.numerals import decimals, is_numeral
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.rounding import rounds_to
+from or1_verify.math.reader.tree import Node, number_node
+from or1_verify.math.reader.units import OTHER_NUMBERS, UNITS
+from or1_verify.math.reader.value import operations, real, same, symbols
+
+_FAMILIES = (
+    frozenset({"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan"}),
+    frozenset({"sinh", "cosh", "tanh"}),
+    frozenset({"ln", "log", "lg"}),
+    frozenset({"factorial", "binom", "perm"}),
+    frozenset({"sum", "prod"}),
+    frozenset({"floor", "ceil"}),
+    frozenset({"gcd", "lcm", "max", "min", "det", "exp"}),
+)
+
+
+def is_worked_out(gold: Node, answer: Node) -> bool:
+    """Whether the answer leaves no more to be worked out than the gold does.
+
+    For a plain number only a numeral will do. For a closed form, a function of constants is refused unless the gold has
+    one of its family: the sin 15° of a question must not be its own answer.
+    """
+    if is_numeral(gold):
+        return is_numeral(answer)
+    allowed = set(operations(gold))
+    return all(family & allowed for family in _FAMILIES if family & set(_constant_functions(answer)))
+
+
+def _constant_functions(tree: Node) -> set[str]:
+    own = {tree.op} if tree.args and not symbols(tree) else set()
+    return own.union(*map(_constant_functions, tree.args))
+
+
+def same_quantity(gold: Quantity, answer: Quantity) -> bool:
+    """Whether the answer has the gold's value, with regard to units and percent signs."""
+    if answer.approximated and not (gold.approximated or decimals(gold.tree)):
+        return False
+    if gold.noun and answer.noun and _noun(gold.noun) != _noun(answer.noun):
+        return False
+    if not gold.noun and OTHER_NUMBERS & set(answer.noun.split()):
+        return False
+    if (gold.unit and answer.noun) or (answer.unit and gold.noun):
+        return False
+    if gold.rounded and rounds_to(answer, gold):
+        return True
+    if gold.percent or answer.percent:
+        return _same_percent(gold, answer)
+    if gold.approximated:
+        return _rounds_to(answer.tree, gold.tree)
+    if gold.unit is not None or answer.unit is not None:
+        return _same_with_units(gold, answer)
+    return is_worked_out(gold.tree, answer.tree) and same(gold.tree, answer.tree)
+
+
+def _noun(text: str) -> str:
+    return " ".join("radian" if word == "rad" else word.rstrip("s") for word in text.split())
+
+
+def _rounds_to(answer: Node, gold: Node) -> bool:
+    ours, theirs = real(gold), real(answer)
+    if ours is None or theirs is None or not is_numeral(gold):
+        return same(gold, answer)
+    return bool(abs(ours - theirs) <= (0.5 + 1e-9) * 10.0 ** -decimals(gold))
+
+
+def _same_percent(gold: Quantity, answer: Quantity) -> bool:
+    if not is_worked_out(gold.tree, answer.tree) or gold.unit or answer.unit:
+        return False
+    if same(gold.tree, answer.tree):
+        if gold.percent:
+            return True
+        value = real(gold.tree)
+        return value is not None and abs(value) > 1  # below 1 a plain gold is a share
+    hundredth = Node("div", (answer.tree if answer.percent else gold.tree, number_node(100)))
+    other = gold.tree if answer.percent else answer.tree
+    return gold.percent != answer.percent and same(hundredth, other)
+
+
+def _same_with_units(gold: Quantity, answer: Quantity) -> bool:
+    if gold.unit is None or answer.unit is None:
+        return _same_with_one_unit(gold, answer)
+    if not is_worked_out(gold.tree, answer.tree) or gold.unit[0] != answer.unit[0]:
+        return False
+    sizes = gold.unit[1], answer.unit[1]
+    return same(Node("mul", (gold.tree, number_node(sizes[0]))), Node("mul", (answer.tree, number_node(sizes[1]))))
+
+
+def _same_with_one_unit(gold: Quantity, answer: Quantity) -> bool:
+    """Compare where one side has no unit: it is the question's. For an angle it is degrees, or radians with a pi."""
+    unit = gold.unit or answer.unit
+    assert unit is not None
+    bare, other = (answer.tree, gold.tree) if gold.unit else (gold.tree, answer.tree)
+    if unit == UNITS["degree"] and "pi" in operations(bare):
+        return same(bare, Node("degree", (other,)))
+    return is_worked_out(gold.tree, answer.tree) and same(gold.tree, answer.tree)

@@ -1,0 +1,115 @@
+r"""Writes out readings that stand for several values: ``\pm``, ``x = 1, 2``, ``(x, y) = (3, 4)``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from or1_verify.math.reader import notation
+from or1_verify.math.reader.quantity import Quantity
+from or1_verify.math.reader.records import Reading, Relation, Several
+from or1_verify.math.reader.value import operations
+
+_MAX_SIGNS = 4
+
+
+def spread(reading: Reading) -> Reading:
+    r"""Return ``\pm`` as two values, and ``x = 1, 2`` or ``x = \pm 1`` as a list of relations with one name."""
+    if isinstance(reading, Quantity) and {"pm", "mp"} & set(operations(reading.tree)):
+        return Several(tuple(replace(reading, tree=tree) for tree in notation.branches(reading.tree)))
+    if isinstance(reading, Relation) and (pairs := pointwise(reading)):
+        return pairs
+    if isinstance(reading, Relation) and reading.operators in (("=",), ("in",)):
+        inner = spread(reading.sides[1])
+        if (
+            isinstance(inner, Several)
+            and inner.brackets in ("", "{}")
+            and (inner.brackets == "" or reading.operators == ("in",))
+        ):
+            items = tuple(Relation(("=",), (reading.sides[0], item), (reading.heads[0], "")) for item in inner.items)
+            return Several(items)
+    if isinstance(reading, Several) and reading.brackets == "()" and (points := _signed_points(reading)):
+        return points
+    if isinstance(reading, Several) and reading.brackets in ("", "{}"):
+        return Several(_flattened(reading), reading.brackets, reading.joined_by)
+    return reading
+
+
+def same_links(gold: Reading, answer: Reading) -> bool:
+    r"""Whether two lists link values alike: the signs of ``x = \pm 1, y = \mp 2``, the names of ``(x, y) = ...``."""
+    signs = _signs(gold), _signs(answer)
+    if all(signs) and signs[0].keys() == signs[1].keys():
+        swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}
+        if signs[0] not in (signs[1], swapped):
+            return False
+    names = _point_names(gold), _point_names(answer)
+    return not all(names) or names[0] == names[1]
+
+
+def _signs(reading: Reading) -> dict[str, str]:
+    """Return name to "pm", "mp" or "" of a list of several names' values, where any has a sign; else nothing."""
+    items = reading.items if isinstance(reading, Several) and reading.brackets == "" else ()
+    sign_of: dict[str, str] = {}
+    for item in items:
+        if not (isinstance(item, Relation) and item.operators == ("=",) and item.heads[0]):
+            return {}
+        value = item.sides[1]
+        signs = {"pm", "mp"} & set(operations(value.tree)) if isinstance(value, Quantity) else set()
+        sign_of[item.heads[0]] = min(signs, default="")
+    return sign_of if len(sign_of) > 1 and any(sign_of.values()) else {}
+
+
+def _point_names(reading: Reading) -> tuple[str, ...]:
+    """Return (x, y) of ``(x, y) = (1, 2), (3, 4)``."""
+    first = reading.items[0] if isinstance(reading, Several) and len(reading.items) > 1 else None
+    points = pointwise(first) if isinstance(first, Relation) else None
+    return tuple(item.heads[0] for item in points.items if isinstance(item, Relation)) if points else ()
+
+
+def _signed_points(point: Several) -> Several | None:
+    r"""Return the points of ``(\pm a, \pm b)``: every sign by itself, or all together where one is ``\mp``."""
+    signs = [set(operations(item.tree)) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
+    if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
+        return None
+    ways = [notation.branches(item.tree) if isinstance(item, Quantity) else () for item in point.items]
+    if {"mp"} in signs:
+        chosen = [tuple(way[upper] for way in ways) for upper in (0, 1) if all(ways)]
+    else:
+        chosen = list(product(*(way if sign else way[:1] for way, sign in zip(ways, signs, strict=True))))
+    points = tuple(Several(tuple(map(Quantity, trees)), "()") for trees in chosen)
+    return Several(points) if points else None
+
+
+def pointwise(relation: Relation) -> Several | None:
+    """Return ``(x, y) = (3, 4)`` as ``x = 3, y = 4``; None for any other relation."""
+    if relation.operators != ("=",):
+        return None
+    left, right = relation.sides
+    if not (isinstance(left, Several) and isinstance(right, Several) and left.brackets == right.brackets == "()"):
+        return None
+    names = [item.tree.name for item in left.items if isinstance(item, Quantity) and item.tree.op == "sym"]
+    if len(names) != len(left.items) or len(names) != len(right.items):
+        return None
+    sides = zip(left.items, right.items, names, strict=True)
+    return Several(tuple(Relation(("=",), (a, b), (name, "")) for a, b, name in sides))
+
+
+def _unnamed(item: Reading) -> Reading:
+    """Return the point of ``(p, q) = (2, 3)``, for a list of points."""
+    if isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Several):
+        return item.sides[1] if pointwise(item) else item
+    return item
+
+
+def _flattened(group: Several) -> tuple[Reading, ...]:
+    flat: list[Reading] = []
+    last: Relation | None = None
+    for item in map(spread, map(_unnamed, group.items) if len(group.items) > 1 else group.items):
+        parts = item.items if isinstance(item, Several) and item.brackets == "" else (item,)
+        for part in parts:
+            if isinstance(part, Relation) and part.operators in (("=",), ("!=",)) and part.heads[0]:
+                last = part
+            elif last is not None and isinstance(part, Quantity) and len(flat) > 0:
+                part = Relation(last.operators, (last.sides[0], part), (last.heads[0], ""))
+            flat.append(part)
+    return tuple(flat)

@@ -1,0 +1,409 @@
+r"""Cleans a text, so that what LaTeX and Unicode can write in many ways has one spelling, and splits it into tokens.
+
+``clean`` removes only what carries no meaning (styles, spacing, dollar signs, ``\left``): a sign inside a text macro
+stays a sign. Words inside text macros are put between « and », so that the units of ``5 \text{ cm}`` are not taken for
+the product of c and m.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from or1_verify.answer import closing_brace
+from or1_verify.errors import Or1Error
+from or1_verify.math.reader.units import KNOWN_WORDS
+
+
+class Unreadable(Or1Error):
+    """The text is in none of the known notations, which says nothing about its meaning."""
+
+
+_UNICODE = {
+    "−": "-",
+    "–": "-",
+    "—": "-",
+    "‐": "-",
+    "‑": "-",
+    "﹣": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "÷": r"\div ",
+    "±": r"\pm ",
+    "∓": r"\mp ",
+    "≤": r"\le ",
+    "⩽": r"\le ",
+    "≦": r"\le ",
+    "≥": r"\ge ",
+    "⩾": r"\ge ",
+    "≧": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "≡": r"\equiv ",
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}",
+    "∖": r"\setminus ",
+    "π": r"\pi ",
+    "α": r"\alpha ",
+    "β": r"\beta ",
+    "θ": r"\theta ",
+    "°": r"^\circ ",
+    "′": "'",
+    "’": "'",
+    "…": r"\ldots ",
+    "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+    "⁄": "/",
+    "∕": "/",
+    "√": r"\sqrt ",
+    "，": ",",
+    "。": ".",
+    "、": ",",
+    "∶": ":",
+    "％": "%",
+    "\u200b": "",
+    "\u200c": "",
+    "\u200d": "",
+    "\ufeff": "",
+    "\u2060": "",
+    "“": "",
+    "”": "",
+    **dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000\t\n\r", " "),
+    **{sign: f"^{{{digit}}}" for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{sign: f"_{{{digit}}}" for digit, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code not in (0xFF0C, 0xFF05)},
+    **dict.fromkeys("𝜋𝛑𝝅", r"\pi "),
+}
+_TRANSLATION = str.maketrans(_UNICODE)
+
+_TEXT_MACROS = ("text", "mbox", "textrm", "textbf", "textit", "textnormal", "textsf", "hbox", "emph")
+_STYLE_MACROS = (
+    *("mathrm", "mathbf", "mathit", "mathsf", "mathcal", "boldsymbol", "bm", "operatorname", "bf", "rm", "it"),
+    *("underline", "boxed", "fbox", "displaystyle", "textstyle", "ensuremath", "mathop", "left", "right", "middle"),
+    *("limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "big", "Big", "bigg", "Bigg", "hfill"),
+    *("quad", "qquad", "thinspace", "enspace", "mathstrut", "strut", "tt", "scriptstyle"),
+)
+_MACRO = re.compile(r"\\([A-Za-z]+)\*?")
+_SPELLINGS = {
+    "dfrac": "frac",
+    "tfrac": "frac",
+    "cfrac": "frac",
+    "dbinom": "binom",
+    "tbinom": "binom",
+    "le": "le",
+    "leq": "le",
+    "leqslant": "le",
+    "geq": "ge",
+    "geqslant": "ge",
+    "neq": "ne",
+    "dots": "ldots",
+    "dotsc": "ldots",
+    "cdots": "ldots",
+    "varnothing": "emptyset",
+    "lbrace": "{",
+    "rbrace": "}",
+    "lvert": "|",
+    "rvert": "|",
+    "vert": "|",
+    "mid": "|",
+    "colon": ":",
+    "ratio": ":",
+    "degree": "circ",
+    "lt": "<",
+    "gt": ">",
+    "land": "wedge",
+    "lor": "vee",
+    "overrightarrow": "vec",
+    "arcsin": "arcsin",
+    "operatorname": "",
+    "lbrack": "[",
+    "rbrack": "]",
+    "cosec": "csc",
+    "backslash": "setminus",
+    "smallsetminus": "setminus",
+    "tg": "tan",
+    "ctg": "cot",
+    "arctg": "arctan",
+    "bigcup": "cup",
+    "vartheta": "theta",
+    "varphi": "phi",
+    "varepsilon": "epsilon",
+    "prime": "'",
+    "Bbb": "mathbb",
+    "ast": "*",
+    "bullet": "cdot",
+    "longrightarrow": "to",
+    "rightarrow": "to",
+    "lnot": "not",
+    "neg": "not",
+    "thickapprox": "approx",
+    "simeq": "approx",
+}
+_SPACE = re.compile(r"\\[ ,;:!>]|~")
+_GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\!|\\,|\\ | |,)\d{3})+)(?![\d])")
+_DEGREES = r"(\d+)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|«degrees?»)"
+_ARCMINUTES = re.compile(
+    _DEGREES + r"\s*(?:«and»\s*)?(\d+)\s*(?:'|\^\s*\{?\s*'\s*\}?|«(?:arc)?minutes?»)(?!\s*')"
+    r"(?:\s*(?:«and»\s*)?(\d+)\s*(?:'\s*'|\^\s*\{?\s*'\s*'\s*\}?|«(?:arc)?seconds?»))?"
+)
+_EVERY_INTEGER = re.compile(
+    r"\\cup\s*_\s*\{\s*([a-z])\s*(?:=\s*-\s*\\infty\s*\}\s*\^\s*\{?\s*\+?\s*\\infty\s*\}?"
+    r"|\\in\s*\\mathbb\s*\{\s*Z\s*\}\s*\})(.+)$"
+)
+_INTEGER = re.compile(
+    r"[,;(]?\s*(?:«?\b(?:where|for|with|and|any|all|every|some|an)»?\s*)*"
+    r"(?:«integers?»\s*([a-z])(?![a-z])|(?<![A-Za-z\\])([a-z])\s+(?:«?(?:is|are|any|an|being)»?\s+)*«?integers?»?"
+    r"|(?<![A-Za-z\\])([a-z])\s*=\s*0\s*(?:,\s*\\pm\s*1\s*,\s*\\pm\s*2\s*(?:,\s*\\pm\s*3\s*)?),\s*"
+    r"(?:\\ldots|\.\.\.))\s*\)?\s*$"
+)
+_NUMBER_SET = re.compile(r"\\mathbb\s+([A-Z])(?![A-Za-z])|(?<=\\in)\s+([ZNQR])(?![A-Za-z_^({])")
+_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*(?:\{\s*)?)?«?(?P<suffix>st|nd|rd|th)»?(?P<close>\s*\})?(?![A-Za-z])")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(«[^»]*»)\s*\}\s*\{\s*(«[^»]*»(?:\s*\^\s*(?:\d|\{\d\}))?)\s*\}")
+_FAMILY = re.compile(
+    r"^(?:([a-z]|\\[a-z]+ )\s*\\in\s*)?\\\{((?:[^{}|:=<>]|\{[^{}]*\})+)[|:]\s*([a-z])\s*\\in\s*"
+    r"\\mathbb\s*\{\s*([ZN])\s*\}\s*\\\}$"
+)
+_HALF_LINE = re.compile(r"\\mathbb\s*\{\s*R\s*\}\s*_\s*\{\s*(>|\\ge)\s*0\s*\}")
+_ALL_BUT = re.compile(r"^«all» +«reals?»(?: +«numbers?»)?(?: +x)? +«except»(?: +«for»)?(?: +x *=)?(.+)$", re.IGNORECASE)
+_BOUNDED = re.compile(
+    r"^«[Aa]ll» +«reals?»(?: +«numbers?»)?(?: +x)?(?: +«that»)?(?: +«are»)? +«(less|greater)» +«than»"
+    r"( +«or» +«equal» +«to»)? +([^«»,;:<>=()\[\]]+)$"
+)
+_SIGNED_INTEGER = re.compile(
+    r"«(positive|natural|negative|nonzero|non-\w+|nonnegative|odd|even)» *«integers?»(?= *[a-z] *$)"
+)
+_REALS_BUT = re.compile(r"(\\mathbb\s*\{\s*R\s*\})\s*-\s*(?=\\\{)")
+_INTERCEPT = re.compile(r"\b([xy])\s*-\s*«intercept»")
+_BRACED_SYSTEM = re.compile(
+    r"\\left\s*\\\{\s*\\begin\s*\{(?P<name>array|aligned)\}(?:\{[lcr| ]*\})?(?P<rows>.*?)"
+    r"\\end\s*\{(?P=name)\}\s*\\right\s*\.",
+    re.DOTALL,
+)
+_NOT_GROUPING = re.compile(r"\D")
+
+
+def clean(raw: str, commas_group: bool = True) -> str:
+    """Return ``raw`` in one spelling. ``commas_group``: whether ``1,234`` is one number (else two).
+
+    Raises Unreadable for braces that do not balance and for struck-out or invisible parts.
+    """
+    text = raw.translate(_TRANSLATION)
+    text = text.replace(r"\$", "¤").replace("$", "").replace(r"\(", "").replace(r"\)", "").replace(r"\%", "%")
+    text = text.replace("&nbsp;", " ")
+    text = _GROUPED.sub(lambda match: _ungrouped(match, commas_group), text)
+    text = re.sub(r"\\$", "", text)  # a control space whose space was trimmed
+    text = _BRACED_SYSTEM.sub(r"\\begin{cases}\g<rows>\\end{cases}", text)
+    text = text.replace("{,}", ",").replace(r"\left.", "").replace(r"\right.", "")
+    text = re.sub(r"\\(?:text)?color\s*\{[a-z]+\}|\\color\s*[a-z]+(?=\d)", " ", text)
+    text = re.sub(r"\\\\(?:\[\d+\w+\])?", "\x00", text)  # row breaks, before spacing macros are looked for
+    text = _SPACE.sub(" ", text)
+    text = _macros(text, 0).replace("\x00", r"\\")
+    text = _ARCMINUTES.sub(_arc, text)
+    text = _ORDINAL.sub(_cardinal, text)
+    text = _EVERY_INTEGER.sub(r"\2, \1 \\in \\mathbb{Z}", text)
+    text = _SIGNED_INTEGER.sub(r"«\1-integer»", text)
+    text = _INTEGER.sub(lambda match: rf", {match[1] or match[2] or match[3]} \in \mathbb{{Z}}", text)
+    text = _NUMBER_SET.sub(r" \\mathbb {\1\2}", text)
+    text = _REALS_BUT.sub(r"\1 \\setminus ", text)
+    text = re.sub(r"(«(?:sq|cu)») *\.", r"\1", text)
+    text = _UNIT_FRACTION.sub(r"\1/\2", text)
+    text = _INTERCEPT.sub(r"«\1-intercept»", text)
+    text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
+    text = _FAMILY.sub(_family, text)
+    text = _BOUNDED.sub(_half_line, text)
+    text = _HALF_LINE.sub(lambda match: r"[0, \infty )" if "ge" in match[1] else r"(0, \infty )", text)
+    return _ALL_BUT.sub(r"\\mathbb{R} \\setminus \\{\1\\}", text)
+
+
+def _family(match: re.Match[str]) -> str:
+    """Write ``x \\in \\{k\\pi \\mid k \\in Z\\}`` as ``x = k\\pi, k \\in Z``."""
+    name = f"{match[1]} = " if match[1] else ""
+    return rf"{name}{match[2]}, {match[3]} \in \mathbb{{{match[4]}}}"
+
+
+def _half_line(match: re.Match[str]) -> str:
+    """Write "all real numbers less than 0" as an interval."""
+    below, closed = match[1] == "less", bool(match[2])
+    if below:
+        return rf"(-\infty , {match[3]}{']' if closed else ')'}"
+    return rf"{'[' if closed else '('}{match[3]}, \infty )"
+
+
+def _arc(match: re.Match[str]) -> str:
+    """Write degrees, minutes and seconds of arc as units."""
+    seconds = f" {match[3]} «arcseconds»" if match[3] else ""
+    return f"{match[1]} «degrees» {match[2]} «arcminutes»{seconds}"
+
+
+def _cardinal(match: re.Match[str]) -> str:
+    """Return the number of an ordinal: 12 for ``12^{th}``. Another suffix than the number's own is none."""
+    number = int(match[1])
+    own = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    braced = "{" in match[0], bool(match["close"])
+    return match[1] if match["suffix"] == own and braced[0] == braced[1] else match[0]
+
+
+def _ungrouped(match: re.Match[str], commas_group: bool) -> str:
+    whole = match.group(0)
+    if not commas_group and "," in whole and "{" not in whole and "!" not in whole:
+        return whole
+    separators = set(re.split(r"\d+", whole)) - {""}
+    return _NOT_GROUPING.sub("", whole) if len(separators) == 1 else whole
+
+
+def _macros(text: str, depth: int) -> str:
+    """Resolve text and style macros and give the others one spelling."""
+    if depth > 20:
+        raise Unreadable("nested too deep")
+    out, position = [], 0
+    while macro := _MACRO.search(text, position):
+        out.append(text[position : macro.start()])
+        name, position = macro.group(1), macro.end()
+        if name in ("cancel", "bcancel", "xcancel", "sout", "phantom", "hphantom", "vphantom", "not"):
+            raise Unreadable(f"\\{name}")
+        if name in _TEXT_MACROS and (end := _argument(text, position)):
+            content = text[text.index("{", position) + 1 : end]
+            out.append(" " + _words(_macros(content, depth + 1)) + " ")
+            position = end + 1
+        elif name in _STYLE_MACROS:
+            end = _argument(text, position)
+            if end is not None and not "".join(out).rstrip().endswith(("^", "_")):  # an exponent needs its braces
+                out.append(f" {_macros(text[text.index('{', position) + 1 : end], depth + 1)} ")
+                position = end + 1
+            else:
+                out.append(" ")
+        else:
+            out.append(_spelled(name))
+    return "".join(out) + text[position:]
+
+
+def _spelled(name: str) -> str:
+    other = _SPELLINGS.get(name, name)
+    if other in ("{", "}"):
+        return "\\" + other
+    return f"\\{other} " if other.isalpha() else other
+
+
+def _argument(text: str, start: int) -> int | None:
+    """Return the index of the brace that closes the argument after ``start``; None where no argument follows."""
+    opening = re.compile(r"\s*\{").match(text, start)
+    if opening is None:
+        return None
+    end = closing_brace(text, opening.end() - 1)
+    if end is None:
+        raise Unreadable("braces do not balance")
+    return end
+
+
+def _words(content: str) -> str:
+    """Mark runs of two or more letters as words, and one-letter units."""
+    content = re.sub(r"\b([ap])\.\s?m\.?(?![a-z])", r"\1m", content)
+    content = re.sub(r"(?<![\\A-Za-z«])[A-Za-z][A-Za-z'.-]*[A-Za-z](?![A-Za-z»])", r" «\g<0>» ", content)
+    return re.sub(r"(?<![\\A-Za-z«])[mgshlLNJWV](?![A-Za-z»])", r" «\g<0>» ", content)  # one-letter units
+
+
+def plain(cleaned: str) -> str:
+    """Return a cleaned text as a person reads it: no markers, no braces, lower case, single spaces."""
+    text = re.sub(r"[«»{}]", " ", cleaned)
+    return re.sub(r"\s+", " ", re.sub(r"\s*,\s*", ", ", text)).strip(" .").lower()
+
+
+Kind = Literal["number", "symbol", "command", "word", "sign", "escape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    kind: Kind
+    text: str
+    spaced: bool = False
+    """Whether white space stands before it."""
+
+
+_TOKEN = re.compile(
+    r"«(?P<word>[^»]*)»"
+    r"|(?P<repeating>\d*\.\d*(?:\\overline\s*\{\d+\}|\\dot\s*\{?\d\}?))"
+    r"|(?P<elided>\d*\.\d*?(?P<block>\d{1,6}?)(?P=block){2,}\s*(?:\\ldots\b|\.\.\.))"
+    r"|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![\w]))?)"
+    r"|\\(?P<command>[A-Za-z]+)"
+    r"|(?P<escape>\\[{}|\\])"
+    r"|(?P<letters>[A-Za-z]+)"
+    r"|(?P<dots>\.\.\.)"
+    r"|(?P<sign>[-+*/^_!'|()\[\]{}<>=:,;%&¤€£¥])",
+    re.ASCII,  # digits of other scripts are not digits here
+)
+FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "ln",
+        "log",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+    ]
+)
+_NAMES = FUNCTIONS | {"sqrt", "mod", "bmod", "pmod", "pi", "infty", "inf"}
+
+
+def tokens(cleaned: str) -> list[Token]:
+    """Split a cleaned text. Raises Unreadable at an unknown character (a Cyrillic letter, a circled digit, a ``?``)."""
+    tokens: list[Token] = []
+    position, spaced = 0, False
+    while position < len(cleaned):
+        if cleaned[position] == " ":
+            position, spaced = position + 1, True
+            continue
+        match = _TOKEN.match(cleaned, position)
+        if match is None:
+            raise Unreadable(f"unknown character {cleaned[position]!r}")
+        tokens += _of_match(match, spaced)
+        position, spaced = match.end(), False
+    return tokens
+
+
+def _of_match(match: re.Match[str], spaced: bool) -> list[Token]:
+    kind, text = match.lastgroup or "", match.group(0)
+    if match["word"] is not None:
+        return [Token("word", match["word"].strip().lower(), spaced)]
+    if match["repeating"] or match["elided"]:
+        return [Token("number", text, spaced)]
+    if kind == "letters":
+        return _letters(text, spaced)
+    if kind == "dots":
+        return [Token("command", "ldots", spaced)]
+    if kind == "command":
+        return [Token("command", match["command"], spaced)]
+    return [Token(kind, text, spaced)]  # type: ignore[arg-type]
+
+
+def _letters(run: str, spaced: bool) -> list[Token]:
+    if run in _NAMES:
+        return [Token("command", {"inf": "infty"}.get(run, run), spaced)]
+    if len(run) > 1 and (run.lower() in KNOWN_WORDS or len(run) > 4):
+        return [Token("word", run.lower(), spaced)]
+    return [Token("symbol", letter, spaced and index == 0) for index, letter in enumerate(run)]

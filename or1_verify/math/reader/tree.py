@@ -1,0 +1,79 @@
+"""The expression tree, and the value of a numeral."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from or1_verify.math.reader.text import Unreadable
+
+_MAX_DIGITS = 4000
+GREEK = frozenset(
+    [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "phi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Sigma",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """``op`` over ``args``; a number has ``number`` and, as ``name``, its spelling; a symbol has ``name``."""
+
+    op: str
+    args: tuple[Node, ...] = ()
+    number: Fraction = Fraction(0)
+    name: str = ""
+
+
+def number_node(value: Fraction | int) -> Node:
+    return Node("num", number=Fraction(value), name=str(value))
+
+
+def number_of(spelling: str) -> Fraction:
+    """Return a numeral's exact value: decimals, ``1.5e3``, repeating decimals by bar, dot or three-fold repetition."""
+    if len(spelling) > _MAX_DIGITS:
+        raise Unreadable("a numeral of thousands of digits")
+    if barred := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?", spelling):
+        return _repeating(*barred.groups())
+    if elided := re.fullmatch(r"(\d*)\.(\d*?)(\d{1,6}?)\3{2,}\s*(?:\\ldots|\.\.\.)", spelling):
+        return _repeating(*elided.groups())
+    mantissa, _, exponent = spelling.lower().partition("e")
+    if exponent and abs(int(exponent)) > _MAX_DIGITS:
+        raise Unreadable("a numeral of thousands of digits")
+    return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)
+
+
+def _repeating(whole: str, fixed: str, block: str) -> Fraction:
+    scale = 10 ** len(fixed)
+    return Fraction(int(whole or "0")) + (int(fixed or "0") + Fraction(int(block), 10 ** len(block) - 1)) / scale

@@ -1,0 +1,161 @@
+r"""The math verifier: compares the last box after the reasoning with the golds, by their types.
+
+The text after ``</think>`` is the answer text; a truncated response, or one that never closes its reasoning, has reward
+0. The last box counts. The answer is right when it equals a gold as text, or by the rules of ``math.reader``
+(docs/math_verifier.md). Where these cannot read a side, Math-Verify 0.9.0 compares them, each wrapped in ``\boxed{}``.
+Without any box Math-Verify's own extraction finds the answer.
+
+Plain integers and fractions are decided here (``math.exact``); everything else in a child process that is killed
+and replaced at its time limit.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic_core import from_json
+
+from or1_verify.answer import THINK_CLOSE, after_reasoning, last_box
+from or1_verify.child_process import ChildDied, ChildProcess, ChildTimeout
+from or1_verify.errors import Or1Error
+from or1_verify.math.exact import decide
+from or1_verify.types import Problem, Verdict, VerdictStatus
+
+_UNBOXED_CHARS = 2000
+"""Without a box Math-Verify gets the last characters only: its extraction takes more than linear time."""
+
+_BOX_CHARS = 4000
+"""A longer box is wrong; the golds of the data have a few hundred characters at most."""
+
+_EXPECTED = 'expected a JSON list of one or more acceptable answers as strings, such as ["15625"]'
+
+
+_WORKER = "or1_verify.math.math_process"
+
+
+Judge = Literal["own", "math_verify"]
+"""Whose rules decide (``verify.math.judge``): ours, or those of the released code's verifier."""
+
+
+class _Exhausted(Or1Error):
+    """The child ran out of the memory that it may use, and was replaced."""
+
+
+class MathVerifier:
+    """``types.Verifier`` for ability "math". The child process that runs Math-Verify starts when first needed."""
+
+    def __init__(self, timeout_s: float, judge: Judge = "own", rounding: bool = False) -> None:
+        self._timeout_s = timeout_s
+        self._judge = judge
+        self._rounding = rounding
+        self._process = ChildProcess(_WORKER, str(timeout_s), timeout_s=timeout_s, stderr=subprocess.DEVNULL)
+        self._golds: tuple[str, list[str]] = ("", [])
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the child process, without waiting for it."""
+        self._process.start()
+
+    def check_ground_truth(self, problem: Problem) -> None:
+        """Raise ValueError unless the ground truth is a JSON list of answers.
+
+        A gold that cannot be read is no error: an answer of the same text is right, any other ``unreadable``.
+        """
+        parse_golds(problem.ground_truth)
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Give reward 1 only to a response that ended by itself, closed its reasoning and answered with a gold.
+
+        The judge ``math_verify`` follows the released code, which checks neither of the first two.
+        """
+        started_s = time.perf_counter()
+
+        def verdict(status: VerdictStatus, answer: str, detail: str) -> Verdict:
+            reward = 1.0 if status == "right" else 0.0
+            return Verdict(reward, status, answer, detail, time.perf_counter() - started_s)
+
+        if self._judge == "math_verify":  # as the released code: truncated or not, closed or not
+            whole = response.split(THINK_CLOSE)[1] if THINK_CLOSE in response else response
+            released = {"op": "released", "golds": self._golds_of(problem), "answer": whole}
+            return self._verdict_of_child(released, "", verdict)
+        if truncated:
+            return verdict("truncated", "", "cut off at the response-length limit")
+        text = after_reasoning(response)
+        if text is None:
+            return verdict("no_answer", "", "the reasoning is never closed by </think>")
+        if not text.strip():
+            return verdict("no_answer", "", "nothing follows </think>")
+        golds = self._golds_of(problem)
+        box = last_box(text)
+        if box == "":
+            return verdict("no_answer", "", "the last box is empty or never closes")
+        if box is not None:
+            decided = decide(golds, box)
+            if decided is not None:
+                return verdict("right" if decided else "wrong", box, "compared exactly")
+            if len(box) > _BOX_CHARS:
+                return verdict("wrong", box[:_BOX_CHARS], f"an answer of {len(box)} characters, more than {_BOX_CHARS}")
+        answer = text[-_UNBOXED_CHARS:] if box is None else box
+        request = {
+            "op": "verify",
+            "golds": golds,
+            "answer": answer,
+            "boxed": box is not None,
+            "rounding": self._rounding,
+        }
+        return self._verdict_of_child(request, box or "", verdict)
+
+    def _verdict_of_child(
+        self, request: dict[str, Any], box: str, verdict: Callable[[VerdictStatus, str, str], Verdict]
+    ) -> Verdict:
+        """Return the child's verdict. ``box`` is the answer to report where the child gives none."""
+        try:
+            reply = self._ask(request)
+        except ChildTimeout:
+            return verdict("timeout", box, f"the comparison took more than {self._timeout_s} s")
+        except _Exhausted as error:
+            return verdict("timeout", box, f"the comparison needed {error}")
+        except ChildDied as error:
+            return verdict("error", box, f"Math-Verify: {error}")
+        if not reply["answer"]:
+            return verdict("no_answer", "", "no box, and Math-Verify found no answer in the text")
+        if reply.get("unreadable"):
+            return verdict("unreadable", reply["answer"], reply["how"])
+        return verdict("right" if reply["right"] else "wrong", reply["answer"], reply["how"])
+
+    def close(self) -> None:
+        """End the child process. The next request starts another."""
+        self._process.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        reply = self._process.ask(request)
+        if "exhausted" in reply:  # it is about to end; its successor is started now
+            self._process.close()
+            self._process.start()
+            raise _Exhausted(f"more memory than the {reply['exhausted'] >> 30} GiB that it may use")
+        return reply
+
+    def _golds_of(self, problem: Problem) -> list[str]:
+        if self._golds[0] != problem.ground_truth:  # a group's responses come in a row
+            self._golds = (problem.ground_truth, parse_golds(problem.ground_truth))
+        return self._golds[1]
+
+
+def parse_golds(ground_truth: str) -> list[str]:
+    """Return the acceptable answers of a math problem. Raises ValueError saying what was expected."""
+    try:
+        golds = from_json(ground_truth)
+    except ValueError:
+        raise ValueError(f"{_EXPECTED}; found {ground_truth[:200]!r}, which is not JSON") from None
+    if not isinstance(golds, list) or not golds:
+        raise ValueError(f"{_EXPECTED}; found {ground_truth[:200]!r}")
+    for gold in golds:
+        if not isinstance(gold, str) or not gold.strip():
+            raise ValueError(f"{_EXPECTED}; found {gold!r} among the answers")
+    return [gold.strip() for gold in golds]

@@ -1,0 +1,68 @@
+"""The pool's workers as processes of this machine. They start as fast as Python imports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from or1_verify.child_process import close_pipes, describe_exit, start_module
+from or1_verify.config import VerifyConfig
+from or1_verify.pool.pool_process import Judged, receive, send
+from or1_verify.pool.queue import WorkerLost
+from or1_verify.types import Attempt
+
+
+class LocalWorker:
+    """``pool.queue.Worker`` over a child process, which starts here and dies with the thread that makes it.
+
+    A thread reads its pipes, and ends when the child does.
+    """
+
+    def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:
+        self._child = start_module("or1_verify.pool.pool_process")
+        self._setup = (config, abilities, os.getpid())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verifier")
+
+    async def ready(self) -> None:
+        await self._on_thread(self._exchange, self._setup)
+
+    async def verify_batch(self, attempts: Sequence[Attempt]) -> Judged:
+        judged: Judged = await self._on_thread(self._exchange, list(attempts))
+        return judged
+
+    async def close(self) -> None:
+        await self._on_thread(self._end)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._thread.shutdown(wait=True)  # its read ends with the child
+        close_pipes(self._child)
+
+    async def _on_thread(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(do, *arguments))
+
+    def _exchange(self, message: Any) -> Any:
+        try:
+            send(self._child.stdin, message)
+            answer = receive(self._child.stdout)
+        except (OSError, EOFError, ValueError) as error:
+            status = self._child.poll()
+            how = "its pipe broke" if status is None else describe_exit(status)
+            raise WorkerLost(f"the verifier's process ended ({how}; {type(error).__name__}: {error})") from None
+        if isinstance(answer, Exception):
+            raise WorkerLost(str(answer))
+        return answer
+
+    def _end(self) -> None:
+        """Close its input and wait; the child then closes its verifiers."""
+        close_pipes(self._child)
+        self._child.wait()
+
+
+def local_workers(config: VerifyConfig, abilities: frozenset[str]) -> Callable[[], LocalWorker]:
+    """Return what makes the workers of a ``VerifierPool``."""
+    return lambda: LocalWorker(config, abilities)

@@ -1,0 +1,341 @@
+"""Read the published sets' columns into one record. Empty values stay empty; wrong columns or types are named.
+
+Columns as on the hub: AI-MO/NuminaMath-1.5, agentica-org/DeepScaleR-Preview-Dataset, RUC-AIBOX/STILL-3-Preview-RL-Data,
+KbsdJames/Omni-MATH, BAAI/TACO, newfacade/LeetCodeDataset, AIME 2024/2025 in their common forms, LiveCodeBench's
+code_generation_lite, and Skywork/Skywork-OR1-RL-Data itself. Held-out sets: HuggingFaceH4/MATH-500, math-ai/amc23,
+math-ai/minervamath, openai/gsm8k, math-ai/olympiadbench, openai/openai_humaneval, google-research-datasets/mbpp. And
+MATH as first published (hendrycks/math), whose answers are boxed in the solutions; Minerva's problems also come so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from or1_verify.answer import last_box
+from or1_verify.problems.rows import RowError, parse_row, shown
+from or1_verify.problems.wording import (
+    BEGINS_WITH,
+    COMPLETE,
+    COMPLETE_END,
+    LIVECODEBENCH_OPENING,
+    MBPP_OPENING,
+    MBPP_TESTS,
+    ONE_BLOCK,
+    READS_STDIN,
+    livecodebench_instructions,
+)
+
+LayoutName = Literal[
+    "auto", "skywork", "plain", "numinamath", "deepscaler", "still3", "omni_math", "taco", "leetcode", "aime",
+    "livecodebench", "humaneval", "mbpp", "olympiadbench", "math",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A row of any layout. ``source`` follows the set's own name; "" where the row names none."""
+
+    ability: str
+    statement: str
+    ground_truth: str
+    """As Skywork-OR1-RL-Data has it; "" where the row has no answer or no tests."""
+    source: str = ""
+    instructions: str = ""
+    solutions: tuple[str, ...] = ()
+    difficulty: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    """What the prompt says before the statement, as ``instructions`` after it."""
+
+    @property
+    def content(self) -> str:
+        """The user's message."""
+        return self.opening + self.statement + self.instructions
+
+
+def detect_layout(columns: Mapping[str, Any]) -> LayoutName | None:
+    """Return the layout that has such columns; None when no known layout has them."""
+    names = columns.keys()
+    return next((layout for layout, telling in _TELLING if telling <= names), None)
+
+
+def read_published(row: Any, layout: LayoutName, origin: str) -> Published:
+    """Read one decoded row. Raises RowError naming ``origin``, the column, what was found and what was expected."""
+    if isinstance(row, RowError):
+        raise row
+    if not isinstance(row, Mapping):
+        raise RowError(origin, "not a JSON object", f"expected one problem's columns, found {shown(row)}")
+    if layout == "auto":
+        detected = detect_layout(row)
+        if detected is None:
+            known = "; ".join(f"{name}: {', '.join(sorted(telling))}" for name, telling in _TELLING)
+            detail = f"columns {sorted(row)} are of no known layout; expected one of: {known}"
+            raise RowError(origin, "columns of no known layout", detail)
+        layout = detected
+    if layout in ("skywork", "plain"):
+        return _own_layout(row, origin)
+    return _READERS[layout](Columns(row, layout, origin))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A row's values by name, each checked for its type."""
+
+    row: Mapping[str, Any]
+    layout: str
+    origin: str
+
+    def text(self, *names: str) -> str:
+        """Return the value of the first of ``names`` that the row has, stripped; "" when it is null."""
+        return self.verbatim(*names).strip()
+
+    def verbatim(self, *names: str) -> str:
+        """Return text as it is, for prompts in which every character counts; "" when it is null or white space."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self._wrong(names[0], f"found {shown(value)}, expected text")
+        return value if value.strip() else ""
+
+    def answer(self, *names: str) -> str:
+        """Return text or a number, as text."""
+        value = self._value(names)
+        if value is None:
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self._wrong(names[0], f"found {shown(value)}, expected text or a number")
+        whole = isinstance(value, float) and value.is_integer()  # as amc23's 27.0
+        return str(int(value) if whole else value).strip()
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty when it is null or the row has no such column."""
+        value = self.row.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, f"found {shown(value)}, expected a list of texts")
+        return value
+
+    def optional(self, name: str) -> str:
+        return self.text(name) if name in self.row else ""
+
+    def decoded(self, name: str, kind: type) -> Any:
+        """Return the decoded JSON of a text column, or the value itself where it is decoded; None when empty."""
+        value = self._value((name,))
+        if isinstance(value, str):
+            if not value.strip():
+                return None
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                expected = f"expected the JSON of a {kind.__name__}"
+                raise self._wrong(name, f"not JSON ({error}), found {shown(value)}; {expected}") from None
+        if value is not None and not isinstance(value, kind):
+            raise self._wrong(name, f"found {shown(value)}, expected a {kind.__name__}")
+        return value
+
+    def _value(self, names: tuple[str, ...]) -> Any:
+        for name in names:
+            if name in self.row:
+                return self.row[name]
+        missing = f"no column '{' or '.join(names)}'"
+        raise RowError(
+            self.origin, missing, f"{missing}, which layout '{self.layout}' has; this row has {sorted(self.row)}"
+        )
+
+    def _wrong(self, name: str, detail: str) -> RowError:
+        return RowError(self.origin, f"column '{name}' has a wrong type", f"column '{name}': {detail}")
+
+
+def _golds(answer: str) -> str:
+    return json.dumps([answer], ensure_ascii=False) if answer else ""
+
+
+def _some(*solutions: str) -> tuple[str, ...]:
+    return tuple(solution for solution in solutions if solution)
+
+
+def _own_layout(raw: Mapping[str, Any], origin: str) -> Published:
+    row = parse_row(dict(raw), origin)
+    if len(row.messages) != 1 or row.messages[0].role != "user":
+        roles = [message.role for message in row.messages]
+        raise RowError(
+            origin,
+            "field 'prompt' is not one user message",
+            f"field 'prompt': found messages of {roles}; the pipeline takes problems of one user message",
+        )
+    solution = Columns(raw, "skywork", origin).optional("solution")
+    statement, source = row.messages[0].content, row.source or ""
+    return Published(row.ability, statement, row.ground_truth, source, "", _some(solution), row.difficulty)
+
+
+def _numinamath(row: Columns) -> Published:
+    notes = {name: row.optional(name) for name in ("question_type", "problem_is_valid", "solution_is_valid")}
+    return Published(
+        "math",
+        row.text("problem"),
+        _golds(row.answer("answer")),
+        source=row.text("source"),
+        solutions=_some(row.text("solution")),
+        notes={name: value for name, value in notes.items() if value},
+    )
+
+
+def _problem_answer(row: Columns) -> Published:
+    statement = row.text("problem", "Problem", "question")
+    solution = row.optional("solution") or row.optional("Solution")
+    return Published("math", statement, _golds(row.answer("answer", "Answer")), solutions=_some(solution))
+
+
+def _math(row: Columns) -> Published:
+    solution = row.text("solution")
+    return Published("math", row.text("problem"), _golds(last_box(solution) or ""), solutions=_some(solution))
+
+
+def _still3(row: Columns) -> Published:
+    """STILL-3, amc23, minervamath, and GSM8K, whose answer is a solution that ends in ``#### 1,234``."""
+    solution, marked, gold = row.answer("answer").rpartition("####")
+    if not marked:
+        return Published("math", row.text("question"), _golds(gold))
+    return Published(
+        "math", row.text("question"), _golds(gold.strip().replace(",", "")), solutions=_some(solution.strip())
+    )
+
+
+def _olympiadbench(row: Columns) -> Published:
+    """All parts of the final answer are asked for, each of which the set writes between dollars."""
+    if "final_answer" not in row.row:
+        row.text("final_answer")  # names the column
+    golds = [gold.strip().removeprefix("$").removesuffix("$") for gold in row.texts("final_answer")]
+    return Published(
+        "math",
+        row.text("question"),
+        _golds(", ".join(filter(None, golds))),
+        source=row.optional("subfield"),
+        solutions=tuple(row.texts("solution")),
+    )
+
+
+def _omni_math(row: Columns) -> Published:
+    return Published(
+        "math",
+        row.text("problem"),
+        _golds(row.answer("answer")),
+        source=row.optional("source"),
+        solutions=_some(row.text("solution")),
+    )
+
+
+def _taco(row: Columns) -> Published:
+    tests = row.decoded("input_output", dict)
+    solutions = row.decoded("solutions", list) or []
+    starter = row.optional("starter_code")
+    pictures = row.optional("picture_num") if isinstance(row.row.get("picture_num"), str) else ""
+    return Published(
+        "code",
+        row.text("question"),
+        json.dumps(tests, ensure_ascii=False) if tests else "",
+        source=row.optional("difficulty").lower(),
+        instructions=BEGINS_WITH.format(starter) if starter else READS_STDIN,
+        solutions=_some(*(solution for solution in solutions if isinstance(solution, str))),
+        notes={"pictures": int(pictures)} if pictures.isdecimal() and int(pictures) else {},
+    )
+
+
+def _leetcode(row: Columns) -> Published:
+    test = row.text("test")
+    truth = {"entry_point": row.text("entry_point"), "import_prefix": row.text("prompt"), "test_code": test}
+    return Published(
+        "code",
+        row.text("problem_description"),
+        json.dumps(truth, ensure_ascii=False) if test else "",
+        source=row.optional("difficulty"),
+        instructions=BEGINS_WITH.format(row.text("starter_code")),
+        solutions=_some(row.text("completion")),
+    )
+
+
+def _livecodebench(row: Columns) -> Published:
+    """Leave the tests packed: the code verifier reads this form itself, and refuses any other."""
+    starter = row.verbatim("starter_code")
+    tests = {name: row.row.get(name) or "" for name in ("public_test_cases", "private_test_cases", "metadata")}
+    truth = {**tests, "starter_code": starter}
+    some = any(tests[name] not in ("", "[]") for name in ("public_test_cases", "private_test_cases"))
+    return Published(
+        "code",
+        row.verbatim("question_content"),
+        json.dumps(truth, ensure_ascii=False) if some else "",
+        source=row.optional("platform"),
+        instructions=livecodebench_instructions(starter),
+        notes={name: str(row.row[name]) for name in ("question_id", "contest_date") if row.row.get(name) is not None},
+        opening=LIVECODEBENCH_OPENING,
+    )
+
+
+def _humaneval(row: Columns) -> Published:
+    """The statement is the beginning of a program; some tests call its function by its own name too (HumanEval/33)."""
+    program, test, entry = row.verbatim("prompt"), row.verbatim("test"), row.text("entry_point")
+    truth: dict[str, Any] = {"entry_point": entry, "import_prefix": program, "test_code": test}
+    if re.search(rf"(?<!def )\b{re.escape(entry)}\(", test):
+        truth["helpers"] = [entry]
+    return Published(
+        "code",
+        program,
+        json.dumps(truth, ensure_ascii=False) if test else "",
+        instructions=COMPLETE_END,
+        solutions=_some(program + row.verbatim("canonical_solution")),
+        opening=COMPLETE,
+    )
+
+
+def _mbpp(row: Columns) -> Published:
+    """Both forms: full (``text``, ``test_setup_code``) and sanitized (``prompt``, ``test_imports``)."""
+    tests = row.texts("test_list")
+    setup = _some(row.optional("test_setup_code"), *row.texts("test_imports"))
+    return Published(
+        "code",
+        row.text("text", "prompt"),
+        json.dumps({"assert_case": [*setup, *tests]}, ensure_ascii=False) if tests else "",
+        instructions=MBPP_TESTS.format("\n".join(tests)) + ONE_BLOCK,
+        solutions=_some(row.text("code")),
+        opening=MBPP_OPENING,
+    )
+
+
+_READERS: Mapping[str, Callable[[Columns], Published]] = {
+    "numinamath": _numinamath,
+    "deepscaler": _problem_answer,
+    "still3": _still3,
+    "omni_math": _omni_math,
+    "taco": _taco,
+    "leetcode": _leetcode,
+    "aime": _problem_answer,
+    "livecodebench": _livecodebench,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "olympiadbench": _olympiadbench,
+    "math": _math,
+}
+
+_TELLING: tuple[tuple[LayoutName, frozenset[str]], ...] = (
+    ("skywork", frozenset({"data_source", "prompt", "reward_model"})),
+    ("livecodebench", frozenset({"question_content", "public_test_cases"})),
+    ("humaneval", frozenset({"prompt", "canonical_solution", "test"})),
+    ("mbpp", frozenset({"task_id", "test_list"})),
+    ("olympiadbench", frozenset({"question", "final_answer"})),
+    ("leetcode", frozenset({"problem_description", "entry_point", "test"})),
+    ("taco", frozenset({"question", "input_output"})),
+    ("numinamath", frozenset({"problem", "question_type", "answer"})),
+    ("omni_math", frozenset({"problem", "domain", "answer"})),
+    ("plain", frozenset({"prompt", "answer"})),
+    ("aime", frozenset({"Problem", "Answer"})),
+    ("deepscaler", frozenset({"problem", "answer"})),
+    ("still3", frozenset({"question", "answer"})),
+    ("math", frozenset({"problem", "solution"})),
+)
+"""The columns that tell a layout, the most particular first."""

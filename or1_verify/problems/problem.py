@@ -1,0 +1,100 @@
+"""Decoded rows into ``Problem`` records, strictly: a row that cannot be used is named by file, line and field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from or1_verify.problems.layouts import detect_layout, read_published
+from or1_verify.problems.rows import RowError, parse_row, shown
+from or1_verify.types import Message, Problem, Verifier
+
+DIFFICULTY_TRIES = 16
+"""``model_difficulty`` counts failures in this many tries (RECIPE section 7)."""
+
+_ID_HEX_DIGITS = 16
+
+
+def read_problem(raw: Any, origin: str, default_source: str) -> Problem:
+    """Return the problem of one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+    if isinstance(raw, RowError):
+        raise raw
+    layout = detect_layout(raw) if isinstance(raw, dict) else None
+    if layout not in (None, "skywork", "plain"):
+        return _of_another_layout(raw, origin, default_source)
+    row = parse_row(raw, origin)
+    _check_is_json(row.ground_truth, row.truth_field, origin)
+    for model, failures in row.difficulty.items():
+        if not 0 <= failures <= DIFFICULTY_TRIES:
+            raise RowError(
+                origin,
+                "field 'extra_info' has a wrong type or value",
+                f"field 'extra_info.model_difficulty.{model}': found {failures}, expected the number of failures in "
+                f"{DIFFICULTY_TRIES} tries, 0..{DIFFICULTY_TRIES}",
+            )
+    source = row.source or default_source
+    problem = problem_id(source, row.messages)
+    return Problem(problem, source, row.ability, row.messages, row.ground_truth, row.difficulty, origin)
+
+
+def check_ground_truth(problem: Problem, verifiers: Mapping[str, Verifier]) -> None:
+    """Raise RowError when the problem's ability has no verifier, or its verifier cannot use the ground truth."""
+    if problem.ability not in verifiers:
+        raise no_verifier(problem, verifiers)
+    try:
+        verifiers[problem.ability].check_ground_truth(problem)
+    except ValueError as error:
+        raise RowError(problem.origin, "ground truth cannot be used", f"field 'ground_truth': {error}") from None
+
+
+def no_verifier(problem: Problem, known: Iterable[str]) -> RowError:
+    """Return the error of a problem whose ability is none of ``known``."""
+    expected = ", ".join(sorted(known)) or "none"
+    return RowError(
+        problem.origin,
+        f"no verifier for ability '{problem.ability}'",
+        f"field 'ability': found '{problem.ability}', expected one of: {expected}",
+    )
+
+
+def problem_id(source: str, messages: Sequence[Message]) -> str:
+    """Return a stable id: the first 64 bits, in hex, of the SHA-256 of source and messages."""
+    text = json.dumps([source, [[message.role, message.content] for message in messages]], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_HEX_DIGITS]
+
+
+def _of_another_layout(raw: Any, origin: str, set_name: str) -> Problem:
+    row = read_published(raw, "auto", origin)
+    for what, value in (("statement", row.statement), ("answer or tests", row.ground_truth)):
+        if not value:
+            expected = "expected one in every row (or1 data build leaves such rows out)"
+            raise RowError(origin, f"no {what}", f"has no {what}; {expected}")
+    source = f"{set_name}_{row.source}" if row.source else set_name
+    messages = (Message("user", row.content),)
+    return Problem(
+        problem_id(source, messages), source, row.ability, messages, row.ground_truth, row.difficulty, origin
+    )
+
+
+def _check_is_json(ground_truth: str, field: str, origin: str) -> None:
+    fault = f"field '{field}' is not the JSON of a list or an object"
+    try:
+        decoded = from_json(ground_truth, allow_inf_nan=False)
+    except ValueError as error:
+        raise RowError(
+            origin,
+            fault,
+            f"field '{field}': not JSON ({error}), found {shown(ground_truth)}; expected a string that "
+            'holds a JSON list of answers, such as ["15625"], or the JSON object of a code problem\'s tests',
+        ) from None
+    if not isinstance(decoded, list | dict):
+        raise RowError(
+            origin,
+            fault,
+            f"field '{field}': found the JSON of a {type(decoded).__name__}, {shown(ground_truth)}; "
+            'expected that of a list of answers, such as ["15625"], or of an object of tests',
+        )

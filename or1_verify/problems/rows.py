@@ -1,0 +1,194 @@
+"""The two row schemas of our own, and the errors that name a bad row.
+
+Skywork-OR1-RL-Data (docs/schemas.md): ``data_source``, ``prompt`` [{role, content}], ``ability``, ``reward_model``
+{ground_truth: string, style}, ``extra_info`` {index, model_difficulty}. A math ground truth is the JSON of a list of
+answers, or one answer as it is, as in Skywork-OR1's own evaluation files. Plain: ``prompt`` (string or messages) and
+``answer``. Other keys are ignored; these must be there with the right type (nothing is coerced).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from or1_verify.errors import UserError
+from or1_verify.types import Message
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+_SKYWORK_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+_SHOWN_CHARS = 120
+
+
+class DataError(UserError, ValueError):
+    """A problem file cannot be used. The message names file:line, the field, what was found and what was expected."""
+
+
+class RowError(DataError):
+    """One row cannot be used. ``reason`` is short and the same for all rows with this fault, to count by."""
+
+    def __init__(self, origin: str, reason: str, detail: str) -> None:
+        super().__init__(f"{origin}: {detail}")
+        self.origin, self.reason, self._detail = origin, reason, detail
+
+    def at(self, origin: str) -> RowError:
+        """Return the same fault of another row."""
+        return RowError(origin, self.reason, self._detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """A row of either schema. ``source`` is None where a plain row names none."""
+
+    source: str | None
+    messages: tuple[Message, ...]
+    ability: str
+    ground_truth: str
+    truth_field: str
+    difficulty: Mapping[str, int]
+
+
+class _StrictModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _MessageRow(_StrictModel):
+    role: NonEmpty
+    content: NonEmpty
+
+
+class _RewardModel(_StrictModel):
+    ground_truth: NonEmpty
+    style: str = "rule"
+
+
+class _ExtraInfo(_StrictModel):
+    index: int | str | None = None
+    model_difficulty: dict[str, int | None] | None = None
+    """Failures in 16 tries per model; parquet writes an unmeasured model as null."""
+
+
+class _SkyworkRow(_StrictModel):
+    data_source: NonEmpty
+    prompt: list[_MessageRow] = Field(min_length=1)
+    ability: NonEmpty
+    reward_model: _RewardModel
+    extra_info: _ExtraInfo
+
+    def parsed(self, origin: str) -> ParsedRow:
+        measured = self.extra_info.model_difficulty or {}
+        difficulty = {model: failures for model, failures in measured.items() if failures is not None}
+        truth, field = self.reward_model.ground_truth, "reward_model.ground_truth"
+        if self.ability == "math":
+            truth = _listed(truth)
+        return ParsedRow(self.data_source, _messages(self.prompt), self.ability, truth, field, difficulty)
+
+
+class _PlainRow(_StrictModel):
+    prompt: NonEmpty | Annotated[list[_MessageRow], Field(min_length=1)]
+    answer: NonEmpty | int | float | Annotated[list[NonEmpty], Field(min_length=1)]
+    ability: NonEmpty = "math"
+    source: NonEmpty | None = None
+
+    def parsed(self, origin: str) -> ParsedRow:
+        """The ground truth is a JSON list of answers for math; a code answer is passed on as it is."""
+        messages = (Message("user", self.prompt),) if isinstance(self.prompt, str) else _messages(self.prompt)
+        if self.ability == "math":
+            answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
+            truth = json.dumps(answers, ensure_ascii=False)
+        elif isinstance(self.answer, str):
+            truth = self.answer
+        else:
+            expected = f"answer of ability '{self.ability}': expected the ground truth's JSON as a string"
+            raise RowError(origin, "field 'answer' has a wrong type", f"field 'answer': {expected}")
+        return ParsedRow(self.source, messages, self.ability, truth, "answer", {})
+
+
+def parse_row(raw: Any, origin: str) -> ParsedRow:
+    """Validate one decoded row; ``origin`` is ``file:line``. Raises RowError."""
+    if not isinstance(raw, dict):
+        raise RowError(origin, "not a JSON object", f"expected a JSON object with one problem, found {shown(raw)}")
+    schema = _PlainRow if "answer" in raw and "reward_model" not in raw else _SkyworkRow
+    try:
+        row = schema.model_validate(raw)
+    except ValidationError as error:
+        raise _explained(error, raw, origin) from None
+    return row.parsed(origin)
+
+
+def published_row(
+    source: str, messages: Sequence[Message], ability: str, ground_truth: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a row in the schema of Skywork-OR1-RL-Data, as ``parse_row`` reads it."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": message.role, "content": message.content} for message in messages],
+        "ability": ability,
+        "reward_model": {"ground_truth": ground_truth, "style": "rule"},
+        "extra_info": dict(extra),
+    }
+
+
+def _listed(answer: str) -> str:
+    """Return one bare answer, such as 204, 025 or 336^\\circ, as the JSON of a list; any other text as it is.
+
+    What begins like a list or an object must be one, and words for a missing value are no answers.
+    """
+    text = answer.strip()
+    if text[:1] in ("", "[", "{") or text.lower() in ("null", "none", "nan", "true", "false"):
+        return answer
+    if text.startswith('"'):
+        try:
+            text = json.loads(text)
+        except ValueError:
+            return answer
+    return json.dumps([text], ensure_ascii=False)
+
+
+def _messages(rows: Sequence[_MessageRow]) -> tuple[Message, ...]:
+    return tuple(Message(row.role, row.content) for row in rows)
+
+
+def _explained(error: ValidationError, raw: dict[str, Any], origin: str) -> RowError:
+    errors = error.errors(include_url=False)
+    complaints = []
+    for item in errors:
+        value = "" if item["type"] == "missing" else f", found {shown(item['input'])}"
+        complaints.append(f"field '{'.'.join(str(part) for part in item['loc'])}': {item['msg']}{value}")
+    text = "; ".join(complaints)
+    if "reward_model" not in raw and "answer" not in raw:
+        text += f" (expected either {{{', '.join(_SKYWORK_KEYS)}}} or {{prompt, answer}}; this row has {sorted(raw)})"
+    fault = "is missing" if errors[0]["type"] == "missing" else "has a wrong type or value"
+    return RowError(origin, f"field '{errors[0]['loc'][0]}' {fault}", text)
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error message shows it: its repr cut short, and its type."""
+    text = repr(value)
+    if len(text) > _SHOWN_CHARS:
+        text = text[: _SHOWN_CHARS - 3] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (file:row, row) of a Parquet file, from row 1. Raises DataError where it cannot be read."""
+    try:  # here: most files are JSONL, pyarrow takes a while to import, and it is not a dependency of or1_verify
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(f"{path}: a Parquet file needs the package pyarrow: pip install pyarrow") from None
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for raw in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", raw
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file (after row {number}): {error}") from None

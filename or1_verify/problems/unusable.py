@@ -1,0 +1,84 @@
+"""Rows of problem files that cannot be used: collected in one pass, then refused, or left out and counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+from or1_verify.problems.rows import DataError, RowError
+
+Policy = Literal["refuse", "drop"]
+
+FILE_NAME = "unusable_rows.jsonl"
+_SHOWN = 20
+_LISTED = 10_000
+"""Rows that are kept in memory and written to the file; more are only counted."""
+
+log = logging.getLogger(__name__)
+
+
+class UnusableRows:
+    """Collects unusable rows."""
+
+    def __init__(self) -> None:
+        self._reasons: Counter[str] = Counter()
+        self._listed: list[RowError] = []
+
+    def __len__(self) -> int:
+        return self._reasons.total()
+
+    def add(self, error: RowError) -> None:
+        self._reasons[error.reason] += 1
+        if len(self._listed) < _LISTED:
+            self._listed.append(error)
+
+    def settle(self, policy: Policy, file: Path, setting: str) -> None:
+        """Refuse the rows, or log how many are left out.
+
+        Args:
+            file: lists the rows as JSON lines of row, reason and message, unless the message itself shows all.
+            setting: what leaves such rows out, e.g. ``data.unusable=drop``.
+
+        Raises:
+            DataError: as ``refuse``, when ``policy`` is refuse.
+        """
+        if policy == "refuse":
+            self.refuse(file, f"\nCorrect them, or leave them out with {setting}")
+        elif self:
+            log.warning("%s: %s left out; %s", setting, self._counted(), self._write(file))
+
+    def refuse(self, file: Path | None = None, advice: str = "") -> None:
+        """Raise DataError if there are rows: how many by reason, the first of them, and the file that lists all."""
+        lines = [" ".join(str(error).split()) for error in self._sorted()[:_SHOWN]]
+        if not lines:
+            return
+        if len(self) > 1:
+            lines = [f"{self._counted()}:", *(f"  {line}" for line in lines)]
+        if len(self) > _SHOWN:
+            lines.append(f"  and {len(self) - _SHOWN} more")
+            if file is not None:
+                lines[-1] += f"; {self._write(file)}"
+        raise DataError("\n".join(lines) + advice)
+
+    def _counted(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
+        return f"{len(self)} unusable row{'s' if len(self) > 1 else ''} ({reasons})"
+
+    def _write(self, file: Path) -> str:
+        """Write the list; return what the file holds."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"row": error.origin, "reason": error.reason, "message": str(error)} for error in self._sorted()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return f"{file} lists " + ("them" if len(self) <= _LISTED else f"the first {_LISTED}")
+
+    def _sorted(self) -> list[RowError]:
+        return sorted(self._listed, key=_file_and_line)
+
+
+def _file_and_line(error: RowError) -> tuple[str, int]:
+    """Sort by file, then by line."""
+    file, _, line = error.origin.rpartition(":")
+    return (file, int(line)) if line.isdecimal() else (error.origin, 0)

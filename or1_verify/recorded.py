@@ -1,0 +1,222 @@
+"""Recorded responses for ``or1-verify``: a file of rows in, and the same rows with their verdicts out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from or1_verify.config import VerifyConfig
+from or1_verify.problems.problem import check_ground_truth, no_verifier, read_problem
+from or1_verify.problems.rows import DataError, RowError, parquet_rows, shown
+from or1_verify.problems.unusable import Policy, UnusableRows
+from or1_verify.types import Problem, Verdict, VerdictStatus
+from or1_verify.verifier_threads import VerifierThreads, judged
+from or1_verify.verifiers import build_verifiers, known_abilities
+
+_ADDED = ("reward", "status", "detail")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """One row as it was read: a JSON object, or ``{"not_json": ...}`` for a line that holds none."""
+
+    row: Mapping[str, Any]
+    origin: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponse(RecordedRow):
+    """A row with what a verifier needs of it."""
+
+    problem: Problem
+    response: str
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableRow(RecordedRow):
+    """A row that cannot be judged."""
+
+    error: RowError
+
+
+def verify_file(
+    path: Path,
+    out: Path,
+    config: VerifyConfig,
+    unusable: Policy = "refuse",
+    report: Callable[[RecordedRow, Verdict], None] | None = None,
+) -> Mapping[str, Counter[str]]:
+    """Judge every row of ``path`` (.jsonl or .parquet) and write it to ``out``; return counts by source and status.
+
+    All rows are checked before the first verdict. Rows that cannot be used are refused, or get the status ``error``
+    when ``unusable`` is drop. If ``out`` holds the first verdicts of the same rows, it is resumed. Verdicts are written
+    in the order of the rows, as soon as the earlier ones are; ``config.workers`` are made at once. ``report`` gets the
+    new ones.
+
+    Raises:
+        DataError: unusable rows, no rows, or an ``out`` that is the input, of another file, or in no folder.
+    """
+    if path.exists() and out.exists() and out.samefile(path):
+        raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: there is no folder {out.parent}; expected one that exists (--out)")
+    rows = list(read_recorded(path, known_abilities(config)))
+    if not rows:
+        raise DataError(f"{path}: holds no rows; expected problems with a 'response' each")
+    abilities = {row.problem.ability for row in rows if isinstance(row, RecordedResponse)}
+    tally: dict[str, Counter[str]] = {}
+    with closing(_KeepGoing(partial(build_verifiers, config, abilities), config.workers)) as threads:
+        rows = _checked(rows, threads)
+        faults = UnusableRows()
+        for row in rows:
+            if isinstance(row, UnusableRow):
+                faults.add(row.error)
+        faults.settle(unusable, out.with_name(f"{out.stem}.unusable_rows.jsonl"), "--unusable drop")
+        done = _resumed(out, rows)
+        with out.open("a", encoding="utf-8") as file:
+            for row, written in zip(rows, done, strict=False):
+                _count(tally, row, written["status"])
+            for row, verdict in judged(rows[len(done) :], threads.start_row):
+                added = {"reward": verdict.reward, "status": verdict.status, "detail": verdict.detail}
+                file.write(_as_json({**row.row, **added}) + "\n")
+                file.flush()
+                _count(tally, row, verdict.status)
+                if report is not None:
+                    report(row, verdict)
+    return tally
+
+
+def read_recorded(path: Path, known: Collection[str]) -> Iterator[RecordedRow]:
+    """Yield the rows of a .jsonl or .parquet file. Raises DataError when the file cannot be read.
+
+    Args:
+        known: abilities that can be verified.
+    """
+    for origin, raw in _rows(path):
+        try:
+            row = _recorded(raw, origin, path.stem)
+            if row.problem.ability not in known:
+                raise no_verifier(row.problem, known)
+            yield row
+        except RowError as error:
+            given = raw if isinstance(raw, dict) else {"not_json": str(error) if isinstance(raw, RowError) else raw}
+            source = given.get("data_source") or given.get("source")
+            yield UnusableRow(given, origin, source if isinstance(source, str) else path.stem, error)
+
+
+def _recorded(row: Any, origin: str, default_source: str) -> RecordedResponse:
+    problem = read_problem(row, origin, default_source)
+    response, truncated = row.get("response"), row.get("truncated", False)
+    if not isinstance(response, str):
+        detail = f"field 'response': found {shown(response)}, expected the response's text"
+        raise RowError(origin, "no response", detail)
+    if not isinstance(truncated, bool | None):
+        detail = f"field 'truncated': found {shown(truncated)}, expected true or false"
+        raise RowError(origin, "field 'truncated' has a wrong type", detail)
+    return RecordedResponse(row, origin, problem.source, problem, response, bool(truncated))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{path}: file name ends in '{path.suffix}'; expected .jsonl or .parquet")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected rows of problems with a 'response' each")
+    if path.suffix == ".parquet":
+        yield from parquet_rows(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                origin = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    fault = f"not a JSON object ({error}), found {shown(line[:80])}"
+                    row = RowError(origin, "not a JSON object", fault)
+                yield origin, row
+
+
+class _KeepGoing(VerifierThreads):
+    """Gives every row a verdict, whatever its verifier raises, so that one row never ends the rest."""
+
+    def start_row(self, row: RecordedRow) -> Future[Verdict]:
+        if isinstance(row, RecordedResponse):
+            return self.verdict(row.problem, row.response, row.truncated)
+        assert isinstance(row, UnusableRow)
+        verdict: Future[Verdict] = Future()
+        verdict.set_result(Verdict(0.0, "error", "", str(row.error), 0.0))
+        return verdict
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        try:
+            return super().verify(problem, response, truncated)
+        except Exception as error:
+            return Verdict(0.0, "error", "", f"the verifier raised {type(error).__name__}: {error}"[:1000], 0.0)
+
+
+def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[RecordedRow]:
+    """Replace the responses whose ground truth cannot be used; each ground truth is checked once."""
+    faults: dict[tuple[str, str], RowError | None] = {}
+    checked: list[RecordedRow] = []
+    with threads.borrowed() as verifiers:
+        for row in rows:
+            if isinstance(row, RecordedResponse):
+                key = row.problem.ability, row.problem.ground_truth
+                if key not in faults:
+                    faults[key] = None
+                    try:
+                        check_ground_truth(row.problem, verifiers)
+                    except RowError as error:
+                        faults[key] = error
+                if (fault := faults[key]) is not None:
+                    row = UnusableRow(row.row, row.origin, row.source, fault.at(row.origin))
+            checked.append(row)
+    return checked
+
+
+def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
+    """Return the verdicts that ``out`` already holds; a torn last line is cut off. Raises DataError."""
+    if not out.exists():
+        return []
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    done = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            judged_row = json.loads(line)
+            fits = number <= len(rows) and _same_row(judged_row, rows[number - 1].row)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            fits = False
+        if not fits:
+            raise DataError(
+                f"{out}:{number}: is no verdict on row {number} of the input; name another --out, or delete it"
+            )
+        done.append(judged_row)
+    if len(whole) < len(content):
+        os.truncate(out, len(whole))
+    return done
+
+
+def _same_row(judged_row: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    kept = {name: value for name, value in judged_row.items() if name not in _ADDED}
+    given = {name: value for name, value in row.items() if name not in _ADDED}
+    return _as_json(kept) == _as_json(given) and judged_row.get("status") in get_args(VerdictStatus)
+
+
+def _as_json(row: Mapping[str, Any]) -> str:
+    """Return a row as one line. What JSON does not have (a date or bytes of a Parquet file) is written as text."""
+    return json.dumps(row, default=str)
+
+
+def _count(tally: dict[str, Counter[str]], row: RecordedRow, status: str) -> None:
+    tally.setdefault(row.source, Counter())[status] += 1

@@ -1,0 +1,101 @@
+"""The first tier: bubblewrap gives each run namespaces of its own.
+
+Inside: no network, no other processes, /usr and the interpreter read-only, no /proc, sized tmpfs at /tmp and /dev/shm,
+an unprivileged uid, a session of its own. Everything in the sandbox dies with its first process, which dies with us.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from or1_verify.sandbox.launched import (
+    ENVIRONMENT,
+    PYTHON_OPTIONS,
+    RUNNER,
+    UNPRIVILEGED_ID,
+    Launched,
+    memory_file,
+)
+from or1_verify.sandbox.program import Program, SandboxLimits, SandboxUnavailable
+from or1_verify.sandbox.seccomp import namespaced_filter
+
+_BOX = "/box"
+
+
+class Bubblewrap:
+    """Launches programs under bubblewrap.
+
+    Raises SandboxUnavailable at construction where it is not installed, or the processor has no filter.
+    """
+
+    name = "bubblewrap"
+    needs = (
+        "bubblewrap needs unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1; in a container a "
+        "seccomp profile that allows unshare) and a Python that user 'nobody' can read, such as /usr/bin/python3"
+    )
+
+    def __init__(self, interpreter: Path) -> None:
+        executable = shutil.which("bwrap")
+        if executable is None:
+            raise SandboxUnavailable(
+                "bubblewrap is not installed (no 'bwrap' on PATH): problems of ability 'code' cannot be verified "
+                "without it, math can. Install it: apt install bubblewrap (or dnf install bubblewrap)"
+            )
+        self._executable = executable
+        self._interpreter = interpreter
+        self._filter = namespaced_filter()
+
+    def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> Launched:
+        """Start a sandbox, whose runner will wait at the gate. ``stdin`` None: a pipe that stays open.
+
+        Raises OSError when no process can be started.
+        """
+        opened = []
+        status_read, status_write = os.pipe()
+        identity: dict[str, Any] = {}
+        if os.geteuid() == 0:  # root is exempt from RLIMIT_NPROC even inside a user namespace
+            identity = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
+        try:
+            opened.append(memory_file("seccomp", self._filter))
+            binds = ["--seccomp", str(opened[-1])]
+            for name, content in {"runner.py": RUNNER, **program.files}.items():
+                opened.append(memory_file(name, content))
+                mode = "0555" if name in program.executable else "0444"
+                binds += ["--perms", mode, "--ro-bind-data", str(opened[-1]), f"{_BOX}/{name}"]
+            binds += ["--remount-ro", "/", "--chdir", "/tmp"]
+            runner = [str(self._interpreter), *PYTHON_OPTIONS, f"{_BOX}/runner.py"]
+            command = [*self._confinement(limits, status_write), *binds, *runner]
+            launched = Launched.start(command, stdin, limits, (*opened, status_write), cwd="/", env={}, **identity)
+        except OSError:
+            os.close(status_read)
+            raise
+        finally:
+            for descriptor in (*opened, status_write):
+                os.close(descriptor)
+        launched.status = os.fdopen(status_read, "rb")
+        launched.instruct(limits.rlimits(in_cgroup), program.command, _BOX, self._interpreter)
+        return launched
+
+    def _confinement(self, limits: SandboxLimits, status_descriptor: int) -> list[str]:
+        prefix = self._interpreter.parent.parent
+        arguments = [self._executable, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+        # Without --as-pid-1 bubblewrap leaves a middle process behind for init to reap, and in many containers the
+        # first process reaps nothing: one zombie per test.
+        arguments += ["--as-pid-1", "--json-status-fd", str(status_descriptor)]
+        arguments += ["--uid", str(UNPRIVILEGED_ID), "--gid", str(UNPRIVILEGED_ID), "--cap-drop", "ALL"]
+        arguments += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+        for name in ("lib", "lib64", "bin"):
+            if Path("/", name).is_symlink():
+                arguments += ["--symlink", f"usr/{name}", f"/{name}"]
+            elif Path("/", name).is_dir():
+                arguments += ["--ro-bind", f"/{name}", f"/{name}"]
+        if not prefix.is_relative_to("/usr"):
+            arguments += ["--ro-bind", str(prefix), str(prefix)]
+        size = ["--size", str(limits.scratch_bytes), "--tmpfs"]
+        arguments += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev", *size, "/tmp"]
+        for name, value in ENVIRONMENT.items():
+            arguments += ["--setenv", name, value]
+        return arguments

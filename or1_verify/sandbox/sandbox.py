@@ -1,0 +1,146 @@
+"""Runs untrusted programs, each in a fresh sandbox. ``sandbox.program`` shows how to use it.
+
+There are two tiers: "bubblewrap", where namespaces are granted, else "landlock", which resists the same attacks; "auto"
+takes the first that runs a program here. "weak" is the second tier without Landlock: it is used only when it is named,
+and logs a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from or1_verify.config import VerifyConfig
+from or1_verify.sandbox.bubblewrap import Bubblewrap
+from or1_verify.sandbox.cgroups import CgroupPool
+from or1_verify.sandbox.landlock import Landlock
+from or1_verify.sandbox.launched import Launched
+from or1_verify.sandbox.program import (
+    WALL_PER_CPU,
+    Program,
+    SandboxLimits,
+    SandboxResult,
+    SandboxTier,
+    SandboxUnavailable,
+)
+from or1_verify.sandbox.session import Session
+
+_PROBE = Program({"main.py": b"print(int(input()) * 7)"}, ("{python}", "{box}/main.py"))
+_PROBE_LIMITS = SandboxLimits(cpu_s=30.0, wall_s=60.0)
+_TIERS: Mapping[str, Callable[[Path], Bubblewrap | Landlock]] = {
+    "bubblewrap": Bubblewrap,
+    "landlock": Landlock,
+    "weak": partial(Landlock, confine_files=False),
+}
+_log = logging.getLogger(__name__)
+
+
+class Sandbox(AbstractContextManager["Sandbox"]):
+    """Runs programs. Construction runs one to prove that sandboxes work here. Raises SandboxUnavailable otherwise."""
+
+    def __init__(self, limits: SandboxLimits, tier: SandboxTier = "auto", node_memory_bytes: int | None = None) -> None:
+        """``node_memory_bytes`` limits all sandboxes on this machine together, where cgroups can be used."""
+        self.limits = limits
+        self.most_memory_bytes = node_memory_bytes
+        """The memory that one run may ever have; None: no bound."""
+        self._cgroups = CgroupPool.open(node_memory_bytes)
+        self._tier: Bubblewrap | Landlock
+        failures = []
+        for name in ("bubblewrap", "landlock") if tier == "auto" else (tier,):
+            for interpreter in _interpreters():
+                try:
+                    self._tier = _TIERS[name](interpreter)
+                    result = self.run(_PROBE, b"6", _PROBE_LIMITS)
+                except (SandboxUnavailable, OSError) as error:
+                    failures.append(f"{name} with {interpreter}: {error}")
+                    continue
+                if result.succeeded and result.output == b"42\n":
+                    self.tier = self._tier.name
+                    self._announce(failures)
+                    return
+                failures.append(f"{name} with {interpreter}: {result.errors.strip() or result.failure}")
+        raise SandboxUnavailable(
+            "no sandbox starts here, so problems of ability 'code' cannot be verified (math can). "
+            f"{Bubblewrap.needs}. {Landlock.needs}. Tried: " + "; ".join(dict.fromkeys(failures))
+        )
+
+    def _announce(self, failures: Sequence[str]) -> None:
+        if self.tier == "weak":
+            _log.warning(
+                "verify.sandbox=weak: untrusted programs can read every file that their user can, and write where "
+                "it can; they have no network and no processes. Use it on machines that hold nothing of value"
+            )
+        elif any(failure.startswith("bubblewrap") for failure in failures) and self.tier == "landlock":
+            _log.warning("the sandbox is Landlock's: no namespaces here (%s)", "; ".join(failures))
+
+    def run(self, program: Program, stdin: bytes = b"", limits: SandboxLimits | None = None) -> SandboxResult:
+        """Run the program once, with ``limits`` or the sandbox's own. Thread-safe. Raises SandboxFailure."""
+        launched = self._launch(program, stdin, limits or self.limits)
+        try:
+            return launched.run()
+        finally:
+            launched.close()
+
+    def open(self, program: Program, limits: SandboxLimits | None = None) -> Session:
+        """Start a program that answers line by line. Raises SandboxFailure."""
+        return Session(self._launch(program, None, limits or self.limits))
+
+    @property
+    def cgroups(self) -> int:
+        """The version of the cgroups in use; 0 where none can be used."""
+        return self._cgroups.version if self._cgroups else 0
+
+    def _launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits) -> Launched:
+        launched = self._tier.launch(program, stdin, limits, self._cgroups is not None)
+        try:
+            launched.wait_at_gate(self._cgroups)
+        except BaseException:
+            launched.close()
+            raise
+        return launched
+
+    def close(self) -> None:
+        """Remove the cgroups."""
+        if self._cgroups is not None:
+            self._cgroups.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_sandbox(config: VerifyConfig) -> Sandbox:
+    """Return the sandbox that the configuration asks for. Raises SandboxUnavailable where it does not work."""
+    limits = SandboxLimits(
+        cpu_s=config.timeout_s,
+        wall_s=WALL_PER_CPU * config.timeout_s,
+        memory_bytes=config.memory_bytes,
+        processes=config.processes,
+        keys={
+            "cpu_time": "verify.timeout_s",
+            "wall_time": f"{WALL_PER_CPU:g} x verify.timeout_s",
+            "memory": "verify.memory_bytes",
+            "processes": "verify.processes",
+        },
+    )
+    node_bytes = config.node_memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    sandbox = Sandbox(limits, config.sandbox, node_bytes)
+    most_bytes, key = node_bytes, "verify.node_memory_bytes"
+    if not sandbox.cgroups:  # nothing limits their sum, so each worker's programs get the worker's share
+        most_bytes, key = node_bytes // config.workers, f"{key} / verify.workers"
+        sandbox.most_memory_bytes = most_bytes
+    if most_bytes < limits.memory_bytes:
+        sandbox.limits = replace(limits, memory_bytes=most_bytes, keys={**limits.keys, "memory": key})
+    return sandbox
+
+
+def _interpreters() -> list[Path]:
+    """Return the Pythons to try, our own first, so that submissions get the version that the user runs."""
+    base = getattr(sys, "_base_executable", None) or sys.executable
+    candidates = [Path(os.path.realpath(base)), Path(os.path.realpath("/usr/bin/python3"))]
+    return [path for path in dict.fromkeys(candidates) if os.access(path, os.R_OK | os.X_OK)]

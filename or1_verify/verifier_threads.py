@@ -1,0 +1,94 @@
+"""Verifiers on several threads: one verifier does one thing at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from queue import LifoQueue
+from typing import Final
+
+from or1_verify.types import Problem, Verdict, Verifier
+
+_MOST_WAITING: Final = 512
+"""Verdicts that are waited for at once: bounds the responses held in memory."""
+
+
+class VerifierThreads:
+    """``workers`` threads that judge, with as many sets of verifiers by ability, each made when it is first needed."""
+
+    def __init__(self, make: Callable[[], Mapping[str, Verifier]], workers: int) -> None:
+        self._make = make
+        # The set used last is taken first, so that no more sets are made than are in use at once.
+        self._idle: LifoQueue[Mapping[str, Verifier] | None] = LifoQueue()
+        self._all: list[Verifier] = []
+        for _ in range(workers):
+            self._idle.put(None)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
+
+    def start(self) -> None:
+        """Make all verifiers and begin to start their processes, instead of at the first verdicts; does not wait.
+
+        Raises what ``make`` raises.
+        """
+        with ExitStack() as borrowed:
+            for _ in range(self._idle.qsize()):
+                for verifier in borrowed.enter_context(self.borrowed()).values():
+                    verifier.start()
+
+    def check(self, problem: Problem) -> str:
+        """Return why the ground truth cannot be used; "" when it can. Runs on the calling thread."""
+        with self.borrowed() as verifiers:
+            try:
+                verifiers[problem.ability].check_ground_truth(problem)
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    def verdict(self, problem: Problem, response: str, truncated: bool = False) -> Future[Verdict]:
+        """Judge a response on one of the threads."""
+        return self._threads.submit(self.verify, problem, response, truncated)
+
+    def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
+        """Judge a response on the calling thread."""
+        with self.borrowed() as verifiers:
+            return verifiers[problem.ability].verify(problem, response, truncated)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for verifier in self._all:
+            verifier.close()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Mapping[str, Verifier]]:
+        """Lend a set of verifiers, by ability, that nobody else uses meanwhile."""
+        verifiers = self._idle.get()
+        try:
+            if verifiers is None:
+                verifiers = self._make()
+                self._all.extend(verifiers.values())
+            yield verifiers
+        finally:
+            self._idle.put(verifiers)
+
+
+def judged[T](items: Iterable[T], judge: Callable[[T], Future[Verdict]]) -> Iterator[tuple[T, Verdict]]:
+    """Yield items with their verdicts, in order; more items are read while verdicts are made.
+
+    When ``items`` raises, the items before are judged first.
+    """
+    waiting: deque[tuple[T, Future[Verdict]]] = deque()
+    failure: Exception | None = None
+    try:
+        for item in items:
+            waiting.append((item, judge(item)))
+            while waiting and (waiting[0][1].done() or len(waiting) > _MOST_WAITING):
+                first, verdict = waiting.popleft()
+                yield first, verdict.result()
+    except Exception as error:
+        failure = error
+    for first, verdict in waiting:
+        yield first, verdict.result()
+    if failure is not None:
+        raise failure

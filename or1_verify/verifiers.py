@@ -1,0 +1,41 @@
+"""Says which verifier judges which ability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from or1_verify.code.verifier import CodeVerifier
+from or1_verify.config import VerifyConfig
+from or1_verify.custom import CustomVerifier
+from or1_verify.math.verifier import MathVerifier
+from or1_verify.types import Verifier
+
+_MAKERS: Mapping[str, Callable[[VerifyConfig], Verifier]] = {
+    "math": lambda config: MathVerifier(config.timeout_s, config.math.judge, config.math.rounding),
+    "code": CodeVerifier,
+}
+
+ABILITIES = frozenset(_MAKERS)
+
+
+def known_abilities(config: VerifyConfig) -> frozenset[str]:
+    """Return the abilities that can be verified: our own and those of configured verifiers."""
+    return ABILITIES | config.custom.keys()
+
+
+def build_verifiers(config: VerifyConfig, abilities: Iterable[str]) -> dict[str, Verifier]:
+    """Return a verifier for each ability; a configured one (``verify.custom``) takes precedence over ours.
+
+    Raises ValueError for an ability without a verifier, VerifierBroken for a configured one that cannot be loaded, and
+    SandboxUnavailable for "code" on a machine that cannot run sandboxes. Math needs no sandbox.
+    """
+    wanted = sorted(set(abilities))
+    known = known_abilities(config)
+    if unknown := [ability for ability in wanted if ability not in known]:
+        raise ValueError(f"no verifier for ability {unknown}; expected one of: {', '.join(sorted(known))}")
+    return {
+        ability: CustomVerifier(ability, config.custom[ability], config.timeout_s)
+        if ability in config.custom
+        else _MAKERS[ability](config)
+        for ability in wanted
+    }
