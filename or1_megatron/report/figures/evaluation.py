@@ -24,8 +24,8 @@ def draw_evaluation(results: Mapping[str, Any]) -> str:
             axes.set_xticks([])
             axes.text(0.02, 0.05, "response lengths are not known", transform=axes.transAxes)
     if bins:
-        edges = [found["low"] for found in bins] + [bins[-1]["high"] - 1]
-        lengths.bar(range(len(bins)), [found["accuracy"] for found in bins], width=0.94, align="edge", color="#8fb4f2")
+        edges = [item["low"] for item in bins] + [bins[-1]["high"] - 1]
+        lengths.bar(range(len(bins)), [item["accuracy"] for item in bins], width=0.94, align="edge", color="#8fb4f2")
         lengths.set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=30)
     if budgets:
         curve.plot([f"{int(budget):,}" for budget in budgets], list(budgets.values()), "o-")
