@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from or1_megatron.commands.ablate import ablate
 from or1_megatron.commands.check_parity import check_parity
 from or1_megatron.commands.config import config
 from or1_megatron.commands.convert import convert
@@ -71,7 +70,6 @@ for command in _PLAIN:
     app.command()(command)
 app.add_typer(data, name="data")
 app.add_typer(convert, name="convert")
-app.command()(ablate)
 app.command(name="eval")(evaluate)
 
 

@@ -20,7 +20,6 @@ from or1_megatron.commands.errors import explained
 from or1_megatron.evaluate.responses import RESULTS, EvaluationError, ResponseStore
 from or1_megatron.report.comparison import comparison_page, show_comparison
 from or1_megatron.report.console.evaluation import show_evaluation
-from or1_megatron.report.figures.evaluation import draw_evaluation
 from or1_megatron.runtime.driver import check_driver
 from or1_megatron.runtime.files import write_atomically
 
@@ -112,6 +111,7 @@ def evaluate_model(
     from or1_megatron.data.problems import check_ground_truths
     from or1_megatron.evaluate.benchmarks import load_set, published
     from or1_megatron.evaluate.run import evaluate, missing_count
+    from or1_megatron.report.figures.evaluation import draw_evaluation
     from or1_verify.problems.rows import DataError
     from or1_verify.problems.unusable import FILE_NAME, UnusableRows
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 _DEFERRING: Final = (
-    "deferring a step's slowest prompts saved no time (docs/ablations/17_tail.md); take the key out. "
+    "deferring a step's slowest prompts saved no time (lab/ablations/17_tail.md); take the key out. "
     "rollout.max_staleness keeps engines from waiting for the longest responses"
 )
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from or1_megatron.plan.rollout_time import Span
 from or1_megatron.plan.step_time import StepTime
-from or1_megatron.report.figures.svg import document, text
+from or1_megatron.report.figures.style import as_svg, panels, styled
 
 _WIDTH: Final = 58
 _BUSY, _IDLE = "█", "·"
@@ -53,22 +53,16 @@ def _bar(name: str, spans: Sequence[Span], colour: str, total: float) -> Text:
     return Text(f"{name:>18} ") + Text("".join(cells), style=colour)
 
 
+@styled
 def svg(step: StepTime, title: str) -> str:
     """Return the picture as SVG, with up to 32 engines."""
-    total, left, width, height = step.seconds, 150, 760, 14
     lines = timeline(step, 32)
-    bottom = 44 + len(lines) * height
-    shapes = [text(left, 18, f"{title}: one step of {total:,.0f} s")]
-    for tick in np.linspace(0, total, 5):
-        x = left + tick / total * width
-        shapes.append(f'<line x1="{x:.1f}" y1="30" x2="{x:.1f}" y2="{bottom}" stroke="#d5d9de"/>')
-        shapes.append(text(x, bottom + 16, f"{tick:,.0f} s", anchor="middle"))
-    for n, (name, spans, colour) in enumerate(lines):
-        y = 36 + n * height
-        shapes.append(text(left - 8, y + 10, name, anchor="end"))
-        for begin, end in spans:
-            shapes.append(
-                f'<rect x="{left + begin / total * width:.1f}" y="{y}" width="{(end - begin) / total * width:.2f}" '
-                f'height="{height - 3}" fill="{_COLOURS[colour]}"><title>{name}: {end - begin:,.1f} s</title></rect>'
-            )
-    return document(left + width + 30, bottom + 28, shapes)
+    figure, (axes,) = panels(1, width=9.4, height=0.8 + 0.16 * len(lines))
+    axes.set_title(f"{title}: one step of {step.seconds:,.0f} s")
+    for row, (_, spans, colour) in enumerate(lines):
+        axes.broken_barh([(begin, end - begin) for begin, end in spans], (row - 0.4, 0.8), color=_COLOURS[colour])
+    axes.set_yticks(range(len(lines)), [name for name, _, _ in lines])
+    axes.invert_yaxis()
+    axes.set_xlim(0, step.seconds)
+    axes.xaxis.set_major_formatter("{x:,g} s")
+    return as_svg(figure)

@@ -56,8 +56,8 @@ _DRAWN_AT_ONCE = 32
 class RequestSeeds:
     """Draws each request's seeds, one per token, many at once.
 
-    vLLM's sampler on CPU draws one at a time, which takes half of its time (benchmarks/decoding.py). A generator's
-    numbers do not depend on how many are drawn at once.
+    vLLM's sampler on CPU draws one at a time, which takes half of its time (benchmarks/decoding.py at a8bddd6). A
+    generator's numbers do not depend on how many are drawn at once.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ PACKAGES: Final = (
     *("liger-kernel",),
 )
 # What may differ from the commit without the measured code differing from it.
-_NOT_MEASURED: Final = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)*.md")
+_NOT_MEASURED: Final = (":(exclude)lab/results", ":(exclude)docs", ":(exclude)*.md")
 
 
 def commit() -> str:

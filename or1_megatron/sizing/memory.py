@@ -1,8 +1,8 @@
 """What each process of a run holds in memory in each phase of a step: an estimate from shapes, so that a run that does
 not fit is refused.
 
-Without GPUs it is host memory, of all processes together; benchmarks/host_memory.py measures it beside this. With GPUs
-it is the memory of one GPU (``node_memory`` has the host's); benchmarks/plan_gpu.py compares a trainer rank's.
+Without GPUs it is host memory, of all processes together; lab/benchmarks/host_memory.py measures it beside this. With
+GPUs it is the memory of one GPU (``node_memory`` has the host's); lab/benchmarks/plan_gpu.py compares a trainer rank's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper as its launcher calls it, within the limits of benchmarks/cubins.py.
+"""Every Triton kernel compiles for Hopper as its launcher calls it, within the limits of lab/benchmarks/cubins.py.
 
 Not proven here: that the compiled kernels are right (test_head.py interprets them) or fast; other GPUs.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-CUBINS = Path(__file__).parents[2] / "benchmarks" / "cubins.py"
+CUBINS = Path(__file__).parents[2] / "lab" / "benchmarks" / "cubins.py"
 
 
 def test_every_kernel_compiles_for_hopper_within_its_limits(tmp_path: Path) -> None:
     """Two widths of each: statistics of 16, 9 and one token; gradients in two dtypes with and without entropy."""
     pytest.importorskip("triton")
-    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH", ""), str(CUBINS.parents[1])) if part)
+    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH", ""), str(CUBINS.parents[2])) if part)
     environment = {**os.environ, "BENCHMARK_RESULTS": str(tmp_path), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, CUBINS], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,6 +1,6 @@
 """The event model against figures worked by hand and a simulation that moves token by token.
 
-Not proven here: that engines take the time which the clocks say (benchmarks/plan_paper.py compares with
+Not proven here: that engines take the time which the clocks say (lab/benchmarks/plan_paper.py compares with
 published runs).
 """
 

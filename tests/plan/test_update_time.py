@@ -1,6 +1,6 @@
 """Operations, communication and clocks against figures worked by hand.
 
-Not proven here: the rates of any device, and that a run reaches them (benchmarks/plan_paper.py).
+Not proven here: the rates of any device, and that a run reaches them (lab/benchmarks/plan_paper.py).
 """
 
 from __future__ import annotations

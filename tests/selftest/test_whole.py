@@ -1,4 +1,4 @@
-"""The whole self-test on CPU, as benchmarks/gpu/run.sh runs it; the parts of its GPU branches that a CPU can carry out.
+"""The whole self-test on CPU, as lab/benchmarks/gpu/run.sh runs it; the parts of its GPU branches that a CPU can run.
 
 Not proven here: that a GPU's memory comes free, Transformer Engine's layers, NCCL, CUDA IPC, and every speed.
 """
@@ -27,7 +27,7 @@ def test_whole_on_cpu(tmp_path: Path) -> None:
     # without this session's mark: its last word would take the script's processes for its own
     environment = {name: value for name, value in os.environ.items() if name != "OR1_TEST_SESSION"}
     done = subprocess.run(
-        [ROOT / "benchmarks/gpu/run.sh", "--tiny", "--minutes", "60", "--out", tmp_path],
+        [ROOT / "lab/benchmarks/gpu/run.sh", "--tiny", "--minutes", "60", "--out", tmp_path],
         env={**environment, "PYTHON": sys.executable},
         capture_output=True,
         text=True,

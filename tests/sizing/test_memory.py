@@ -1,7 +1,7 @@
 """The estimate of memory against figures worked by hand, and the refusal that rests on it.
 
-Not proven here: that a run holds what is estimated (benchmarks/host_memory.py measures it on CPU,
-benchmarks/plan_gpu.py a trainer rank's tensors on one GPU).
+Not proven here: that a run holds what is estimated (lab/benchmarks/host_memory.py measures it on CPU,
+lab/benchmarks/plan_gpu.py a trainer rank's tensors on one GPU).
 """
 
 from __future__ import annotations

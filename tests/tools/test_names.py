@@ -34,7 +34,7 @@ def test_a_class_name_is_used_once() -> None:
 def test_no_sentence_of_a_docstring_begins_with_of() -> None:
     docstrings = {
         where: node.value.value
-        for where, node in located(ast.Expr, "or1_megatron", "or1_verify", "tests", "tools", "benchmarks")
+        for where, node in located(ast.Expr, "or1_megatron", "or1_verify", "tests", "tools", "lab")
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     }
     assert len(docstrings) > 3000  # it looked at all folders

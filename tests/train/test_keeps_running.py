@@ -1,7 +1,7 @@
 """A run goes on by itself after deaths and stalls: one small run of the whole trainer, with fault after fault.
 
 Real Megatron on two ranks, two vLLM engines, Ray; nobody types a command. Not proven here: how long each takes, and
-that the result is as good as an undisturbed run's (benchmarks/chaos.py).
+that the result is as good as an undisturbed run's (lab/benchmarks/chaos.py).
 """
 
 from __future__ import annotations

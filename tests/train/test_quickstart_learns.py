@@ -1,6 +1,6 @@
 """The quickstart's promises, kept by a whole run of it: minutes, so only in ``make test-slow``.
 
-Not proven here: other seeds (benchmarks/quickstart.py runs three), and time, which belongs in benchmarks.
+Not proven here: other seeds (lab/benchmarks/quickstart.py runs three), and time, which belongs in benchmarks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_quickstart_learns_and_exports(tmp_path: Path) -> None:
     assert sum(late) / len(late) >= 0.9 * 0.15
     assert any(row.get("filter/solved", 0) > 0 for row in steps)
     agreement = subprocess.run(
-        [sys.executable, "benchmarks/greedy_agreement.py", "--model", str(run / "hf"), "--data", HELD_OUT],
+        [sys.executable, "lab/benchmarks/greedy_agreement.py", "--model", str(run / "hf"), "--data", HELD_OUT],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -1,7 +1,7 @@
 """Right, wrong and dishonest submissions of every kind of ground truth, through real sandboxes of both tiers.
 
-Reading decided what is right (benchmarks/code_corpus.py), not a harness. Not proven: that there are no other ways to
-cheat; limits of time and memory (test_limits.py).
+Reading decided what is right (lab/benchmarks/code_corpus.py), not a harness. Not proven: that there are no other ways
+to cheat; limits of time and memory (test_limits.py).
 """
 
 from __future__ import annotations

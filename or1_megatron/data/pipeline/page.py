@@ -11,12 +11,12 @@ from typing import Any
 from or1_megatron.data.pipeline.build import manifests, read_state
 from or1_megatron.data.pipeline.ledger import entries
 from or1_megatron.data.pipeline.records import read_candidates
+from or1_megatron.report.figures.style import as_svg, panels, styled
 from or1_megatron.report.page.frame import html_page
 from or1_megatron.runtime.files import write_atomically
 from or1_verify.problems.problem import DIFFICULTY_TRIES
 
 _EXAMPLES = 3  # of each reason
-_ROW_PX = 26
 
 
 def write_page(build: Path, path: Path) -> None:
@@ -73,34 +73,26 @@ def _binned(counts: Mapping[int, int]) -> list[tuple[str, int]]:
     return [(f"{1 << n:,}", bins[n]) for n in range(min(bins, default=0), max(bins, default=0) + 1)]
 
 
+@styled
 def _bars(rows: Sequence[tuple[str, int, str]]) -> str:
     """Draw horizontal bars: name, length, and a remark at the right."""
-    longest = max((value for _, value, _ in rows), default=0) or 1
-    drawn = []
-    for place, (name, value, remark) in enumerate(rows):
-        y, width = place * _ROW_PX, 480 * value / longest
-        drawn.append(
-            f'<text x="0" y="{y + 17}">{escape(name)}</text>'
-            f'<rect x="170" y="{y + 4}" width="{width:.1f}" height="{_ROW_PX - 8}" fill="var(--bar)"/>'
-            f'<text x="{176 + width:.1f}" y="{y + 17}">{value:,} <tspan class="soft">{escape(remark)}</tspan></text>'
-        )
-    return _svg(len(rows) * _ROW_PX, drawn)
+    names, values, remarks = zip(*rows, strict=True)
+    figure, (axes,) = panels(1, width=8.6, height=0.5 + 0.25 * len(rows))
+    bars = axes.barh(range(len(rows)), values)
+    axes.bar_label(bars, [f"{value:,} {remark}" for value, remark in zip(values, remarks, strict=True)], padding=3)
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    return _wide(as_svg(figure))
 
 
+@styled
 def _histogram(bars: Sequence[tuple[str, int]]) -> str:
-    highest = max((count for _, count in bars), default=0) or 1
-    step = 840 / max(len(bars), 1)
-    drawn = []
-    for place, (label, count) in enumerate(bars):
-        x, height = place * step, 110 * count / highest
-        middle = x + step / 2
-        drawn.append(
-            f'<rect x="{x + 2:.1f}" y="{130 - height:.1f}" width="{step - 4:.1f}" height="{height:.1f}" '
-            f'fill="var(--bar)"/>'
-            f'<text x="{middle:.1f}" y="{126 - height:.1f}" text-anchor="middle">{count:,}</text>'
-            f'<text x="{middle:.1f}" y="148" text-anchor="middle" class="soft">{escape(label)}</text>'
-        )
-    return _svg(156, drawn)
+    labels, counts = zip(*bars, strict=True)
+    figure, (axes,) = panels(1, width=8.6, height=1.8)
+    axes.bar_label(axes.bar(labels, counts), [f"{count:,}" for count in counts])
+    axes.margins(y=0.15)
+    return _wide(as_svg(figure))
 
 
 def _sources_table(before: Mapping[str, int], after: Mapping[str, int]) -> str:
@@ -123,10 +115,10 @@ def _reasons_table(reasons: Mapping[tuple[str, str], int], examples: Mapping[tup
     return _table('<th>step<th>reason<th class="n">problems<th>such as', "".join(rows))
 
 
-def _svg(height: int, shapes: Sequence[str]) -> str:
-    """Draw at a fixed size, which scrolls in a narrow window: scaled letters could not be read."""
-    return f'<div class="wide"><svg width="860" height="{height}">{"".join(shapes)}</svg></div>'
+def _wide(drawn: str) -> str:
+    """Return it at a fixed size, which scrolls in a narrow window: scaled letters could not be read."""
+    return f'<div class="wide">{drawn}</div>'
 
 
 def _table(head: str, rows: str) -> str:
-    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+    return _wide(f"<table><tr>{head}</tr>{rows}</table>")

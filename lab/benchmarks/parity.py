@@ -1,0 +1,43 @@
+"""Largest differences of the policy's layouts from transformers + torch, on the quickstart's base model.
+
+    python lab/benchmarks/parity.py
+
+What `or1 check-parity examples/quickstart/base_model` prints, kept as a result file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from result import ROOT, figure, write_result
+from rich.console import Console
+
+from or1_megatron.commands.check_parity import TOLERANCE, default_layouts, measure_layouts
+from or1_megatron.config.schema import ModelConfig
+
+MODEL = ROOT / "examples" / "quickstart" / "base_model"
+MORE = ("PP2 layers=3+1", "TP2 PP2 SP distopt", "full", "selective", "one_pass", "PP2 VPP2 one_pass overlap")
+KINDS = ("log_prob", "entropy", "loss", "grad_norm", "gradient", "parameters")
+
+
+def main() -> int:
+    layouts = (*default_layouts(longest=48), *MORE)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        status = measure_layouts(ModelConfig(hf=MODEL, dtype="float32"), layouts, Console(), out=out)
+        rows = json.loads(out.read_text())
+    bounds = TOLERANCE["float32"]
+    figures = {
+        f"{row['name']}: {kind.replace('_', ' ')}": figure(row["difference"][kind], at_most=bounds[kind])
+        for row in rows
+        for kind in KINDS
+    }
+    write_result("parity", figures, {"model": "examples/quickstart/base_model", "dtype": "float32", "sequences": 24})
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
