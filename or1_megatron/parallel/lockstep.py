@@ -1,7 +1,11 @@
 """Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
 
 Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
-unbounded, and rank 0's death breaks the connection. Inside a verb each rank's ``watchdog`` holds the deadline.
+unbounded, and rank 0's death breaks the connection.
+
+A rank that fails in a verb logs its traceback and ends. So does one that has not finished the verb by the deadline, or
+that rank 0's store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which
+log where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
 """
 
 from __future__ import annotations
@@ -10,17 +14,19 @@ import datetime
 import logging
 import os
 import socket
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from or1_megatron.errors import AgreedError, PartLost
+from or1_megatron.errors import AgreedError, Or1Error, PartLost
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.watchdog import Watchdog
+from or1_megatron.runtime.heartbeat import Heartbeat, main_thread_stack
 from or1_megatron.runtime.message import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -30,9 +36,16 @@ Verb = Callable[..., Any]
 
 STOP = "stop"
 
+_ASK_S: Final = 30.0
+"""A rank that waits for a verb asks rank 0's store anew after this time, or half the deadline if that is shorter."""
+_UNWIND_S: Final = 120.0
+"""Rank 0, after an error of its own, ends by itself within this time: it dumps the batch and closes the engines."""
+_GRACE_S: Final = 30.0
+"""A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
+
 
 class LockstepError(PartLost, RuntimeError):
-    """A verb failed on another rank; that rank's traceback, and where all ranks were, are in the log and on stderr."""
+    """A verb failed on another rank, or that rank is gone; its message is in the log and on stderr."""
 
 
 class Lockstep:
@@ -41,12 +54,21 @@ class Lockstep:
     Args:
         verbs: what this rank can execute; the same names on every rank.
         deadline_s: how long one verb may take on any rank.
+        heart: this rank's, which ends it at the deadline.
+        note: takes a line on why this rank ends, before it does.
     """
 
-    def __init__(self, mesh: Mesh, verbs: Mapping[str, Verb], deadline_s: float) -> None:
-        self._mesh, self._verbs = mesh, verbs
+    def __init__(
+        self,
+        mesh: Mesh,
+        verbs: Mapping[str, Verb],
+        deadline_s: float,
+        heart: Heartbeat,
+        note: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
+        self._heart, self._note = heart, note
         self._store = _shared_store(mesh)
-        self._watchdog = Watchdog(self._store.clone(), mesh.rank, mesh.world, deadline_s)  # type: ignore[attr-defined]  # not in torch's stub
         self._count = 0
         self._closed = False
         if mesh.world > 1:
@@ -77,7 +99,6 @@ class Lockstep:
         self._closed = True
         if self._mesh.rank == 0:
             self._announce((STOP, False))
-        self._watchdog.close()
 
     # -- the other ranks -----------------------------------------------------------------------------------------
 
@@ -91,10 +112,12 @@ class Lockstep:
             LockstepError: rank 0 is gone.
         """
         while True:
+            self._heart.says("waiting for a verb")
             verb, has_payload = unpack(self._next_header())
             if verb == STOP:
                 self.close()
                 return
+            self._heart.says(f"in '{verb}'")
             try:
                 with self._watched(verb):
                     self._verbs[verb](*self._arguments((), None, has_payload))
@@ -103,10 +126,13 @@ class Lockstep:
 
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
+        ask_s = min(_ASK_S, self._deadline_s / 2)
+        silent = f"rank 0, which hosts the store, has not answered for {self._deadline_s:g} s"
         while True:
             try:
-                self._store.wait([key], datetime.timedelta(days=1))
-                return self._store.get(key)
+                with self._heart.within(self._deadline_s, lambda: self._end(silent)):
+                    self._store.wait([key], datetime.timedelta(seconds=ask_s))
+                    return self._store.get(key)
             except dist.DistStoreError:
                 continue  # rank 0 is rolling out; no news is no failure
             except dist.DistNetworkError as error:
@@ -116,23 +142,38 @@ class Lockstep:
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Hold a verb to its deadline, and let the other ranks know if it fails here."""
+        """Execute a verb within its deadline. An error ends this rank, unless it is rank 0."""
         self._count += 1
-        self._watchdog.verb_began(verb)
+        late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
-            yield
+            with self._heart.within(self._deadline_s, lambda: self._end(late)):
+                yield
         except AgreedError:
             raise
         except Exception as error:
             if self._mesh.world == 1:
                 raise
-            fault, positions = self._watchdog.failed(verb, error)
-            if fault is None:  # the loop may know what to do with its own error
-                error.add_note(f"where the ranks were:\n{positions}")
-                raise
-            raise LockstepError(f"{fault}; its traceback and where all ranks were are above") from error
-        finally:
-            self._watchdog.verb_ended()
+            self._failed(verb, error)
+
+    def _failed(self, verb: str, error: Exception) -> NoReturn:
+        """End this rank for an error; rank 0 raises it, since the loop may know what to do with it."""
+        how = "lost a peer" if _lost_a_peer(error) else "failed"
+        if self._mesh.rank == 0:
+            self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s"))
+            if how == "failed":
+                raise error
+            raise LockstepError(f"rank 0 lost a peer in '{verb}', whose message is above") from error
+        log.error("rank %d %s in '%s':\n%s", self._mesh.rank, how, verb, "".join(traceback.format_exception(error)))
+        if how == "lost a peer":
+            time.sleep(_GRACE_S)
+        else:
+            self._note(f"in '{verb}': {type(error).__name__}: {error}")
+        os._exit(1)
+
+    def _end(self, why: str) -> NoReturn:
+        log.error("rank %d ends: %s; its main thread is at\n%s", self._mesh.rank, why, main_thread_stack())
+        self._note(why)
+        os._exit(1)
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
@@ -162,6 +203,16 @@ class Lockstep:
             packed = _broadcast(packed, leader, mesh.replica)
         assert packed is not None
         return unpack(packed.numpy().tobytes())
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for that."""
+    text = str(error)
+    if isinstance(error, Or1Error):
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
+    )
 
 
 def _shared_store(mesh: Mesh) -> dist.TCPStore:

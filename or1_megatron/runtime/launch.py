@@ -111,7 +111,7 @@ def launch(
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # torchrun must handle at least one signal, but none of FORWARDED.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
-    watched = nullcontext() if nodes is None else nodes.watched(supervisor.kill)
+    watched = nullcontext() if nodes is None else nodes.watched(supervisor.ask, supervisor.kill)
     try:
         with watched:
             torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
@@ -195,6 +195,11 @@ class _Supervisor:
             raise SystemExit(128 + number)
         if first:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
+
+    def ask(self) -> None:
+        """Ask the ranks to end, since one of another node has failed, as torchrun's agent does for one of this node."""
+        for rank in self._ranks():
+            _send(rank.pid, signal.SIGTERM)
 
     def end(self) -> None:
         """Kill what the ranks, which have ended, left behind, and wait until it is gone."""

@@ -16,11 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from or1_megatron.errors import PART_LOST
+from or1_megatron.runtime.heartbeat import main_thread_stack
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,11 @@ class StopRequested:
     >>> if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
-    first), it exits at once with 128 + the signal's number, and no clean-up but ``on_hard_exit``.
+    first), it exits at once with 128 + the signal's number, and without clean-up.
     """
 
-    def __init__(self, grace_s: float, on_hard_exit: Callable[[], None] | None = None) -> None:
+    def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
-        self._on_hard_exit = on_hard_exit
         self._requested = threading.Event()
         self._finished = threading.Event()
         self._requested_s = 0.0
@@ -106,6 +105,7 @@ class StopRequested:
             return
         if number == signal.SIGTERM and not _launcher_was_asked():
             # torchrun's agent ends the ranks because one of them has failed: there is nobody to save with.
+            logger.info("this rank ends because another has failed; its main thread is at\n%s", main_thread_stack())
             if not self._finished.wait(_LAST_WORDS_S):
                 os._exit(PART_LOST)
             return
@@ -121,11 +121,7 @@ class StopRequested:
 
     def _exit_now(self, number: int, why: str) -> None:
         print(f"or1: {signal.Signals(number).name}: {why}; exiting without saving", file=sys.stderr, flush=True)
-        try:
-            if self._on_hard_exit is not None:
-                self._on_hard_exit()
-        finally:
-            os._exit(128 + number)
+        os._exit(128 + number)
 
 
 def _launcher_was_asked() -> bool:

@@ -136,8 +136,8 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         reference = frozen_reference(config, mesh)
         sender = make_sender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), config.cluster.verb_timeout_s)
-        heart.says("executing verbs, or waiting for one")
+        verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
+        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stopping_in_order(stop), saver:
             lockstep.serve()
 
@@ -157,7 +157,7 @@ def lead(
         rollouts = start_sampling(config, folder, engines, abilities, stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), stack)
+        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
@@ -229,6 +229,7 @@ def serve_policy(
     rollouts: RolloutsClient,
     record: RunRecord,
     faults: FaultRecord,
+    heart: Heartbeat,
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
@@ -239,7 +240,7 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = make_sender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s)
+    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
     turns = Turns(takes_turns(config), offloads(config))
