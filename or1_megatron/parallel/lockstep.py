@@ -32,7 +32,7 @@ from or1_megatron.runtime.message import pack, unpack
 log = logging.getLogger(__name__)
 
 Verb = Callable[..., Any]
-"""Takes what all ranks receive, then this replica's payload if there are payloads; returns this rank's result."""
+"""Takes this replica's payload if there are payloads, then what all ranks receive; returns this rank's result."""
 
 STOP = "stop"
 
@@ -82,8 +82,13 @@ class Lockstep:
         Args:
             shared: arguments that are sent to every rank (small).
             per_replica: one payload for each data-parallel index; each rank receives its own replica's only, as the
-                verb's last argument.
+                verb's first argument.
+
+        Raises:
+            RuntimeError: the ranks have no such verb, as ``score_reference`` without ``algorithm.kl.reference``.
         """
+        if verb not in self._verbs:
+            raise RuntimeError(f"this run's ranks have no verb '{verb}'; they have {', '.join(self._verbs)}")
         self._announce((verb, per_replica is not None))
         with self._watched(verb):
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
@@ -181,7 +186,7 @@ class Lockstep:
         if self._mesh.world > 1:
             dist.broadcast_object_list(told, src=0, group=self._mesh.control)
         verb_arguments = unpack(told[0])
-        return [*verb_arguments, self._distribute(per_replica)] if has_payload else [*verb_arguments]
+        return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""

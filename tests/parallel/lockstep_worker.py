@@ -42,7 +42,7 @@ def fail(what: str) -> None:
 
 
 def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
-    def add(shared: int, mine: Any) -> float:
+    def add(mine: Any, shared: int) -> float:
         total = torch.tensor(float(shared + mine.sum()))
         dist.all_reduce(total, group=mesh.control)
         return total.item()
