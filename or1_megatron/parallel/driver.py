@@ -49,7 +49,7 @@ class PolicyDriver:
     def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
         self._lockstep, self._saver = lockstep, saver
 
-    def take_turn(self) -> None:
+    def take_devices(self) -> None:
         """Prepare the ranks to compute: a policy that shares its devices with engines takes them here."""
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
@@ -59,12 +59,12 @@ class PolicyDriver:
         return self._scored("score_reference", batch, temperature)
 
     def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
-        self.take_turn()
+        self.take_devices()
         scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        self.take_turn()
+        self.take_devices()
         report: UpdateReport
         report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
@@ -80,7 +80,7 @@ class PolicyDriver:
         return self._saver.finish(wait)  # the ranks' savers see to it among themselves
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        self.take_turn()
+        self.take_devices()
         state: Mapping[str, Any] = self._lockstep.call("load", folder)
         return state
 

@@ -60,7 +60,7 @@ from or1_megatron.trainer.preflight import (
 )
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns, with_gpu_memory
-from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
+from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 
 log = logging.getLogger(__name__)
 
@@ -243,14 +243,14 @@ def serve_policy(
     lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
-    turns = Turns(takes_turns(config), offloads(config))
+    sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
-    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
+    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing)
     rollouts.revive_with(
         synced.revive,
         lambda why: faults.write(Fault("manager", "the RolloutManager", why)),
-        in_turns=turns.engines_sleep,
+        in_turns=sharing.engines_sleep,
     )
     return synced
 
