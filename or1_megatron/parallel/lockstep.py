@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -39,7 +39,9 @@ STOP = "stop"
 _ASK_S: Final = 30.0
 """A rank that waits for a verb asks rank 0's store anew after this time, or half the deadline if that is shorter."""
 _UNWIND_S: Final = 120.0
-"""Rank 0, after an error of its own, ends by itself within this time: it dumps the batch and closes the engines."""
+"""A rank that raises its error ends by itself within this time: rank 0 dumps the batch and closes the engines."""
+_LEAVE_S: Final = 5.0
+"""Rank 0, which hosts the store, waits so long for the others to read that the verbs are over."""
 _GRACE_S: Final = 30.0
 """A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
 
@@ -70,7 +72,7 @@ class Lockstep:
         self._heart, self._note = heart, note
         self._store = _shared_store(mesh)
         self._count = 0
-        self._closed = False
+        self._closed = self._broken = False
         if mesh.world > 1:
             dist.barrier(mesh.control)  # the first verb's deadline begins when all ranks can hear of it
 
@@ -98,12 +100,17 @@ class Lockstep:
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
-        """Release the other ranks from ``serve``. A second call does nothing."""
-        if self._closed:
+        """Release the other ranks from ``serve``, unless the lockstep is broken. A second call does nothing."""
+        if self._closed or self._broken:
             return
         self._closed = True
-        if self._mesh.rank == 0:
-            self._announce((STOP, False))
+        if self._mesh.rank > 0:
+            self._store.set(f"left/{self._mesh.rank}", "1")
+            return
+        self._announce((STOP, False))
+        with suppress(dist.DistStoreError):
+            for rank in range(1, self._mesh.world):
+                self._store.wait([f"left/{rank}"], datetime.timedelta(seconds=_LEAVE_S))
 
     # -- the other ranks -----------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Lockstep:
             except dist.DistStoreError:
                 continue  # rank 0 is rolling out; no news is no failure
             except dist.DistNetworkError as error:
+                self._must_end()
                 raise LockstepError(f"rank {self._mesh.rank}: rank 0 is gone while waiting for a verb") from error
 
     # -- all ranks -----------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ class Lockstep:
         """End this rank for an error; rank 0 raises it, since the loop may know what to do with it."""
         how = "lost a peer" if _lost_a_peer(error) else "failed"
         if self._mesh.rank == 0:
-            self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s"))
+            self._must_end()
             if how == "failed":
                 raise error
             raise LockstepError(f"rank 0 lost a peer in '{verb}', whose message is above") from error
@@ -174,6 +182,11 @@ class Lockstep:
         else:
             self._note(f"in '{verb}': {type(error).__name__}: {error}")
         os._exit(1)
+
+    def _must_end(self) -> None:
+        """Have this rank end, by the error that it raises now or at the latest after ``_UNWIND_S``."""
+        self._broken = True
+        self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 
     def _end(self, why: str) -> NoReturn:
         log.error("rank %d ends: %s; its main thread is at\n%s", self._mesh.rank, why, main_thread_stack())

@@ -1,7 +1,7 @@
 """Who has the devices: the exact order in which trainer and engines give them up and take them.
 
 Stand-ins for ranks, engines and their pool write down what is called. Not proven here: that memory is free after it
-(tests/parallel/test_offload.py, the self-test's check "sleep"), and real engines (test_placement.py, "turns").
+(tests/parallel/test_offload.py, the self-test's check "sleep"), and real engines (test_handoff_goes_wrong.py).
 """
 
 from __future__ import annotations
