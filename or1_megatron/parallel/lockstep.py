@@ -223,6 +223,15 @@ class Lockstep:
         return unpack(packed.numpy().tobytes())
 
 
+def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
+    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is ignored."""
+    errors = [error]
+    if mesh.world > 1:
+        dist.broadcast_object_list(errors, src=0, group=mesh.control)
+    if errors[0] is not None:
+        raise errors[0]
+
+
 def _lost_a_peer(error: Exception) -> bool:
     """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for that."""
     text = str(error)

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.errors import AgreedError
 from or1_megatron.parallel import lockstep as module
-from or1_megatron.parallel.collective_errors import raise_together
-from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel.lockstep import Lockstep, raise_together
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
 from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder

@@ -147,11 +147,3 @@ def test_our_launcher_and_its_monitor_end_all_ranks(tmp_path: Path, case: str) -
     for text in ["sum 21.0", *LAUNCHED[case]]:
         assert text in done.stdout, f"'{text}' is not in:\n{done.stdout[-6000:]}"
     assert left_over(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_torchrun_kills_a_stopped_rank(tmp_path: Path) -> None:
-    status, output = ranks.run("lockstep_worker.py", RANKS, "stop 1 verb", str(tmp_path))
-    assert status != 0
-    assert LATE in output, output[-6000:]
-    assert left_over(tmp_path) == []
