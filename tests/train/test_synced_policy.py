@@ -68,95 +68,70 @@ class Diary:
     def rejoin(self, handles: list[object]) -> None:
         self.note(f"rejoin {handles[0]}")
 
-    def steps(self) -> list[str]:
-        """Hand off as at the start, then compute and hand off as in a step; return the calls of the second."""
-        self.policy.hand_off(0)
+    def do(self, *methods: str) -> list[str]:
+        """Call methods of the policy; return what they called."""
         self.calls.clear()
-        self.policy.take_devices()
-        self.policy.take_devices()  # the second changes nothing
-        self.policy.hand_off(1)
+        for version, method in enumerate(methods):
+            getattr(self.policy, method)(*([version] if method == "hand_off" else []))
         return self.calls
 
 
-def test_a_step_where_nothing_is_shared_moves_nothing() -> None:
-    assert Diary(DeviceSharing(False, False)).steps() == ["sync_parameters", "check_replicas", "send", "certify"]
+SHARED, APART, BESIDE = DeviceSharing(True, True), DeviceSharing(False, False), DeviceSharing(False, True)
+STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
+CASES = {
+    "nothing is shared": (APART, ["hand_off"], ["sync_parameters", "check_replicas", "send", "certify"]),
+    "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
+    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "certify"]),
+    "no engine is lost": (SHARED, ["revive"], []),
+    "the optimizer waits": (SHARED, ["restart_optimizer"], []),
+    "the optimizer": (
+        SHARED,
+        ["restart_optimizer", "take_devices", "take_devices"],
+        ["sleep", *TRAINER, "restart_optimizer"],
+    ),
+}
 
 
-def test_a_step_on_shared_devices() -> None:
-    assert Diary(DeviceSharing(True, True)).steps() == ["sleep", *TRAINER, *HANDOFF, *SENT]
-
-
-def test_a_trainer_that_offloads_beside_engines_that_stay_awake() -> None:
-    calls = Diary(DeviceSharing(False, True)).steps()
-    assert calls == [*TRAINER, *HANDOFF, "send", "offload parameters", "certify"]
+@pytest.mark.parametrize("case", CASES)
+def test_a_step(case: str) -> None:
+    """After a first handoff."""
+    sharing, methods, expected = CASES[case]
+    diary = Diary(sharing)
+    diary.do("hand_off")
+    assert diary.do(*methods) == expected
 
 
 @pytest.mark.parametrize("fails_in", SENT)
 def test_an_engine_lost_in_a_handoff(fails_in: str) -> None:
     """The handoff is done again; the manager hears of the new engine once, when it serves."""
-    diary = Diary(DeviceSharing(True, True))
-    diary.policy.hand_off(0)
-    diary.calls.clear()
+    diary = Diary(SHARED)
+    diary.do("hand_off")
     diary.fails_in = fails_in
-    diary.policy.take_devices()
-    diary.policy.hand_off(1)
     before = SENT[: SENT.index(fails_in) + 1]
-    expected = ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, "rejoin engine 0, restarted"]
-    assert diary.calls == expected
-    diary.calls.clear()
-    diary.policy.take_devices()
-    diary.policy.hand_off(2)
-    assert diary.calls == ["sleep", *TRAINER, *HANDOFF, *SENT]
+    rejoined = "rejoin engine 0, restarted"
+    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, rejoined]
+    assert diary.do("take_devices", "hand_off") == STEP
 
 
-def test_an_engine_lost_before_the_trainer_computes() -> None:
-    diary = Diary(DeviceSharing(True, True), "sleep")
-    diary.policy.hand_off(0)
-    diary.calls.clear()
-    diary.policy.take_devices()
-    assert diary.calls == ["sleep", *REPLACED, *TRAINER]
-
-
-def test_an_engine_lost_in_a_rollout_is_brought_to_the_weights() -> None:
-    diary = Diary(DeviceSharing(True, True))
-    diary.policy.hand_off(5)
-    diary.policy.revive()  # none is lost
-    diary.calls.clear()
+def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
+    diary = Diary(SHARED, "sleep")
+    diary.do("hand_off")
+    assert diary.do("take_devices") == ["sleep", *REPLACED, *TRAINER]
+    diary.do("hand_off")
     diary.lost = True
-    diary.policy.revive()
-    assert diary.calls == [*REPLACED, *TRAINER, *HANDOFF, *SENT, "rejoin engine 0, restarted"]
-    assert diary.policy._version == 5
+    assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
 
 
 def test_what_was_moved_for_a_new_engine_comes_back_to_a_trainer_that_never_offloads() -> None:
     diary = Diary(DeviceSharing(engines_sleep=True, trainer_offloads=False), "send")
-    diary.policy.hand_off(0)
-    diary.calls.clear()
-    diary.policy.take_devices()
-    assert diary.calls == ["sleep", *TRAINER]
-
-
-def test_the_optimizer_restarts_when_the_trainer_has_the_devices() -> None:
-    diary = Diary(DeviceSharing(True, True))
-    diary.policy.hand_off(0)
-    diary.calls.clear()
-    diary.policy.restart_optimizer()
-    assert diary.calls == []
-    diary.policy.take_devices()
-    diary.policy.take_devices()
-    assert diary.calls == ["sleep", *TRAINER, "restart_optimizer"]
+    diary.do("hand_off")
+    assert diary.do("take_devices") == ["sleep", *TRAINER]
 
 
 def test_other_transitions_are_refused() -> None:
-    policy = Diary(DeviceSharing(True, True)).policy
+    policy = Diary(SHARED).policy
     for before, after in itertools.product(TRANSITIONS, TRANSITIONS):
         policy._devices = before
         if after not in TRANSITIONS[before]:
             with pytest.raises(RuntimeError, match=f"from '{before}' to '{after}'; expected "):
                 policy._pass_devices(after)
-    assert {state: set(after) for state, after in TRANSITIONS.items()} == {
-        "trainer": {"handoff", "neither"},
-        "handoff": {"engines", "neither"},
-        "engines": {"trainer", "neither"},
-        "neither": {"trainer", "handoff"},
-    }
