@@ -120,6 +120,7 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     diary.do("hand_off")
     diary.lost = True
     assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
+    assert diary.policy._version == 0
 
 
 def test_what_was_moved_for_a_new_engine_comes_back_to_a_trainer_that_never_offloads() -> None:
