@@ -124,7 +124,7 @@ ended = launch("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, gra
 print("ended:", ended.code, ended.how)
 """
 LAUNCHED = {
-    "raise 1 verb": ["ended: 1 rank ", "rank 1 failed in 'wait'", "another has failed; its main thread is at"],
+    "raise 1 verb": ["ended: 1 rank ", "rank 1 failed in 'wait'", "another rank failed? The main thread is at"],
     "stop 1 verb": ["ended: 137 rank 1 (pid", "for rank 1 (pid", "the last that it said: 'in 'wait''; it is killed"],
     "kill 1 between": ["ended: 137 rank 1 (pid"],
     "stop 1 between": ["ended: 137 rank 1 (pid", "for rank 1 (pid", "stopped (state T)"],

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from or1_megatron.errors import PART_LOST
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
+from or1_megatron.runtime import signals
+from or1_megatron.runtime.signals import LAUNCH_MARK
 
 SAVES = """
 import logging, sys, threading, time
@@ -80,24 +81,21 @@ def test_a_signal_asks_for_a_save_and_the_process_exits_normally(number: signal.
     assert f"{number.name}: saving and stopping within 30 s" in err
 
 
-def test_torchruns_own_sigterm_ends_a_rank_and_the_launchers_asks_for_a_save(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torchruns_own_sigterm_ends_a_rank_unless_the_launcher_asks_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent sends SIGTERM to the other ranks when one has failed: they cannot save without it."""
-    launch = f"test_{tmp_path.name}_{os.getpid()}"
-    monkeypatch.setenv(LAUNCH_MARK, launch)
+    monkeypatch.setenv(LAUNCH_MARK, "1-test")
     with running(SAVES, "2.0") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == PART_LOST
         assert process.stderr is not None
         where = process.stderr.read()
-        assert "another has failed; its main thread is at" in where and "line 11, in <module>" in where
-    asked_flag(launch).touch()
-    try:
-        with saving(signal.SIGTERM, repeat_s=2.0) as process:
-            out, _ = process.communicate("\n", timeout=PATIENCE_S)
-    finally:
-        asked_flag(launch).unlink()
+        assert "another rank failed? The main thread is at" in where and "line 11, in <module>" in where
+    with running(SAVES, "1e9") as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None and process.stdout.readline() == "saving\n"
+        time.sleep(signals._LAST_WORDS_S + 1.0)  # it does not end after them
+        out, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "saved\n")
 
 
