@@ -192,8 +192,11 @@ class _Supervisor:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
     def ask(self) -> None:
-        """Ask the ranks to end, since one of another node has failed, as torchrun's agent does for one of this node."""
-        for rank in self._ranks():
+        """Ask the ranks to end, since one of another node has failed, as torchrun's agent does for one of this node.
+
+        Ranks that save and end already are left to it: another signal would stop them.
+        """
+        for rank in () if self.number else self._ranks():
             _send(rank.pid, signal.SIGTERM)
 
     def end(self) -> None:
