@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from or1_megatron.parallel.collective_errors import raise_together
+from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.saver import COMMON, RANDOM, CheckpointError, restore_random_state
 from or1_megatron.parallel.shard_files import read_shards

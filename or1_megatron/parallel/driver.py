@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import Any
 from or1_megatron.interfaces import Objective
 from or1_megatron.parallel import checkpoint
 from or1_megatron.parallel.lockstep import Lockstep, Verb
-from or1_megatron.parallel.policy import MegatronPolicy, export_hf, gather_scores, unpack_scores
+from or1_megatron.parallel.policy import MegatronPolicy, export_hf, unpack_scores
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.replicas import check_replicas
 from or1_megatron.parallel.saver import CheckpointSaver
 from or1_megatron.parallel.sharded_state import restart_optimizer
-from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.types import Batch, TokenScores, UpdateReport
 
 
 def policy_verbs(
@@ -28,25 +28,9 @@ def policy_verbs(
         saver: this rank's end of saving.
         reference: this rank's part of the frozen reference, where there is one.
     """
-
-    def score(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
-        return gather_scores(policy.mesh, policy.score(rows, temperature))
-
-    def score_reference(temperature: float, rows: Sequence[MicroBatch]) -> list[Any] | None:
-        if reference is None:
-            raise RuntimeError("score_reference: this run has no reference; algorithm.kl.reference names its folder")
-        return gather_scores(policy.mesh, reference.score(rows, temperature))
-
-    def update(
-        objective: Objective, token_count: int, rows: Sequence[MicroBatch]
-    ) -> tuple[UpdateReport, list[Any] | None]:
-        report, scored = policy.update_and_score(rows, objective, token_count)
-        return report, gather_scores(policy.mesh, scored)
-
-    return {
-        "score": score,
-        "score_reference": score_reference,
-        "update": update,
+    verbs: dict[str, Verb] = {
+        "score": policy.score,
+        "update": policy.update_and_score,
         "restart_optimizer": partial(restart_optimizer, policy),
         "sync_parameters": policy.sync_parameters,
         "check_replicas": partial(check_replicas, policy),
@@ -56,6 +40,7 @@ def policy_verbs(
         "load": partial(checkpoint.load, policy, digests=False),  # whoever chose it has compared them
         "export_hf": partial(export_hf, policy),
     }
+    return verbs if reference is None else {**verbs, "score_reference": reference.score}
 
 
 class PolicyDriver:
@@ -64,21 +49,22 @@ class PolicyDriver:
     def __init__(self, lockstep: Lockstep, saver: CheckpointSaver) -> None:
         self._lockstep, self._saver = lockstep, saver
 
-    def take_turn(self) -> None:
-        """Prepare the ranks to compute: a policy that shares its devices takes them here."""
+    def take_devices(self) -> None:
+        """Prepare the ranks to compute: a policy that shares its devices with engines takes them here."""
 
     def score(self, batch: Batch, temperature: float) -> TokenScores:
-        self.take_turn()
-        scored = self._lockstep.call("score", temperature, per_replica=batch.ranks)
-        return unpack_scores(batch.ranks, scored, batch.sample_count)
+        return self._scored("score", batch, temperature)
 
     def score_reference(self, batch: Batch, temperature: float) -> TokenScores:
-        self.take_turn()
-        scored = self._lockstep.call("score_reference", temperature, per_replica=batch.ranks)
+        return self._scored("score_reference", batch, temperature)
+
+    def _scored(self, verb: str, batch: Batch, temperature: float) -> TokenScores:
+        self.take_devices()
+        scored = self._lockstep.call(verb, temperature, per_replica=batch.ranks)
         return unpack_scores(batch.ranks, scored, batch.sample_count)
 
     def update(self, batch: Batch, objective: Objective) -> UpdateReport:
-        self.take_turn()
+        self.take_devices()
         report: UpdateReport
         report, scored = self._lockstep.call("update", objective, batch.token_count, per_replica=batch.ranks)
         return replace(report, scores=unpack_scores(batch.ranks, scored, batch.sample_count))
@@ -94,7 +80,7 @@ class PolicyDriver:
         return self._saver.finish(wait)  # the ranks' savers see to it among themselves
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        self.take_turn()
+        self.take_devices()
         state: Mapping[str, Any] = self._lockstep.call("load", folder)
         return state
 

@@ -1,7 +1,11 @@
 """Lockstep: rank 0 names a verb, and every rank executes it; a failure anywhere ends all ranks with its traceback.
 
 Ranks wait for the next verb on a TCP store that rank 0 hosts, never inside a collective: between verbs the wait is
-unbounded, and rank 0's death breaks the connection. Inside a verb each rank's ``watchdog`` holds the deadline.
+unbounded, and rank 0's death breaks the connection.
+
+A rank that fails in a verb logs its traceback and ends. So does one that has not finished the verb by the deadline, or
+that rank 0's store has not answered for so long (``Heartbeat.within``). The launcher then ends the other ranks, which
+log where they are (``runtime.signals``). It also notices a rank that dies. The node's monitor ends one that is stopped.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ import datetime
 import logging
 import os
 import socket
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
@@ -20,19 +26,29 @@ import torch.distributed as dist
 
 from or1_megatron.errors import AgreedError, PartLost
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.watchdog import Watchdog
+from or1_megatron.runtime.heartbeat import Heartbeat, main_thread_stack
 from or1_megatron.runtime.message import pack, unpack
+from or1_verify.errors import Or1Error
 
 log = logging.getLogger(__name__)
 
 Verb = Callable[..., Any]
-"""Takes what all ranks receive, then this replica's payload if there are payloads; returns this rank's result."""
+"""Takes this replica's payload if there are payloads, then what all ranks receive; returns this rank's result."""
 
 STOP = "stop"
 
+_ASK_S: Final = 30.0
+"""A rank that waits for a verb asks rank 0's store anew after this time, or half the deadline if that is shorter."""
+_UNWIND_S: Final = 120.0
+"""A rank that raises its error ends by itself within this time: rank 0 dumps the batch and closes the engines."""
+_LEAVE_S: Final = 5.0
+"""Rank 0, which hosts the store, waits so long for the others to read that the verbs are over."""
+_GRACE_S: Final = 30.0
+"""A rank that has lost a peer ends so much later: the exit status of the rank that failed is the run's."""
+
 
 class LockstepError(PartLost, RuntimeError):
-    """A verb failed on another rank; that rank's traceback, and where all ranks were, are in the log and on stderr."""
+    """A verb failed on another rank, or that rank is gone; its message is in the log and on stderr."""
 
 
 class Lockstep:
@@ -41,14 +57,23 @@ class Lockstep:
     Args:
         verbs: what this rank can execute; the same names on every rank.
         deadline_s: how long one verb may take on any rank.
+        heart: this rank's, which ends it at the deadline.
+        note: takes a line on why this rank ends, before it does.
     """
 
-    def __init__(self, mesh: Mesh, verbs: Mapping[str, Verb], deadline_s: float) -> None:
-        self._mesh, self._verbs = mesh, verbs
+    def __init__(
+        self,
+        mesh: Mesh,
+        verbs: Mapping[str, Verb],
+        deadline_s: float,
+        heart: Heartbeat,
+        note: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._mesh, self._verbs, self._deadline_s = mesh, verbs, deadline_s
+        self._heart, self._note = heart, note
         self._store = _shared_store(mesh)
-        self._watchdog = Watchdog(self._store.clone(), mesh.rank, mesh.world, deadline_s)  # type: ignore[attr-defined]  # not in torch's stub
         self._count = 0
-        self._closed = False
+        self._closed = self._broken = False
         if mesh.world > 1:
             dist.barrier(mesh.control)  # the first verb's deadline begins when all ranks can hear of it
 
@@ -60,8 +85,13 @@ class Lockstep:
         Args:
             shared: arguments that are sent to every rank (small).
             per_replica: one payload for each data-parallel index; each rank receives its own replica's only, as the
-                verb's last argument.
+                verb's first argument.
+
+        Raises:
+            RuntimeError: the ranks have no such verb, as ``score_reference`` without ``algorithm.kl.reference``.
         """
+        if verb not in self._verbs:
+            raise RuntimeError(f"this run's ranks have no verb '{verb}'; they have {', '.join(self._verbs)}")
         self._announce((verb, per_replica is not None))
         with self._watched(verb):
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
@@ -71,13 +101,17 @@ class Lockstep:
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
-        """Release the other ranks from ``serve``. A second call does nothing."""
-        if self._closed:
+        """Release the other ranks from ``serve``, unless the lockstep is broken. A second call does nothing."""
+        if self._closed or self._broken:
             return
         self._closed = True
-        if self._mesh.rank == 0:
-            self._announce((STOP, False))
-        self._watchdog.close()
+        if self._mesh.rank > 0:
+            self._store.set(f"left/{self._mesh.rank}", "1")
+            return
+        self._announce((STOP, False))
+        with suppress(dist.DistStoreError):
+            for rank in range(1, self._mesh.world):
+                self._store.wait([f"left/{rank}"], datetime.timedelta(seconds=_LEAVE_S))
 
     # -- the other ranks -----------------------------------------------------------------------------------------
 
@@ -91,10 +125,12 @@ class Lockstep:
             LockstepError: rank 0 is gone.
         """
         while True:
+            self._heart.says("waiting for a verb")
             verb, has_payload = unpack(self._next_header())
             if verb == STOP:
                 self.close()
                 return
+            self._heart.says(f"in '{verb}'")
             try:
                 with self._watched(verb):
                     self._verbs[verb](*self._arguments((), None, has_payload))
@@ -103,36 +139,60 @@ class Lockstep:
 
     def _next_header(self) -> bytes:
         key = f"verb/{self._count}"
+        ask_s = min(_ASK_S, self._deadline_s / 2)
+        silent = f"rank 0, which hosts the store, has not answered for {self._deadline_s:g} s"
         while True:
             try:
-                self._store.wait([key], datetime.timedelta(days=1))
-                return self._store.get(key)
+                with self._heart.within(self._deadline_s, lambda: self._end(silent)):
+                    self._store.wait([key], datetime.timedelta(seconds=ask_s))
+                    return self._store.get(key)
             except dist.DistStoreError:
                 continue  # rank 0 is rolling out; no news is no failure
             except dist.DistNetworkError as error:
+                self._must_end()
                 raise LockstepError(f"rank {self._mesh.rank}: rank 0 is gone while waiting for a verb") from error
 
     # -- all ranks -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watched(self, verb: str) -> Iterator[None]:
-        """Hold a verb to its deadline, and let the other ranks know if it fails here."""
+        """Execute a verb within its deadline. An error ends this rank, unless it is rank 0."""
         self._count += 1
-        self._watchdog.verb_began(verb)
+        late = f"'{verb}' was not finished after {self._deadline_s:g} s (cluster.verb_timeout_s)"
         try:
-            yield
+            with self._heart.within(self._deadline_s, lambda: self._end(late)):
+                yield
         except AgreedError:
             raise
         except Exception as error:
             if self._mesh.world == 1:
                 raise
-            fault, positions = self._watchdog.failed(verb, error)
-            if fault is None:  # the loop may know what to do with its own error
-                error.add_note(f"where the ranks were:\n{positions}")
-                raise
-            raise LockstepError(f"{fault}; its traceback and where all ranks were are above") from error
-        finally:
-            self._watchdog.verb_ended()
+            self._failed(verb, error)
+
+    def _failed(self, verb: str, error: Exception) -> NoReturn:
+        """End this rank for an error; rank 0 raises it, since the loop may know what to do with it."""
+        how = "lost a peer" if _lost_a_peer(error) else "failed"
+        if self._mesh.rank == 0:
+            self._must_end()
+            if how == "failed":
+                raise error
+            raise LockstepError(f"rank 0 lost a peer in '{verb}', whose message is above") from error
+        log.error("rank %d %s in '%s':\n%s", self._mesh.rank, how, verb, "".join(traceback.format_exception(error)))
+        if how == "lost a peer":
+            time.sleep(_GRACE_S)
+        else:
+            self._note(f"in '{verb}': {type(error).__name__}: {error}")
+        os._exit(1)
+
+    def _must_end(self) -> None:
+        """Have this rank end, by the error that it raises now or at the latest after ``_UNWIND_S``."""
+        self._broken = True
+        self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
+
+    def _end(self, why: str) -> NoReturn:
+        log.error("rank %d ends: %s; its main thread is at\n%s", self._mesh.rank, why, main_thread_stack())
+        self._note(why)
+        os._exit(1)
 
     def _arguments(self, shared: tuple[Any, ...], per_replica: Sequence[Any] | None, has_payload: bool) -> list[Any]:
         """Return the verb's arguments on this rank; ``shared`` and ``per_replica`` are rank 0's."""
@@ -140,7 +200,7 @@ class Lockstep:
         if self._mesh.world > 1:
             dist.broadcast_object_list(told, src=0, group=self._mesh.control)
         verb_arguments = unpack(told[0])
-        return [*verb_arguments, self._distribute(per_replica)] if has_payload else [*verb_arguments]
+        return [self._distribute(per_replica), *verb_arguments] if has_payload else [*verb_arguments]
 
     def _distribute(self, per_replica: Sequence[Any] | None) -> Any:
         """Bring each replica's payload from rank 0 to the replica's first rank, and from there to its other ranks."""
@@ -162,6 +222,25 @@ class Lockstep:
             packed = _broadcast(packed, leader, mesh.replica)
         assert packed is not None
         return unpack(packed.numpy().tobytes())
+
+
+def raise_together(mesh: Mesh, error: AgreedError | None) -> None:
+    """Raise rank 0's error, if it has one, on every rank; collective. What other ranks pass is ignored."""
+    errors = [error]
+    if mesh.world > 1:
+        dist.broadcast_object_list(errors, src=0, group=mesh.control)
+    if errors[0] is not None:
+        raise errors[0]
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """Return whether a collective broke or timed out because of another rank: gloo and NCCL have no type for that."""
+    text = str(error)
+    if isinstance(error, Or1Error):
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("onnection" in text or "imed out" in text)
+    )
 
 
 def _shared_store(mesh: Mesh) -> dist.TCPStore:

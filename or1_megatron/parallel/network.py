@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -64,23 +65,30 @@ def rows_on_device(mesh: Mesh, rows: Sequence[MicroBatch]) -> list[DeviceRow]:
     return [to_device(row, device(), mesh.context_rank, mesh.context) for row in rows]
 
 
-def reported(mesh: Mesh, scored: Sequence[Tensor]) -> list[tuple[Float32Array, Float32Array]] | None:
-    """Return (log-probs, entropies) per micro-batch from [2, C] each, on the one rank of a replica that reports them.
+RowScores = tuple[Float32Array, Float32Array]
+"""(log-probs, entropies) [C] of a micro-batch's counted tokens."""
 
-    That is the first tensor- and context-parallel rank of the last stage; other ranks return None.
+
+def gather_scores(mesh: Mesh, scored: Sequence[Tensor]) -> list[list[RowScores]] | None:
+    """Gather [2, C] per micro-batch as [DP][micro-batches] on rank 0; None elsewhere. Collective over all ranks.
+
+    Of a replica, the first tensor- and context-parallel rank of the last stage reports.
     """
-    if mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0:
-        return [(log_probs, entropies) for log_probs, entropies in (both.numpy() for both in scored)]
-    return None
+    reports = mesh.last_stage and mesh.tensor_rank == 0 and mesh.context_rank == 0
+    local = mesh.data_rank, [tuple(both.numpy()) for both in scored] if reports else None
+    gathered: list[Any] | None = [local] * mesh.world if mesh.rank == 0 else None
+    if mesh.world > 1:
+        dist.gather_object(local, gathered, dst=0, group=mesh.control)
+    if gathered is None:
+        return None
+    by_replica = {replica: rows for replica, rows in gathered if rows is not None}
+    return [by_replica[replica] for replica in range(mesh.data)]
 
 
 def score_rows(
     mesh: Mesh, chunks: Sequence[torch.nn.Module], rows: Sequence[MicroBatch], temperature: float
-) -> list[tuple[Float32Array, Float32Array]] | None:
-    """Return log-prob and entropy [C] of the counted tokens of this data-parallel rank's micro-batches, in order.
-
-    Only the rank that ``reported`` names returns them; other ranks return None.
-    """
+) -> list[list[RowScores]] | None:
+    """Score this data-parallel rank's micro-batches; return everyone's as ``gather_scores``."""
     for chunk in chunks:
         chunk.eval()
-    return reported(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))
+    return gather_scores(mesh, forward(chunks, rows_on_device(mesh, rows), temperature))

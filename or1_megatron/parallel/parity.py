@@ -18,8 +18,8 @@ from torch import Tensor
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.whole_update import score_whole, update_whole
+from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
+from or1_megatron.rl.objectives.scored import update
 from or1_megatron.types import Batch, Float32Array, Sample
 
 STEPS = 3
@@ -79,16 +79,17 @@ def measure(
     """
     policy = MegatronPolicy(model, parallel, _GRADIENT_STEP, mesh)
     before, one_pass = _whole(policy), parallel.head == "one_pass"
-    update_whole(policy, batch, objective, one_pass)
+    update(WholePolicy(policy), batch, objective, one_pass)
     gradient = _difference(before, _whole(policy), _SCALE)
     del policy
     gc.collect()  # its hooks refer to it; two models may not fit
     torch.cuda.empty_cache()
     policy = MegatronPolicy(model, parallel, trained_by(model.dtype), mesh)
-    scores = score_whole(policy, batch, objective.temperature)
-    reports = [update_whole(policy, batch, objective, one_pass) for _ in range(STEPS)]
+    trained = WholePolicy(policy)
+    scores = trained.score(batch, objective.temperature)
+    reports = [update(trained, batch, objective, one_pass) for _ in range(STEPS)]
     after = _whole(policy)
-    if scores is None:
+    if mesh.rank > 0:
         return None
     return Numbers(
         log_probs=_in_probe_order(scores.log_probs, order),

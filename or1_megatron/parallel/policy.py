@@ -17,15 +17,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.interfaces import Objective
-from or1_megatron.parallel.collective_errors import raise_together
+from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.mesh import Mesh
 from or1_megatron.parallel.model import TORCH_DTYPE, PolicyModel
-from or1_megatron.parallel.network import build_network, reported, rows_on_device, score_rows
+from or1_megatron.parallel.network import RowScores, build_network, gather_scores, rows_on_device, score_rows
 from or1_megatron.parallel.offload import Offload, finish_parameter_gather
 from or1_megatron.parallel.optimizer import build_optimizer, learning_rate
 from or1_megatron.parallel.schedule import forward_backward
 from or1_megatron.parallel.stragglers import slowest
-from or1_megatron.types import Float32Array, MicroBatch, TokenScores, UpdateReport
+from or1_megatron.types import Batch, MicroBatch, TokenScores, UpdateReport
 
 
 class MegatronPolicy:
@@ -63,7 +63,7 @@ class MegatronPolicy:
         self._computed_s = 0.0
         """When this rank's gradients were ready to be summed, by ``time.perf_counter``."""
 
-    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """As ``network.score_rows``; collective."""
         self.host.require("score", "parameters")
         return score_rows(self.mesh, self.chunks, rows, temperature)
@@ -74,7 +74,7 @@ class MegatronPolicy:
 
     def update_and_score(
         self, rows: Sequence[MicroBatch], objective: Objective, token_count: int
-    ) -> tuple[UpdateReport, list[tuple[Float32Array, Float32Array]] | None]:
+    ) -> tuple[UpdateReport, list[list[RowScores]] | None]:
         """Update, and return also what its forward pass gave, in the form of ``score``."""
         self.host.require("update", "parameters", "gradients", "optimizer")
         started_s = time.perf_counter()
@@ -101,7 +101,7 @@ class MegatronPolicy:
             slowest_rank=None if late is None else late[0],
             waited_s=0.0 if late is None else late[1],
         )
-        return report, reported(self.mesh, [scored for _, scored in found])
+        return report, gather_scores(self.mesh, [scored for _, scored in found])
 
     def sync_parameters(self) -> None:
         """Finish gathering the parameters that the last step updated, before they are read; collective."""
@@ -190,20 +190,9 @@ def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def gather_scores(mesh: Mesh, local: Any) -> list[list[tuple[Float32Array, Float32Array]]] | None:
-    """Gather what ``score`` returned, [DP][micro-batches], on rank 0; None elsewhere. Collective over all ranks."""
-    gathered: list[Any] | None = [(0, local)] * mesh.world if mesh.rank == 0 else None
-    if mesh.world > 1:
-        dist.gather_object((mesh.data_rank, local), gathered, dst=0, group=mesh.control)
-    if gathered is None:
-        return None
-    by_replica = {replica: scored for replica, scored in gathered if scored is not None}
-    return [by_replica[replica] for replica in range(mesh.data)]
-
-
 def unpack_scores(
     ranks: Sequence[Sequence[MicroBatch]],
-    scored: Sequence[Sequence[tuple[Float32Array, Float32Array]]],
+    scored: Sequence[Sequence[RowScores]],
     sample_count: int,
 ) -> TokenScores:
     """Turn scores of packed micro-batches into one array per sample, in the samples' order.
@@ -221,6 +210,25 @@ def unpack_scores(
                 part = slice(before[row.cu_seqlens[k]], before[row.cu_seqlens[k + 1]])
                 log_probs[sample], entropies[sample] = row_log_probs[part], row_entropies[part]
     return TokenScores(tuple(log_probs), tuple(entropies))
+
+
+class WholePolicy:
+    """The policy in programs without the loop: all ranks call the same methods, each with the whole batch."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy, self._mesh = policy, policy.mesh
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores:
+        """Return the scores of the batch's samples, on every rank; collective."""
+        scored = [self._policy.score(batch.ranks[self._mesh.data_rank], temperature)]
+        if self._mesh.world > 1:
+            dist.broadcast_object_list(scored, src=0, group=self._mesh.control)
+        assert scored[0] is not None
+        return unpack_scores(batch.ranks, scored[0], batch.sample_count)
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport:
+        """Take an optimizer step; collective."""
+        return self._policy.update(batch.ranks[self._mesh.data_rank], objective, batch.token_count)
 
 
 def export_hf(policy: MegatronPolicy, folder: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from or1_megatron.config.schema import ModelConfig, ParallelConfig
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.network import build_network, score_rows
+from or1_megatron.parallel.network import RowScores, build_network, score_rows
 from or1_megatron.parallel.offload import HostCopy, distinct_storages
-from or1_megatron.types import Float32Array, MicroBatch
+from or1_megatron.types import MicroBatch
 
 
 class FrozenReference:
@@ -32,7 +32,7 @@ class FrozenReference:
         self._host = HostCopy() if offload else None
         self._leave()
 
-    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[tuple[Float32Array, Float32Array]] | None:
+    def score(self, rows: Sequence[MicroBatch], temperature: float) -> list[list[RowScores]] | None:
         """As ``MegatronPolicy.score``; collective."""
         if self._host is not None:
             self._host.give_back()

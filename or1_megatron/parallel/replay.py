@@ -13,10 +13,10 @@ import torch
 
 from or1_megatron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from or1_megatron.parallel.mesh import build_mesh, start_process_group, stop_process_group
-from or1_megatron.parallel.policy import MegatronPolicy
-from or1_megatron.parallel.whole_update import score_whole, update_whole
+from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import first_not_finite, read_dump
+from or1_megatron.rl.objectives.scored import update
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Float32Array
 from or1_megatron.weights.families import read_hf_config
@@ -45,11 +45,11 @@ def main() -> int:
     start_process_group(_RANK_WAIT_S)
     try:
         mesh = build_mesh(parallel, seed=1)
-        policy = MegatronPolicy(model, parallel, OptimizerConfig(), mesh)
+        policy = WholePolicy(MegatronPolicy(model, parallel, OptimizerConfig(), mesh))
         batch = pack(dump.samples, batch_layout(parallel, read_hf_config(model.hf)))
-        scores = score_whole(policy, batch, dump.objective.temperature)
-        report = update_whole(policy, batch, dump.objective, parallel.head == "one_pass")
-        if scores is not None:
+        scores = policy.score(batch, dump.objective.temperature)
+        report = update(policy, batch, dump.objective, parallel.head == "one_pass")
+        if mesh.rank == 0:
             found = {
                 "skipped": report.skipped,
                 "grad_norm": str(report.grad_norm),  # as text: JSON has no nan

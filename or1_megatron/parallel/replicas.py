@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from or1_megatron.errors import AgreedError, PartLost
-from or1_megatron.parallel.collective_errors import raise_together
+from or1_megatron.parallel.lockstep import raise_together
 from or1_megatron.parallel.policy import MegatronPolicy
 
 _NAMED = 5

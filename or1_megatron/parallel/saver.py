@@ -37,8 +37,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch import Tensor
 
 from or1_megatron.errors import AgreedError
-from or1_megatron.parallel.collective_errors import raise_together
-from or1_megatron.parallel.lockstep import LockstepError
+from or1_megatron.parallel.lockstep import LockstepError, raise_together
 from or1_megatron.parallel.node_copies import copy_to_next_node, file_name
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.shard_files import LocalShard, TensorSlice, WrittenSlice, write_metadata, write_slices

@@ -6,16 +6,15 @@ One that raises is dumped, too.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from or1_megatron.config.schema import SafetyConfig
 from or1_megatron.interfaces import Objective, Policy
 from or1_megatron.rl.dump import WEIGHTS, DumpStore, Reason, UpdateDump, unpack
-from or1_megatron.rl.objectives.scored import linearise, needs_scores
+from or1_megatron.rl.objectives.scored import update
 from or1_megatron.types import Batch, Float32Array, TokenScores, UpdateReport
 from or1_verify.errors import UserError
 
@@ -76,7 +75,7 @@ class UpdateGuard:
         """
         aside = self._set_aside(sgd_step, "asked") if sgd_step.step in self._config.dump_steps else None
         try:
-            report = self._update(sgd_step)
+            report = update(self._policy, sgd_step.batch, sgd_step.objective, self._one_pass, sgd_step.scores)
         except Exception as error:
             self._keep_raised(aside, sgd_step, error)
             raise
@@ -91,18 +90,6 @@ class UpdateGuard:
         dump = self._keep(aside, sgd_step, report)
         self._tell_skipped(sgd_step, report, dump)
         return report
-
-    def _update(self, sgd_step: SgdStep) -> UpdateReport:
-        """Update the policy; an objective that needs scores first is evaluated here (``objectives.scored``)."""
-        batch, objective = sgd_step.batch, sgd_step.objective
-        if not needs_scores(objective, self._one_pass):
-            return self._policy.update(batch, objective)
-        started_s = time.perf_counter()
-        scores = sgd_step.scores or self._policy.score(batch, objective.temperature)
-        linear = linearise(batch, objective, scores)
-        evaluated_s = time.perf_counter() - started_s
-        report = self._policy.update(linear.batch, linear.objective)
-        return replace(report, sums=linear.sums, forward_backward_s=report.forward_backward_s + evaluated_s)
 
     def state(self) -> dict[str, Any]:
         return {"in_a_row": self.in_a_row, "total": self.total, "dumped": list(self._dumped)}

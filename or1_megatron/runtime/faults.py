@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -50,6 +50,10 @@ class FaultRecord:
         """Append a line. A full or missing disk loses it: the run's own writes report that."""
         row = {"time_s": fault.time_s, "kind": fault.kind, "who": fault.who, "why": fault.why}
         _append(self.path, json.dumps(row) + "\n")
+
+    def failed(self, who: str) -> Callable[[str], None]:
+        """Return what takes a line on why ``who`` ends."""
+        return lambda why: self.write(Fault("failed", who, why))
 
     def write_stack(self, title: str, stack: str) -> None:
         """Append a stalled process's stacks to logs/stalled.log."""

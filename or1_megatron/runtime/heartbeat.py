@@ -4,6 +4,9 @@ A file holds who the process is, two counters, and what it does. A thread of its
 runs as long as the process and its interpreter do. ``worked`` is advanced by the thread whose work the run waits for,
 so it also shows that this thread does not hang in a driver. No file system but the node's memory takes part, so storage
 that hangs stops no heartbeat. Imports no package.
+
+The thread that beats also looks at the clock for the main thread: it ends what takes longer than its deadline
+(``Heartbeat.within``).
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import hashlib
 import mmap
 import os
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +34,7 @@ _LIFE: Final = struct.Struct("<qqq160s")  # alive, worked (-1: never judged), lo
 _BYTES: Final = _HEAD.size + _LIFE.size
 _ALIVE, _WORKED, _LONG, _DOING = (_HEAD.size + offset for offset in (0, 8, 16, 24))
 _COUNTER: Final = struct.Struct("<q")
+_FRAMES: Final = 10
 
 
 def beats_folder(run: str) -> Path:
@@ -70,6 +77,7 @@ class Heartbeat:
             self._memory = mmap.mmap(file.fileno(), _BYTES)
         self.says(doing, long)
         aside.rename(self._path)
+        self._due: tuple[float, Callable[[], None]] | None = None
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -93,6 +101,19 @@ class Heartbeat:
         finally:
             self._memory[_LONG:_BYTES] = before
 
+    @contextmanager
+    def within(self, deadline_s: float, late: Callable[[], None]) -> Iterator[None]:
+        """Call ``late`` on the thread that beats if the block takes longer than ``deadline_s``. Blocks do not nest."""
+        self.ends_within(deadline_s, late)
+        try:
+            yield
+        finally:
+            self._due = None
+
+    def ends_within(self, deadline_s: float, late: Callable[[], None]) -> None:
+        """As ``within``, for the rest of the process."""
+        self._due = time.monotonic() + deadline_s, late
+
     def close(self) -> None:
         """End the signs of life: from now on nobody waits for them. A second call does nothing."""
         self._over.set()
@@ -103,6 +124,15 @@ class Heartbeat:
         while not self._over.wait(BEAT_S):
             count += 1
             _COUNTER.pack_into(self._memory, _ALIVE, count)
+            due = self._due
+            if due is not None and time.monotonic() > due[0]:
+                due[1]()
+
+
+def main_thread_stack() -> str:
+    """Return the innermost frames of the main thread's stack, as text of several lines."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip() if frame else "(unknown)"
 
 
 async def beat_on_loop(heart: Heartbeat) -> None:

@@ -29,14 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.monitor import Monitor
 from or1_megatron.runtime.nodes import Nodes
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
+from or1_megatron.runtime.signals import LAUNCH_MARK
 
-FORWARDED: Final = {
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
+ASKS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Each of these asks for a save and an end; the ranks get SIGUSR1."""
 KILL_MARGIN_S: Final = 30.0
 """Time after the grace period, at whose end a rank exits by itself, until the launcher kills it."""
 
@@ -107,11 +103,11 @@ def launch(
     supervisor = _Supervisor(module, ranks, grace_s, monitor)
     os.environ[LAUNCH_MARK] = supervisor.mark  # the ranks and all that they start inherit it
     logging.getLogger(_AGENT_LOGGER).setLevel(logging.CRITICAL)  # _failed says in one line how a rank ended
-    previous = {number: signal.signal(number, supervisor.on_signal) for number in FORWARDED}
+    previous = {number: signal.signal(number, supervisor.on_signal) for number in ASKS}
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    # torchrun must handle at least one signal, but none of FORWARDED.
+    # torchrun must handle at least one signal, but none of ASKS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
-    watched = nullcontext() if nodes is None else nodes.watched(supervisor.kill)
+    watched = nullcontext() if nodes is None else nodes.watched(supervisor.ask, supervisor.kill)
     try:
         with watched:
             torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
@@ -184,23 +180,29 @@ class _Supervisor:
         self._sessions.update(ranks)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forward the signal to the ranks; the first one starts the grace period."""
+        """Ask the ranks to save and end; the first signal starts the grace period."""
         first = not self.number
         self.number = self.number or number
-        asked_flag(self.mark).touch()
         ranks = self._ranks()
         for rank in ranks:
-            _send(rank.pid, FORWARDED[signal.Signals(number)])
+            _send(rank.pid, signal.SIGUSR1)
         if not ranks:  # not started yet, or ended: there is nothing to save
             raise SystemExit(128 + number)
         if first:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
+    def ask(self) -> None:
+        """Ask the ranks to end, since one of another node has failed, as torchrun's agent does for one of this node.
+
+        Ranks that save and end already are left to it: another signal would stop them.
+        """
+        for rank in () if self.number else self._ranks():
+            _send(rank.pid, signal.SIGTERM)
+
     def end(self) -> None:
         """Kill what the ranks, which have ended, left behind, and wait until it is gone."""
         self._ended.set()
         self.kill()
-        asked_flag(self.mark).unlink(missing_ok=True)
         if self._monitor is None:
             return
         self._monitor.stop()

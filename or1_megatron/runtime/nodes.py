@@ -36,7 +36,7 @@ from or1_verify.errors import UserError
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 _GRACE_S: Final = 10.0
-"""After another node's ranks have failed: the time in which this node's may report where they were, and end."""
+"""After another node's ranks have failed: the time in which this node's may log where they are, and end."""
 _SILENT_S: Final = 60.0
 """A node whose launcher has not counted for this long is lost. A network may drop for less."""
 _LEAVE_S: Final = 10.0
@@ -183,10 +183,11 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, end_ranks: Callable[[], None]) -> Iterator[None]:
-        """Within the block, on a thread: call ``end_ranks`` once the attempt has failed on another node."""
+    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> Iterator[None]:
+        """Within the block, on a thread: call ``ask_ranks`` once the attempt has failed on another node, then
+        ``kill_ranks`` if the block still runs after ``_GRACE_S``."""
         over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(over, end_ranks), name="nodes", daemon=True)
+        watch = threading.Thread(target=self._watch, args=(over, ask_ranks, kill_ranks), name="nodes", daemon=True)
         watch.start()
         try:
             yield
@@ -213,7 +214,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(self, over: threading.Event, end_ranks: Callable[[], None]) -> None:
+    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], None]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):
@@ -224,8 +225,9 @@ class Nodes:
             except dist.DistError:
                 failed = True  # node 0's launcher is gone
             if failed:
+                ask_ranks()
                 if not over.wait(_GRACE_S):
-                    end_ranks()
+                    kill_ranks()
                 return
 
     def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:

@@ -21,7 +21,7 @@ from typing import Final
 from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.jsonl import read_rows
-from or1_megatron.runtime.launch import FORWARDED, Ended
+from or1_megatron.runtime.launch import ASKS, Ended
 from or1_megatron.runtime.memory_folder import memory_folder
 from or1_megatron.runtime.run_folder import RunFolder, checkpoint_steps
 
@@ -139,7 +139,7 @@ class Restarts:
 @contextmanager
 def signals_leave() -> Iterator[None]:
     """Have stop signals raise SystemExit within the block, but while ``launch`` handles them. Main thread only."""
-    previous = {number: signal.signal(number, _leave) for number in FORWARDED}
+    previous = {number: signal.signal(number, _leave) for number in ASKS}
     try:
         yield
     finally:

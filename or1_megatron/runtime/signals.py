@@ -1,7 +1,7 @@
 """Stop signals: SIGTERM and SIGUSR1 (pre-emption) ask for a save and an exit within a grace period.
 
-Under our launcher a SIGTERM that the launcher has not got comes from torchrun's agent, which ends the ranks when one of
-them has failed. It means: end now.
+Our launcher asks with SIGUSR1. Under it SIGTERM means "end now": it comes from torchrun's agent, which ends the ranks
+when one of them has failed. A scheduler may send it to all processes of a job; then the launcher's SIGUSR1 follows.
 
 A Python signal handler runs only when the main thread returns from C, so in a collective it would come too late. But
 Python's C-level handler writes the signal's number to a pipe at once; a thread that reads the pipe sees every signal.
@@ -15,11 +15,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 from or1_megatron.errors import PART_LOST
+from or1_megatron.runtime.heartbeat import main_thread_stack
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +30,12 @@ launcher forwards its own signal to the ranks."""
 LAUNCH_MARK = "OR1_LAUNCH"
 """The variable in the environment of all that ``launch`` starts; its value is "<launcher's pid>-<hex>"."""
 
-_ASKED_S = 1.0
 _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
     """Return whether this process runs under ``launch``, which then has the node's monitor."""
     return LAUNCH_MARK in os.environ
-
-
-def asked_flag(launch: str) -> Path:
-    """Return the file that a launcher makes when it is asked to stop, before it tells its ranks."""
-    return Path("/dev/shm", f"or1_asked_{launch}")
 
 
 class StopRequested:
@@ -53,12 +46,11 @@ class StopRequested:
     >>> if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
-    first), it exits at once with 128 + the signal's number, and no clean-up but ``on_hard_exit``.
+    first), it exits at once with 128 + the signal's number, and without clean-up.
     """
 
-    def __init__(self, grace_s: float, on_hard_exit: Callable[[], None] | None = None) -> None:
+    def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
-        self._on_hard_exit = on_hard_exit
         self._requested = threading.Event()
         self._finished = threading.Event()
         self._requested_s = 0.0
@@ -102,10 +94,9 @@ class StopRequested:
             if time.monotonic() - self._requested_s >= REPEAT_S:
                 self._exit_now(number, "second stop signal")
             return
-        if number == signal.SIGTERM and not _launcher_was_asked():
-            # torchrun's agent ends the ranks because one of them has failed: there is nobody to save with.
-            if not self._finished.wait(_LAST_WORDS_S):
-                os._exit(PART_LOST)
+        if number == signal.SIGTERM and is_launched():
+            logger.info("SIGTERM: has another rank failed? The main thread is at\n%s", main_thread_stack())
+            threading.Thread(target=self._end_unless_asked, name="stop-agent", daemon=True).start()
             return
         self._requested_s = time.monotonic()
         self._requested.set()
@@ -113,33 +104,19 @@ class StopRequested:
         logger.warning("%s: saving and stopping within %g s; a second signal stops at once", name, self.grace_s)
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
+    def _end_unless_asked(self) -> None:
+        """End this rank unless the launcher has asked for a save by then: without the failed rank there is none."""
+        time.sleep(_LAST_WORDS_S)
+        if not (self._finished.is_set() or self._requested.is_set()):
+            os._exit(PART_LOST)
+
     def _enforce_grace(self, number: int) -> None:
         if not self._finished.wait(self.grace_s):
             self._exit_now(number, f"not saved within the grace period of {self.grace_s:g} s")
 
     def _exit_now(self, number: int, why: str) -> None:
         print(f"or1: {signal.Signals(number).name}: {why}; exiting without saving", file=sys.stderr, flush=True)
-        try:
-            if self._on_hard_exit is not None:
-                self._on_hard_exit()
-        finally:
-            os._exit(128 + number)
-
-
-def _launcher_was_asked() -> bool:
-    """Return whether a stop is meant by SIGTERM: always, but under ``launch`` if nobody has asked that to stop.
-
-    Waits a moment for the launcher: a scheduler may signal the ranks before it.
-    """
-    launch = os.environ.get(LAUNCH_MARK)
-    if launch is None:
-        return True
-    give_up = time.monotonic() + _ASKED_S
-    while not asked_flag(launch).exists():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.02)
-    return True
+        os._exit(128 + number)
 
 
 def _heard(_number: int, _frame: FrameType | None) -> None:

@@ -60,7 +60,7 @@ from or1_megatron.trainer.preflight import (
 )
 from or1_megatron.trainer.prompts import load_prompts
 from or1_megatron.trainer.sampling import offloads, sized_rollout, takes_turns, with_gpu_memory
-from or1_megatron.trainer.synced_policy import SyncedPolicy, Turns, rank_verbs
+from or1_megatron.trainer.synced_policy import DeviceSharing, SyncedPolicy, rank_verbs
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +136,8 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         reference = frozen_reference(config, mesh)
         sender = make_sender(policy.weights, mesh.rank, config.handoff)
         saver = CheckpointSaver(policy, config.checkpoint.asynchronous, config.cluster.verb_timeout_s)
-        lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), config.cluster.verb_timeout_s)
-        heart.says("executing verbs, or waiting for one")
+        verbs, faults = rank_verbs(policy, sender, saver, reference), FaultRecord(RunFolder(config.run.folder).root)
+        lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
         with stopping_in_order(stop), saver:
             lockstep.serve()
 
@@ -157,7 +157,7 @@ def lead(
         rollouts = start_sampling(config, folder, engines, abilities, stop, stack)
         mesh, policy = stack.enter_context(trainer_rank(config))
         record = RunRecord(folder, config.track, config.model_dump(mode="json"))
-        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), stack)
+        synced = serve_policy(config, mesh, policy, engines, rollouts, record, FaultRecord(folder.root), heart, stack)
         shown = run_console(config, rollouts)
         stack.callback(shown.close)
         stack.callback(record.close)
@@ -229,6 +229,7 @@ def serve_policy(
     rollouts: RolloutsClient,
     record: RunRecord,
     faults: FaultRecord,
+    heart: Heartbeat,
     stack: ExitStack,
 ) -> SyncedPolicy:
     """Return all ranks' policy behind the loop's verbs, with its handoff to the engines, once these are ready."""
@@ -239,17 +240,17 @@ def serve_policy(
     group = engines.control(config.handoff.timeout_s)
     sender = make_sender(policy.weights, 0, config.handoff, group)
     stack.callback(sender.close)
-    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s)
+    lockstep = Lockstep(mesh, rank_verbs(policy, sender, saver, reference), timeout_s, heart, faults.failed("rank 0"))
     stack.callback(lockstep.close)  # whatever fails from here on, the other ranks are released
     engines.wait_ready()
-    turns = Turns(takes_turns(config), offloads(config))
+    sharing = DeviceSharing(engines_sleep=takes_turns(config), trainer_offloads=offloads(config))
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
-    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, turns)
+    synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing)
     rollouts.revive_with(
         synced.revive,
         lambda why: faults.write(Fault("manager", "the RolloutManager", why)),
-        in_turns=turns.engines_sleep,
+        in_turns=sharing.engines_sleep,
     )
     return synced
 

@@ -107,7 +107,7 @@ def watch_node(config: Config, folder: RunFolder) -> None:
 def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> None:
     """Record why this rank ends, for the launcher."""
     if folder is not None:
-        FaultRecord(folder.root).write(Fault("failed", f"rank {rank}", f"{type(error).__name__}: {error}"))
+        FaultRecord(folder.root).failed(f"rank {rank}")(f"{type(error).__name__}: {error}")
 
 
 def main() -> int:

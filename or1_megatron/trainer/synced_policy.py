@@ -1,12 +1,12 @@
-"""The policy as the loop sees it: relayed to all ranks, and in step with the engines that serve its weights."""
+"""The policy as the loop sees it: all ranks execute its verbs, and the engines serve its weights."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import WeightSender
 from or1_megatron.parallel.driver import PolicyDriver, policy_verbs
 from or1_megatron.parallel.lockstep import Lockstep, Verb
-from or1_megatron.parallel.offload import Thing
 from or1_megatron.parallel.policy import MegatronPolicy
 from or1_megatron.parallel.reference import FrozenReference
 from or1_megatron.parallel.saver import CheckpointSaver
@@ -32,13 +31,24 @@ log = logging.getLogger(__name__)
 
 _PROBE_EVERY_STEPS_ON_GPU = 10
 
+Devices = Literal["trainer", "handoff", "engines", "neither"]
+"""Who has the devices that trainer and engines share."""
+
+TRANSITIONS: Final[Mapping[Devices, tuple[Devices, ...]]] = {
+    "trainer": ("handoff", "neither"),
+    "handoff": ("engines", "neither"),
+    "engines": ("trainer", "neither"),
+    "neither": ("trainer", "handoff"),
+}
+"""From each state, the states that may follow."""
+
 
 @dataclass(frozen=True)
-class Turns:
+class DeviceSharing:
     """What trainer and engines do to share their devices."""
 
     engines_sleep: bool
-    """They share devices with the trainer, and must not use them at the same time."""
+    """They must not use the devices at the same time as the trainer."""
     trainer_offloads: bool
     """The trainer's state lies on the host while the engines sample."""
 
@@ -51,11 +61,16 @@ def rank_verbs(
 
 
 class SyncedPolicy(PolicyDriver):
-    """``interfaces.Policy``: the driver's methods, the handoff with its probe, and turns on shared GPUs.
+    """``interfaces.Policy``: the driver's methods, the handoff with its probe, and who has the shared devices.
 
-    A colocated turn (GPU): engines sleep; the trainer takes its state back from the host and updates; optimizer state
-    and gradients go to the host; engines wake their weights for the handoff; the parameters go to the host; engines
-    wake their KV cache. On CPU, and with placement ``separate``, no engine sleeps, and unless asked nothing is moved.
+    state     on the devices                                  next (``TRANSITIONS``)
+    trainer   all of the trainer's state; engines sleep       handoff, neither
+    handoff   the trainer's parameters, the engines' weights  engines, neither
+    engines   the engines; the trainer's state is on the host trainer, neither
+    neither   nothing: a lost engine was replaced             trainer, handoff
+
+    A step goes from engines to trainer, handoff and engines again. Where no engine sleeps (CPU, placement ``separate``)
+    and the trainer does not offload, the states are the same and nothing is moved.
     """
 
     def __init__(
@@ -68,22 +83,21 @@ class SyncedPolicy(PolicyDriver):
         config: HandoffConfig,
         probe: Probe,
         layout: BatchLayout,
-        turns: Turns,
+        sharing: DeviceSharing,
     ) -> None:
         """
         Args:
             lockstep: knows ``rank_verbs``.
             engines: those of ``pool``.
             layout: for the probe's batch.
-            turns: engines that sleep in their turn are asleep now.
+            sharing: the trainer has the devices now, and engines that sleep are asleep.
         """
         super().__init__(lockstep, saver)
         self._pool, self._engines, self._rollouts = pool, engines, rollouts
-        self._turns = turns
-        self._asleep = turns.engines_sleep
-        self._away = False
-        self._restarts = False
-        self._replaced = False  # engines, of which the manager does not know yet
+        self._known = list(pool.handles)  # to the manager
+        self._sharing = sharing
+        self._devices: Devices = "trainer"
+        self._optimizer_restarts = False
         self._version = 0
         self._handoffs = 0
         self._probe = probe
@@ -94,8 +108,8 @@ class SyncedPolicy(PolicyDriver):
         self._probe_every = every
 
     def restart_optimizer(self) -> None:
-        """Restart the optimizer at the trainer's next turn: now the engines may have the devices."""
-        self._restarts = True
+        """Restart the optimizer when the trainer has the devices next: now the engines may have them."""
+        self._optimizer_restarts = True
 
     def hand_off(self, version: int) -> HandoffReport:
         """Compare the data-parallel replicas, and send the weights as ``version``; then, at every n-th handoff, compare
@@ -113,15 +127,16 @@ class SyncedPolicy(PolicyDriver):
         started_s = time.perf_counter()
         due = self._probe_every and self._handoffs % self._probe_every == 0
         expected = self.score(self._probe_batch, 1.0).log_probs if due else None
-        self.take_turn()
+        self.take_devices()
         scored_s = time.perf_counter()
-        if self._turns.trainer_offloads:
+        if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "optimizer", "gradients")
+        self._pass_devices("handoff")
         self._lockstep.call("sync_parameters")
         self._lockstep.call("check_replicas", version)
         while True:
             try:
-                if self._asleep:
+                if self._sharing.engines_sleep:
                     self._engines.wake_up(["weights"])
                 bytes_sent = self._lockstep.call("send", version)
                 self._give_devices()
@@ -133,10 +148,11 @@ class SyncedPolicy(PolicyDriver):
                 if not self._replace_lost():
                     raise
                 log.warning("the handoff is done again: %s", error)
-                self._take_back("parameters")
-        if self._replaced:
+                self._lockstep.call("restore", "parameters")
+                self._pass_devices("handoff")
+        if self._known != self._pool.handles:
             self._rollouts.rejoin(self._pool.handles)
-            self._replaced = False
+            self._known = list(self._pool.handles)
         self._version = version
         self._handoffs += 1
         return HandoffReport(
@@ -160,7 +176,7 @@ class SyncedPolicy(PolicyDriver):
     def revive(self) -> None:
         """Replace the engines that are gone, in the middle of a rollout, and bring all to the current weights.
 
-        Where engines take turns with the trainer, none may be decoding.
+        Where engines sleep while the trainer has the devices, none may be decoding.
 
         Raises:
             EngineError: an engine died too often. What ``hand_off`` raises.
@@ -168,54 +184,55 @@ class SyncedPolicy(PolicyDriver):
         if self._replace_lost():
             self.hand_off(self._version)
 
-    def take_turn(self) -> None:
+    def take_devices(self) -> None:
         """Put the engines to sleep where they share the trainer's devices, and bring the trainer's state back.
 
         An engine that has died since the rollout is replaced. Raises EngineError where an engine died too often.
         """
-        if self._turns.engines_sleep and not self._asleep:
+        if self._devices == "engines" and self._sharing.engines_sleep:
             try:
                 self._engines.sleep()
             except EngineError as error:
                 if not self._replace_lost():
                     raise
-                log.warning("an engine was lost before the trainer's turn: %s", error)
-            self._asleep = True
-        self._take_back("parameters", "gradients", "optimizer")
-        self._away = False
-        if self._restarts:
+                log.warning("an engine was lost before the trainer took the devices: %s", error)
+        if self._devices != "trainer":
+            if self._sharing.trainer_offloads or self._sharing.engines_sleep:
+                self._lockstep.call("restore", "parameters", "gradients", "optimizer")
+            self._pass_devices("trainer")
+        if self._optimizer_restarts:
             super().restart_optimizer()
-            self._restarts = False
+            self._optimizer_restarts = False
 
     def _give_devices(self) -> None:
         """Offload what is left on the trainer's devices, and let the engines decode."""
-        if self._turns.trainer_offloads:
+        if self._sharing.trainer_offloads:
             self._lockstep.call("offload", "parameters")
-            self._away = True
-        if self._asleep:
+        if self._sharing.engines_sleep:
             self._engines.wake_up(["kv_cache"])
-            self._asleep = False
+        self._pass_devices("engines")
 
-    def _take_back(self, *things: Thing) -> None:
-        if self._away:
-            self._lockstep.call("restore", *things)
+    def _pass_devices(self, to: Devices) -> None:
+        """Note who has the devices now. Raises RuntimeError where ``TRANSITIONS`` has no such step."""
+        if to not in TRANSITIONS[self._devices]:
+            expected = " or ".join(TRANSITIONS[self._devices])
+            raise RuntimeError(f"the devices went from '{self._devices}' to '{to}'; expected {expected}")
+        self._devices = to
 
     def _replace_lost(self) -> bool:
         """Replace the engines that are gone, if there are any: the next handoff meets the new ones."""
         if not self._pool.restart_lost(self._make_room):
             return False
         self._lockstep.call("leave_engines")
-        self._replaced = True
-        if self._turns.engines_sleep:
+        if self._sharing.engines_sleep:
             self._engines.sleep()  # the new ones are awake, and the others may be
-            self._asleep = True
+        self._pass_devices("neither")
         return True
 
     def _make_room(self) -> None:
         """Offload the trainer where engines use its devices: one that starts needs the memory."""
-        if self._turns.engines_sleep:
+        if self._sharing.engines_sleep:
             self._lockstep.call("offload", "optimizer", "gradients", "parameters")
-            self._away = True
 
 
 def scored_whole(token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> Sample:

@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from or1_megatron.config.schema import ParallelConfig
 from or1_megatron.errors import AgreedError
-from or1_megatron.parallel import watchdog
-from or1_megatron.parallel.collective_errors import raise_together
-from or1_megatron.parallel.lockstep import Lockstep
+from or1_megatron.parallel import lockstep as module
+from or1_megatron.parallel.lockstep import Lockstep, raise_together
 from or1_megatron.parallel.mesh import Mesh, build_mesh, start_process_group, stop_process_group
-from or1_megatron.runtime.signals import StopRequested
+from or1_megatron.runtime.faults import FaultRecord
+from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
+from or1_megatron.runtime.signals import StopRequested, is_launched
 
 DEADLINE_S = 6.0
 
@@ -40,7 +41,7 @@ def fail(what: str) -> None:
 
 
 def verbs(mesh: Mesh, what: str, victim: int) -> dict[str, Any]:
-    def add(shared: int, mine: Any) -> float:
+    def add(mine: Any, shared: int) -> float:
         total = torch.tensor(float(shared + mine.sum()))
         dist.all_reduce(total, group=mesh.control)
         return total.item()
@@ -80,22 +81,23 @@ def suffer(lockstep: Lockstep, what: str, victim: int, where: str, folder: Path)
 def main(case: str, folder: Path) -> None:
     what, rank, where = case.split()
     victim = int(rank)
-    logging.basicConfig(format="[%(process)d] %(message)s")
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     start_process_group(120)
     mesh = build_mesh(ParallelConfig(ranks=int(os.environ["WORLD_SIZE"])), seed=1)
     (folder / f"{mesh.rank}.pid").write_text(str(os.getpid()))
     stop = StopRequested(grace_s=120)
-    stop.install()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have reported
+    stop.install()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have said where they are
+    heart = Heartbeat(beats_folder(str(folder)), f"rank {mesh.rank}")
+    note = FaultRecord(folder).failed(f"rank {mesh.rank}")
     # A busy machine must not make healthy ranks late: only the faults that nothing else ends meet a short deadline.
-    waits_for_deadline = what in ("sleep", "stop") or where == "between"
-    watchdog._GATHER_S = 60.0 if what in ("raise", "sleep") else 8.0  # a dead rank is waited for this long
-    watchdog._LAST_RESORT_S = 120.0 if what in ("raise", "sleep") else watchdog._LAST_RESORT_S
+    waits_for_deadline = not is_launched() and (what in ("sleep", "stop") or where == "between")
+    module._GRACE_S = 5.0
     courses: list[tuple[float, Callable[[Lockstep], None]]] = [
         (600.0, lambda lockstep: work(lockstep, mesh)),
         (DEADLINE_S if waits_for_deadline else 600.0, lambda lockstep: suffer(lockstep, what, victim, where, folder)),
     ]
     for deadline_s, lead in courses:
-        lockstep = Lockstep(mesh, verbs(mesh, what, victim), deadline_s)
+        lockstep = Lockstep(mesh, verbs(mesh, what, victim), deadline_s, heart, note)
         if mesh.rank > 0:
             lockstep.serve()
             continue
@@ -103,6 +105,7 @@ def main(case: str, folder: Path) -> None:
             lead(lockstep)
         finally:
             lockstep.close()
+    heart.close()
     stop.uninstall()
     stop_process_group()
 

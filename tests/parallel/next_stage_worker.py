@@ -54,14 +54,14 @@ class Begun(Run):
             started(step, verb)
 
         self.diary.verb_started = watch  # type: ignore[method-assign]
-        update = self.policy.update_and_score
+        update = self._lockstep._verbs["update"]
 
         def noting(*args: Any) -> Any:
             if not self.seen:
                 self.seen = parts(self.policy)
             return update(*args)
 
-        self.policy.update_and_score = noting  # type: ignore[method-assign]
+        self._lockstep._verbs["update"] = noting  # type: ignore[index]
 
     def told(self) -> dict[str, Any] | None:
         ended = self.to_the_end()

@@ -40,6 +40,7 @@ from or1_megatron.parallel.sharded_state import local_shards
 from or1_megatron.rl.loop import Loop
 from or1_megatron.rl.packing import BatchLayout
 from or1_megatron.rl.ports import LoopConfig, Ports
+from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.runtime.memory_folder import memory_keeper
 from or1_megatron.runtime.run_folder import FINISHED_RESPONSES, CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
@@ -125,7 +126,8 @@ class Run:
         self.policy = MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, config, self.mesh)
         self.saver = CheckpointSaver(self.policy)
         verbs = policy_verbs(self.policy, self.saver)
-        self._lockstep = Lockstep(self.mesh, verbs, 60.0)
+        heart = Heartbeat(folder / "beats", f"rank {self.mesh.rank}")
+        self._lockstep = Lockstep(self.mesh, verbs, 60.0, heart)
         self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()
         self.loop = Loop(
             LoopConfig(

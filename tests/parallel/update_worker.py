@@ -28,6 +28,7 @@ from or1_megatron.rl.batch import pack
 from or1_megatron.rl.dump import DumpStore
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.safety import SgdStep, UpdateGuard
+from or1_megatron.runtime.heartbeat import Heartbeat
 from or1_megatron.sizing.parallel_layouts import batch_layout
 from or1_megatron.types import Batch, Sample, TokenScores
 
@@ -154,7 +155,9 @@ LAYOUTS = {
 """The updates at the last layout are dumped."""
 
 
-def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | None) -> dict[str, Any]:
+def serve_or_lead(
+    parallel: ParallelConfig, config: ModelConfig, heart: Heartbeat, dumps: Path | None
+) -> dict[str, Any]:
     """Make bad updates at one layout; rank 0 returns the results, and dumps two updates if a folder is given."""
     mesh = build_mesh(parallel, seed=1)
     policy = MegatronPolicy(config, parallel, OptimizerConfig(lr=1e-3), mesh)
@@ -170,7 +173,7 @@ def serve_or_lead(parallel: ParallelConfig, config: ModelConfig, dumps: Path | N
 
     saver = CheckpointSaver(policy, asynchronous=False)
     verbs = policy_verbs(policy, saver, frozen) | {"digests": digests, "held_by_reference": held_by_reference}
-    lockstep = Lockstep(mesh, verbs, 60)
+    lockstep = Lockstep(mesh, verbs, 60, heart)
     if mesh.rank > 0:
         lockstep.serve()
         return {}
@@ -198,10 +201,11 @@ def main() -> None:
     torch.set_num_threads(1)
     store, rank, _ = next(torch.distributed.rendezvous("env://"))
     config = ModelConfig(hf=model, dtype="float32")
+    heart = Heartbeat(out.parent / "beats", f"rank {rank}")
     results = {}
     for name, parallel in LAYOUTS.items():
         start_process_group(60, SubWorld(parallel.ranks, store, name))
-        results[name] = serve_or_lead(parallel, config, dumps if name == "TP2 SP" else None)
+        results[name] = serve_or_lead(parallel, config, heart, dumps if name == "TP2 SP" else None)
         stop_process_group()
     if rank == 0:
         out.write_text(json.dumps(results))

@@ -24,8 +24,8 @@ from or1_verify.errors import UserError
 
 RANK = """
 import os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in a collective, where no handler runs
 rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"{rank}.asked").touch())  # and does not end
 attempt = len(list(folder.glob(f"{rank}.*.up")))
 up = folder / f"{rank}.{attempt}.up"
 up.with_suffix(".part").write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']}")
@@ -145,6 +145,7 @@ def test_all_ranks_start_again_after_one_has_failed(two_nodes: Callable[..., Two
         assert said[0].startswith("2 2 rank 1 (pid "), said
         assert re.match(rf"-9 137 rank 1 \(pid {pids[1]}\) was killed by SIGKILL .*\(node 1\)$", said[1]), said
         assert said[2] == "0 0 ", said
+    assert (nodes.folder / "0.asked").exists()  # of node 0, when rank 1 of node 1 had failed
 
 
 def test_launchers_are_lost(two_nodes: Callable[..., TwoNodes]) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from or1_megatron.errors import PART_LOST
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_flag
+from or1_megatron.runtime import signals
+from or1_megatron.runtime.signals import LAUNCH_MARK
 
 SAVES = """
-import sys, threading, time
+import logging, sys, threading, time
 from or1_megatron.runtime import signals
+logging.basicConfig(level=logging.INFO)
 signals.REPEAT_S = float(sys.argv[1])
 stop = signals.StopRequested(grace_s=30)
 stop.install()
@@ -37,7 +39,7 @@ print("saved", flush=True)
 STUCK = """
 import ctypes, sys
 from or1_megatron.runtime.signals import StopRequested
-stop = StopRequested(grace_s=float(sys.argv[1]), on_hard_exit=lambda: print("last words", flush=True))
+stop = StopRequested(grace_s=float(sys.argv[1]))
 stop.install()
 libc = ctypes.CDLL(None)
 print("ready", flush=True)
@@ -79,21 +81,21 @@ def test_a_signal_asks_for_a_save_and_the_process_exits_normally(number: signal.
     assert f"{number.name}: saving and stopping within 30 s" in err
 
 
-def test_torchruns_own_sigterm_ends_a_rank_and_the_launchers_asks_for_a_save(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torchruns_own_sigterm_ends_a_rank_unless_the_launcher_asks_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent sends SIGTERM to the other ranks when one has failed: they cannot save without it."""
-    launch = f"test_{tmp_path.name}_{os.getpid()}"
-    monkeypatch.setenv(LAUNCH_MARK, launch)
+    monkeypatch.setenv(LAUNCH_MARK, "1-test")
     with running(SAVES, "2.0") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == PART_LOST
-    asked_flag(launch).touch()
-    try:
-        with saving(signal.SIGTERM, repeat_s=2.0) as process:
-            out, _ = process.communicate("\n", timeout=PATIENCE_S)
-    finally:
-        asked_flag(launch).unlink()
+        assert process.stderr is not None
+        where = process.stderr.read()
+        assert "another rank failed? The main thread is at" in where and "line 11, in <module>" in where
+    with running(SAVES, "1e9") as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None and process.stdout.readline() == "saving\n"
+        time.sleep(signals._LAST_WORDS_S + 1.0)  # it does not end after them
+        out, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert (process.returncode, out) == (0, "saved\n")
 
 
@@ -116,9 +118,8 @@ def test_the_same_request_heard_twice_is_one() -> None:
 def test_the_grace_period_ends_though_the_main_thread_is_stuck_in_c() -> None:
     with running(STUCK, "0.5") as process:
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=PATIENCE_S)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
-    assert out == "last words\n"
     assert "not saved within the grace period of 0.5 s" in err
 
 

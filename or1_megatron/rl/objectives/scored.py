@@ -10,9 +10,10 @@ Shapes: N counted tokens of the mini-batch, sample after sample; S samples.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from or1_megatron.interfaces import Objective, Sequences, TokenInputs, scope_of
-from or1_megatron.types import Batch, Float32Array, MicroBatch, TokenScores
+from or1_megatron.types import Batch, Float32Array, MicroBatch, TokenScores, UpdateReport
+
+
+class Learner(Protocol):
+    """The two methods of ``interfaces.Policy`` that an update needs."""
+
+    def score(self, batch: Batch, temperature: float) -> TokenScores: ...
+
+    def update(self, batch: Batch, objective: Objective) -> UpdateReport: ...
+
+
+def update(
+    policy: Learner, batch: Batch, objective: Objective, one_pass: bool, scores: TokenScores | None = None
+) -> UpdateReport:
+    """Update the policy; an objective that needs scores is evaluated first.
+
+    Args:
+        one_pass: the policy's head is one-pass.
+        scores: of the batch's samples by the present weights; None: the policy scores them if need be.
+    """
+    if not needs_scores(objective, one_pass):
+        return policy.update(batch, objective)
+    started_s = time.perf_counter()
+    linear = linearise(batch, objective, scores or policy.score(batch, objective.temperature))
+    evaluated_s = time.perf_counter() - started_s
+    report = policy.update(linear.batch, linear.objective)
+    return replace(report, sums=linear.sums, forward_backward_s=report.forward_backward_s + evaluated_s)
 
 
 def needs_scores(objective: Objective, one_pass: bool) -> bool:

@@ -22,7 +22,7 @@ from or1_megatron.config.schema import Config
 from or1_megatron.handoff.probe import Probe, ProbeResult
 from or1_megatron.handoff.sender import make_sender
 from or1_megatron.parallel.mesh import Mesh
-from or1_megatron.parallel.policy import MegatronPolicy, gather_scores, unpack_scores
+from or1_megatron.parallel.policy import MegatronPolicy, WholePolicy
 from or1_megatron.rl.batch import pack
 from or1_megatron.rollout.cluster import start_ray, stop_ray
 from or1_megatron.rollout.engine_group import EngineGroup
@@ -108,11 +108,9 @@ class EngineRank:
         Raises:
             HandoffMismatch: they do not compute the same.
         """
-        local = self.policy.score(self._batch.ranks[self.mesh.data_rank], 1.0)
-        gathered = gather_scores(self.mesh, local)
-        if gathered is None or self.engines is None:
+        expected = WholePolicy(self.policy).score(self._batch, 1.0).log_probs
+        if self.engines is None:
             return None
-        expected = unpack_scores(self._batch.ranks, gathered, self._batch.sample_count).log_probs
         result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
         self.engines.certify(self.version)
         return result

@@ -98,8 +98,8 @@ def awake_engines() -> list[str]:
 
 
 def give_turns(synced: Any) -> None:
-    turns, init = synced.Turns, synced.SyncedPolicy.__init__
-    synced.Turns = lambda *arguments: turns(engines_sleep=True, trainer_offloads=True)
+    sharing, init = synced.DeviceSharing, synced.SyncedPolicy.__init__
+    synced.DeviceSharing = lambda **arguments: sharing(engines_sleep=True, trainer_offloads=True)
 
     def init_and_sleep(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)

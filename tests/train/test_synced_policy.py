@@ -1,0 +1,138 @@
+"""Who has the devices: the exact order in which trainer and engines give them up and take them.
+
+Stand-ins for ranks, engines and their pool write down what is called. Not proven here: that memory is free after it
+(tests/parallel/test_offload.py, the self-test's check "sleep"), and real engines (test_handoff_goes_wrong.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from or1_megatron.config.schema import HandoffConfig
+from or1_megatron.handoff.errors import SendError
+from or1_megatron.handoff.probe import Probe
+from or1_megatron.rl.packing import BatchLayout
+from or1_megatron.rollout.engine_group import EngineError
+from or1_megatron.trainer.synced_policy import TRANSITIONS, DeviceSharing, SyncedPolicy
+
+TRAINER = ["restore parameters gradients optimizer"]
+HANDOFF = ["offload optimizer gradients", "sync_parameters", "check_replicas"]
+SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "certify"]
+REPLACED = ["offload optimizer gradients parameters", "start engine", "leave_engines", "sleep"]
+AGAIN = [*REPLACED, "restore parameters"]
+
+
+class Diary:
+    """Ranks, engines, their pool and the rollouts in one: notes each call, and fails at the first call of one kind."""
+
+    def __init__(self, sharing: DeviceSharing, fails_in: str = "") -> None:
+        self.calls: list[str] = []
+        self.fails_in, self.lost = fails_in, False
+        self.handles: list[object] = ["engine 0"]
+        config = HandoffConfig(probe_every_steps=0)
+        probe = Probe(config, "float32", 16, 8)
+        parts: Any = self
+        self.policy = SyncedPolicy(parts, parts, parts, parts, parts, config, probe, BatchLayout(1, 64, 1), sharing)
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fails_in:
+            self.fails_in, self.lost = "", True
+            raise SendError("an engine has died") if call == "send" else EngineError("an engine has died")
+
+    def call(self, verb: str, *arguments: Any) -> int:
+        self.note(" ".join([verb, *(each for each in arguments if isinstance(each, str))]))
+        return 0
+
+    def sleep(self) -> None:
+        self.note("sleep")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.note(f"wake {tags[0]}")
+
+    def certify(self, version: int) -> None:
+        self.note("certify")
+
+    def restart_lost(self, make_room: Callable[[], None]) -> list[int]:
+        if not self.lost:
+            return []
+        make_room()
+        self.note("start engine")
+        self.lost, self.handles[0] = False, "engine 0, restarted"
+        return [0]
+
+    def rejoin(self, handles: list[object]) -> None:
+        self.note(f"rejoin {handles[0]}")
+
+    def do(self, *methods: str) -> list[str]:
+        """Call methods of the policy; return what they called."""
+        self.calls.clear()
+        for version, method in enumerate(methods):
+            getattr(self.policy, method)(*([version] if method == "hand_off" else []))
+        return self.calls
+
+
+SHARED, APART, BESIDE = DeviceSharing(True, True), DeviceSharing(False, False), DeviceSharing(False, True)
+STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
+CASES = {
+    "nothing is shared": (APART, ["hand_off"], ["sync_parameters", "check_replicas", "send", "certify"]),
+    "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
+    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "certify"]),
+    "no engine is lost": (SHARED, ["revive"], []),
+    "the optimizer waits": (SHARED, ["restart_optimizer"], []),
+    "the optimizer": (
+        SHARED,
+        ["restart_optimizer", "take_devices", "take_devices"],
+        ["sleep", *TRAINER, "restart_optimizer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step(case: str) -> None:
+    """After a first handoff."""
+    sharing, methods, expected = CASES[case]
+    diary = Diary(sharing)
+    diary.do("hand_off")
+    assert diary.do(*methods) == expected
+
+
+@pytest.mark.parametrize("fails_in", SENT)
+def test_an_engine_lost_in_a_handoff(fails_in: str) -> None:
+    """The handoff is done again; the manager hears of the new engine once, when it serves."""
+    diary = Diary(SHARED)
+    diary.do("hand_off")
+    diary.fails_in = fails_in
+    before = SENT[: SENT.index(fails_in) + 1]
+    rejoined = "rejoin engine 0, restarted"
+    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, rejoined]
+    assert diary.do("take_devices", "hand_off") == STEP
+
+
+def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
+    diary = Diary(SHARED, "sleep")
+    diary.do("hand_off")
+    assert diary.do("take_devices") == ["sleep", *REPLACED, *TRAINER]
+    diary.do("hand_off")
+    diary.lost = True
+    assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
+    assert diary.policy._version == 0
+
+
+def test_what_was_moved_for_a_new_engine_comes_back_to_a_trainer_that_never_offloads() -> None:
+    diary = Diary(DeviceSharing(engines_sleep=True, trainer_offloads=False), "send")
+    diary.do("hand_off")
+    assert diary.do("take_devices") == ["sleep", *TRAINER]
+
+
+def test_other_transitions_are_refused() -> None:
+    policy = Diary(SHARED).policy
+    for before, after in itertools.product(TRANSITIONS, TRANSITIONS):
+        policy._devices = before
+        if after not in TRANSITIONS[before]:
+            with pytest.raises(RuntimeError, match=f"from '{before}' to '{after}'; expected "):
+                policy._pass_devices(after)
