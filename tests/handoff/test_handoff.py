@@ -5,7 +5,6 @@ Not tried here: engines with several workers, CUDA, a real Megatron policy (test
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from rigs import perturbed, scores
 from sharded_trainer import Grid, Trainer
 
 from or1_megatron.config.schema import HandoffConfig
-from or1_megatron.handoff.errors import HandoffError, HandoffMismatch, SendError
+from or1_megatron.handoff.errors import HandoffError, SendError
 from or1_megatron.handoff.gather import Gathered
 from or1_megatron.handoff.probe import compare_probe, probe_tokens
 from or1_megatron.rollout.cluster import namespace
@@ -73,20 +72,6 @@ def test_engines_compute_what_was_sent_and_say_its_version(
                 expected = oracle.log_probs(request.prompt.token_ids.tolist(), completion.token_ids.tolist())
                 np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
                 assert completion.versions == (VersionSpan(version, 0),)
-
-
-def test_one_wrong_tensor_fails_the_probe(tiny_model: TinyModel, engine_pool: EnginePool, trainer: Trainer) -> None:
-    """Wrong by a swap of two rows of one layer's bias, which no shape check sees."""
-    wrong = copy.deepcopy(tiny_model.oracle)
-    with torch.no_grad():
-        bias = wrong.model.layers[1].self_attn.q_proj.bias
-        bias[:2] = bias[:2].flip(0)
-    trainer.grid.model = wrong
-    trainer.send(5)
-    with pytest.raises(HandoffMismatch, match="engine 0 does not compute what the policy computes"):
-        compare_probe(
-            engine_pool.control(CONFIG.timeout_s).score_prompts(PROBE), scores(tiny_model.oracle, PROBE), bound=1e-3
-        )
 
 
 def test_a_rank_that_cannot_gather_fails_the_handoff_on_all(

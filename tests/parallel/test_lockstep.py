@@ -7,13 +7,13 @@ over several hosts, where a connection does not break when a host goes down (hea
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import lockstep_worker
 import psutil
 import pytest
 import ranks
@@ -55,7 +55,7 @@ def waiting(output: str) -> set[int]:
 def run_cases(folder: Path, cases: list[str]) -> dict[str, Any]:
     """Run cases side by side, with no agent to watch over their ranks; exit statuses and outputs by rank."""
     jobs = [
-        ranks.job("lockstep_worker.py", RANKS, case, str(folder / case), folder=folder / case, watched=False)
+        ranks.job(lockstep_worker.main, RANKS, case, folder / case, folder=folder / case, joined=False, watched=False)
         for case in cases
     ]
     return dict(zip(cases, ranks.run_jobs(jobs), strict=True))
@@ -95,50 +95,40 @@ def test_a_slower_fault_ends_all_ranks(slow: dict[str, Any], case: str) -> None:
     check(slow[case], *SLOW[case])
 
 
-def left_over(folder: Path) -> list[int]:
-    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-    assert len(pids) == RANKS
-    return [pid for pid in pids if psutil.pid_exists(pid)]
-
-
-@pytest.mark.slow
-def test_a_traceback_comes_through_torchrun(tmp_path: Path) -> None:
-    status, output = ranks.run("lockstep_worker.py", RANKS, "raise 1 verb", str(tmp_path))
-    assert status != 0
-    assert waiting(output) >= {0, 2}
-    for text in ("rank 1 failed in 'wait'", LOST_TENSOR):
-        assert text in output, output[-6000:]
-    assert left_over(tmp_path) == []
-
-
 LAUNCH = """
 import sys
 from or1_megatron.runtime.launch import run_ranks
 sys.exit(run_ranks("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30))
 """
+LAUNCHERS = {
+    "ours": ["-c", LAUNCH],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", lockstep_worker.__file__],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["stop 1 verb", "kill 1 between", "stop 0 verb"])
-def test_our_launcher_leaves_nothing(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "case", "expected"),
+    [
+        ("ours", "stop 1 verb", ["training stopped: rank"]),
+        ("ours", "kill 1 between", ["training stopped: rank"]),
+        ("ours", "stop 0 verb", ["training stopped: rank"]),
+        ("torchrun", "raise 1 verb", ["rank 1 failed in 'wait'", LOST_TENSOR]),
+        ("torchrun", "stop 1 verb", [LATE, "not heard from: rank 1"]),
+    ],
+)
+def test_a_launcher_says_why_and_leaves_nothing(tmp_path: Path, launcher: str, case: str, expected: list[str]) -> None:
     """A stopped rank cannot end itself: torchrun's agent kills it, 30 s after the others have ended."""
-    path = os.pathsep.join([str(ranks.FOLDER), str(ranks.ROOT)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LAUNCH, case, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, *LAUNCHERS[launcher], case, str(tmp_path)],
+        env=ranks.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=ranks.TIMEOUT_S,
     )
     assert done.returncode != 0
-    assert "training stopped: rank" in done.stdout, done.stdout[-6000:]
-    assert left_over(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_torchrun_kills_a_stopped_rank(tmp_path: Path) -> None:
-    status, output = ranks.run("lockstep_worker.py", RANKS, "stop 1 verb", str(tmp_path))
-    assert status != 0
-    assert LATE in output and "not heard from: rank 1" in output, output[-6000:]
-    assert left_over(tmp_path) == []
+    for text in expected:
+        assert text in done.stdout, done.stdout[-6000:]
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert len(pids) == RANKS and not any(map(psutil.pid_exists, pids))
