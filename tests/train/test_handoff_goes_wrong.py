@@ -44,8 +44,8 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
     """A bit of a message to an engine, an exponent bit of an engine's norm, later a bit of a batch on its way to rank 1
-    and one of the responses on their way to rank 0. Each time the ranks start again from the newest checkpoint. Not shown: flips in the trainer's
-    own memory."""
+    and one of the responses on their way to rank 0. Each time the ranks start again from the newest checkpoint. Not
+    shown: flips in the trainer's own memory."""
     run = tmp_path / "run"
     config = small_config(run)
     (tmp_path / "done").mkdir()
@@ -65,8 +65,7 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
     status, output = training.finish()
     assert status == 0, output[-3000:]
     assert {path.name for path in (tmp_path / "done").iterdir()} == {"message", "engine", "batch", "responses"}
-    assert "from trainer rank 0 did not arrive as it was sent in handoff 2: checksum" in output
-    assert "'model.embed_tokens.weight'[0:" in output
+    assert re.search(r"'model\.[a-z0-9_.]+'\[.* from trainer rank 0 did not arrive as it was sent in handoff 2", output)
     assert "engine 0 does not compute what the policy computes" in output
     assert len(re.findall(r"a message of \d+ bytes between two processes of the run arrived with", output)) >= 2
     assert output.count("The ranks start again") == 4

@@ -86,7 +86,7 @@ def flip_message(transfer: Any) -> None:
     now = flips_now("message")
 
     def spoil(shipment: Any, message: Any, read: Any, handoff: int) -> None:
-        if handoff == 2 and now():
+        if handoff == 2 and os.environ["RANK"] == "0" and now():
             message[1001] ^= 2
 
     wrap(transfer, "pack", after=spoil)
