@@ -128,10 +128,9 @@ class World:
     def stop(self) -> None:
         self.stopped = True
 
-    def stop_in(self, rollout: int | None) -> World:
+    def stop_in(self, rollout: int | None) -> None:
         """Ask for the stop in this rollout."""
-        self.stop_in(rollout)
-        return self
+        self.rollouts.stop_at, self.rollouts.on_stop = rollout, self.stop
 
     def run_killed_in(self, rollout: int) -> None:
         """Run until this rollout, in which the process ends."""

@@ -101,31 +101,6 @@ def test_accepted_tokens_are_of_the_response(histogram: list[int], tokens: int, 
     assert of_response(histogram, tokens) == accepted
 
 
-def test_tokens_have_the_models_distribution(tiny_model: TinyModel, drafting: EnginePool) -> None:
-    """Chi-square of the second and third token of 6,000 responses; the exact distribution sums over all first ones."""
-    ids = [2, 7, 8, 7, 9, 8, 9]  # after most first tokens there is something to draft
-    probabilities, weights = [], torch.ones(1, dtype=torch.float64)
-    prefixes = torch.tensor([ids])
-    for _ in range(3):
-        with torch.no_grad():
-            conditional = tiny_model.oracle(prefixes).logits[:, -1].double().softmax(dim=-1)
-        joint = weights[:, None] * conditional
-        probabilities.append(joint.sum(dim=0).numpy())
-        weights = joint.flatten()
-        prefixes = torch.cat(
-            [prefixes.repeat_interleave(len(WORDS), 0), torch.arange(len(WORDS)).repeat(len(prefixes))[:, None]], dim=1
-        )
-        weights = torch.where(prefixes[:, -1] == WORDS.index("<end>"), 0.0, weights)  # a response has ended there
-    sent = [Request(prompt(ids, name="0"), sample, Sampling(1.0, 1.0, 3), 10_000 + sample) for sample in range(6_000)]
-    completions = decode(drafting.handles[0], sent)
-    assert sum(map(drafted_tokens, completions)) > 1_000 and sum(map(accepted_tokens, completions)) > 100
-    for place in (1, 2):
-        found = np.bincount([c.token_ids[place] for c in completions if len(c.token_ids) > place], minlength=len(WORDS))
-        exact = probabilities[place] / probabilities[place].sum()
-        assert chi_square_p(found, exact) > TINY_P
-        assert chi_square_p(found, exact[::-1]) < TINY_P  # the test can fail
-
-
 def test_prompts_are_scored_beside_drafts(tiny_model: TinyModel, drafting: EnginePool) -> None:
     sequences = [np.array(ids, dtype=np.int32) for ids in ([5, 9, 30, 1, 1, 0, 12], [7, 8])]
     sent = requests(Sampling(1.0, 1.0, 60), seed=50_000)

@@ -1,7 +1,7 @@
 """What users get wrong, and what machines do to them: one clear message, exit code 2, no traceback, no hang.
 
 Tested elsewhere: ranks and launchers that die (test_life_of_a_run), keys and values of the configuration
-(config/test_load), rows of every wrong kind (data/test_problems), responses that never close ``</think>`` and gold
+(config/test_load), rows of every wrong kind (data/test_problems, test_unusable_rows), tokenizers (data/test_template), responses that never close ``</think>`` and gold
 answers (verify), full disks under metrics and rollouts (runtime), engines that cannot start (rollout/test_manager).
 Not proven here: disks with quotas, file systems that are shared between nodes.
 """
@@ -115,28 +115,6 @@ def test_a_damaged_model(damage: Callable[[Path], str], small_config: SmallConfi
 
 
 ROW = '{"prompt": "1+%d?", "answer": "2"}\n'
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ('{"prompt": "1+1?"}', "train.jsonl:9: field 'data_source': Field required"),
-        ('{"prompt": "1+1?", "answer": true}', "train.jsonl:9: field 'answer"),
-        ('{"prompt": "2+2?", "answer": "[4]", "ability": "chess"}', "train.jsonl:9: field 'ability': found 'chess'"),
-        ("{", "train.jsonl:9: not a JSON object"),
-    ],
-)
-def test_a_bad_row_is_named(small_config: SmallConfig, tmp_path: Path, row: str, said: str) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(ROW % i for i in range(8)) + row)
-    assert said in refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
-
-
-def test_a_parquet_file_that_is_none(small_config: SmallConfig, tmp_path: Path) -> None:
-    data = tmp_path / "train.parquet"
-    data.write_text("PAR1")
-    said = refused(small_config(tmp_path / "run"), f"data.train=[{{path: {data}}}]")
-    assert f"data.train: {data} is not a readable parquet file" in said
 
 
 def test_more_gpus_are_asked_for_than_are_here(
@@ -256,16 +234,10 @@ def read_prompts(config: Path, logs: Path, cases: list[str]) -> dict[str, str]:
     return said
 
 
-def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path: Path) -> None:
-    """Prompts over the limit are dropped and counted; tokenizers that are missing, broken or without a template."""
+def test_prompts(small_config: SmallConfig, tmp_path: Path) -> None:
+    """Prompts over the limit are dropped and counted; tests of code that do not go together; too few problems left."""
     data = tmp_path / "train.jsonl"
     data.write_text("".join(ROW % i for i in range(9)) + '{"prompt": "1+1+1+1+1+1+1+1?", "answer": "8"}\n')
-    broken = Path(shutil.copytree(model, tmp_path / "broken"))
-    (broken / "tokenizer.json").write_text("{")
-    bare = Path(shutil.copytree(model, tmp_path / "bare"))
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    (model / "chat_template.jinja").unlink()
     code, none, graded = (tmp_path / f"{name}.jsonl" for name in ("code", "none", "graded"))
     rows = [
         {
@@ -291,9 +263,6 @@ def test_prompts_and_tokenizers(small_config: SmallConfig, model: Path, tmp_path
         f"data.train.0.path={graded} data.difficulty_model=M stages.0.prompts_per_step=8": (
             "data.train: of 10 problems 6 are left (data.difficulty_model = M dropped 4, data.max_prompt_tokens = "
         ),
-        f"model.hf={broken}": f"{broken}: its tokenizer cannot be loaded",
-        f"model.hf={bare}": f"{bare}: holds no tokenizer",
-        f"model.hf={model}": f"tokenizer of '{model}' has no chat template",
     }
     said = ranks.call(read_prompts, 1, small_config(tmp_path / "run"), tmp_path / "logs", list(cases), joined=False)[0]
     for case, expected in cases.items():
