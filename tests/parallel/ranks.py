@@ -16,7 +16,6 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-PATHS = os.pathsep.join(map(str, (ROOT, FOLDER, ROOT / "tests", ROOT / "tests" / "rl")))
 TIMEOUT_S = 600.0
 """A hang is reported after this long; no test depends on how long its ranks take."""
 
@@ -24,7 +23,9 @@ _servers: dict[str, subprocess.Popen[str]] = {}
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    """Return variables with which a process finds the modules of the tests."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def job(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, WORDS, TinyModel, decode, prompt, rollout_config
+from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, prompt, rollout_config
 from rigs import in_engine
 
 from or1_megatron.rollout.engine import _accepted as of_response
