@@ -17,7 +17,6 @@ from or1_megatron.types import (
     Message,
     Problem,
     Prompt,
-    RefillRule,
     RolloutReport,
     Sampling,
     Verdict,
@@ -48,13 +47,7 @@ class Recorded:
         self.asked: list[tuple[Sequence[Prompt], int, Sampling, int]] = []
 
     def roll_out(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        rule: RefillRule | None = None,
-        urgent: bool = False,
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, *, urgent: bool
     ) -> int:
         assert urgent
         self.asked.append((prompts, group_size, sampling, seed))

@@ -38,7 +38,7 @@ from or1_megatron.runtime.memory_folder import memory_keeper
 from or1_megatron.runtime.run_folder import CheckpointKeeper
 from or1_megatron.runtime.seeds import seed_everything
 from or1_megatron.runtime.timers import StepTimer
-from or1_megatron.types import Group, HandoffReport, Prompt, RefillRule, RolloutReport, Sampling
+from or1_megatron.types import Group, HandoffReport, Prompt, RolloutReport, Sampling
 
 PROBLEMS = 12
 SHORT = StageConfig(
@@ -57,15 +57,7 @@ class RecordedRollouts(TableRollouts):
         self._records = not file.exists()
         self._known: dict[int, list[Group]] = {} if self._records else pickle.loads(file.read_bytes())
 
-    def roll_out(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        rule: RefillRule | None = None,
-        urgent: bool = False,
-    ) -> int:
+    def roll_out(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: int, *_: Any) -> int:
         if self._records:
             ticket = super().roll_out(prompts, group_size, sampling, seed)
             self._known[seed] = self.under_way.pop(ticket)
