@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,5 +156,10 @@ class Run:
         dist.all_gather_object(digests, digest.hexdigest())
         timed = ("time/", "checkpoint/write_s", "other_share", "engine/", "train/")
         rows = {s: {k: v for k, v in row.items() if not k.startswith(timed)} for s, row in self.diary.rows.items()}
-        state = {name: value for name, value in self.loop.state().items() if name != "seconds"}
+        state = {name: value for name, value in self.state().items() if name != "seconds"}
         return {"rows": rows, "state": state, "digests": digests, "steps": self.policy.sgd_steps}
+
+    def state(self) -> dict[str, Any]:
+        """Return the loop's state as a checkpoint holds it: without tuples."""
+        state: dict[str, Any] = json.loads(json.dumps(self.loop.state()))
+        return state

@@ -47,7 +47,7 @@ class Begun(Run):
 
         def watch(step: int, verb: str) -> None:
             if verb == "begin_stage" and self._state is None:
-                self._state = self.loop.state()
+                self._state = self.state()
             started(step, verb)
 
         self.diary.verb_started = watch  # type: ignore[method-assign]
